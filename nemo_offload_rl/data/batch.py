@@ -1,0 +1,92 @@
+"""Typed batches that travel from the driver to the workers.
+
+Shape suffixes: B samples, S positions (right-padded), V vocabulary.
+
+Logprob convention, everywhere in this package: `logprobs_BS[b, t]` is log p(token t | tokens before t) and column 0 is 0,
+so that logprobs, masks and advantages of a token share its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Right-padded token sequences.
+
+    Attributes:
+        input_ids: [B, S] int64, padded with any valid id.
+        input_lengths: [B] int64, real tokens of each row, 1..S.
+    """
+
+    input_ids: Tensor
+    input_lengths: Tensor
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """Rows by index, in the order given, as a batch of the same type."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on `device`; tensors that are there already are shared, not copied."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
+    def trim(self, multiple: int = 1) -> Self:
+        """Cut or keep columns so that S is the longest row rounded up to `multiple` (never above the present S)."""
+        width = self.input_ids.shape[1]
+        longest = int(self.input_lengths.max())
+        wanted = min(width, -(-longest // multiple) * multiple)
+        if wanted == width:
+            return self
+        cut = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            cut[f.name] = value[:, :wanted] if value.dim() == 2 else value
+        return replace(self, **cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch(TokenBatch):
+    """What every loss needs.
+
+    Attributes:
+        token_mask: [B, S] float32, 1 for tokens that the loss counts (column 0 is 0), 0 for prompt and padding.
+        sample_mask: [B] float32, 0 drops a whole sample (overlong filtering, padding rows).
+    """
+
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientBatch(TrainBatch):
+    """Inputs of the clipped policy-gradient loss; every added tensor is [B, S] float32.
+
+    Attributes:
+        advantages: the same value on every token of a response, or per token.
+        prev_logprobs: logprobs of the policy before this step's updates.
+        generation_logprobs: logprobs that the sampler used (temperature and truncation included).
+        reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
+    """
+
+    advantages: Tensor
+    prev_logprobs: Tensor
+    generation_logprobs: Tensor
+    reference_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class LossNorm:
+    """Divisors over the global batch (all micro-batches, all data-parallel ranks)."""
+
+    num_valid_seqs: float
+    num_valid_tokens: float

@@ -1,0 +1,20 @@
+"""Errors that a user can act on.
+
+Launch scripts print a `UserError` as one line and exit with status 2; everything else is a bug and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """Bad input. The message says the fact, the reason and what to change, in one line."""
+
+
+class ConfigError(UserError):
+    """A configuration file, an override or a cross-field rule is wrong."""
+
+
+class DataError(UserError):
+    """A data file, a row or a prompt cannot be used."""
+
+
+class WorkerDiedError(UserError):
+    """A worker process ended while the driver needed it; the message names the worker, its phase and the cause."""

@@ -1,0 +1,61 @@
+"""What the driver and the rollouts know of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all; logprobs are those after all of it."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response. `logprobs[i]` is the sampler's logprob of `token_ids[i]`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+class GenerationEngine(Protocol):
+    """One inference engine, whole (all of its tensor-parallel ranks)."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """`num_samples` completions for each prompt of token ids, in the prompts' order."""
+        ...
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """Wake `weights`, `kv_cache` or (None) both; what is awake already is left alone."""
+        ...
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        """Sleep. `discard_weights` when a refit comes before the next generation."""
+        ...
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """Copy the bucket's tensors into the model; the bucket may be overwritten once this returns."""
+        ...
+
+    def finish_refit(self) -> None:
+        """Check that every weight of the model arrived, and drop cached prefixes that the old weights computed."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine; safe to call twice."""
+        ...

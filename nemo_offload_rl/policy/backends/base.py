@@ -1,0 +1,98 @@
+"""The protocol behind which a training backend stands. The phase verbs are not here: the worker has them, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.residency import StateGroup
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where this process stands. Ranks that share `dp_rank` get the same data."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the gradient norm before clipping and the learning rate that was used."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor of the Hugging Face state dict, as a refit sends it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+class PolicyBackend(Protocol):
+    """Model and optimizer of one rank."""
+
+    @property
+    def rank_info(self) -> RankInfo: ...
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """Every byte that this rank keeps on the device between calls: `params`, `grads`, `optimizer`."""
+        ...
+
+    def forward_backward(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        ...
+
+    def optim_step(self) -> StepResult:
+        """Clip, update, advance the schedule and drop the gradients."""
+        ...
+
+    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off."""
+        ...
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data-parallel ranks."""
+        ...
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields, in the same order, without touching data."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under their Hugging Face names, one at a time; a collective over all ranks."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, scheduler and RNG; every rank calls it."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote."""
+        ...
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load; every rank calls it, rank 0 writes."""
+        ...

@@ -1,0 +1,73 @@
+"""What the driver, the workers, the losses and the backends agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import LossNorm, TrainBatch
+
+
+class LossFn(Protocol):
+    """A loss on one micro-batch, already divided by the global batch's counts.
+
+    Summing the returned loss over all micro-batches and data-parallel ranks gives the loss of the global batch, so
+    gradients are summed, never averaged. Instances are picklable and hold no tensors.
+    """
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of one micro-batch.
+
+        Args:
+            logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient; column 0 is 0.
+            batch: The micro-batch, on the same device.
+            norm: Counts of the global batch.
+
+        Returns:
+            A scalar, and detached scalar metrics. Metrics whose name ends in `_min` or `_max` are reduced so;
+            all others are shares that sum to the global value.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What one call of `train` gives back; one entry per optimizer step in each list."""
+
+    loss: list[float]
+    grad_norm: list[float]
+    learning_rate: list[float]
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+
+class WorkerGroup(Protocol):
+    """All ranks of one kind of worker, in this process or behind Ray.
+
+    Errors of a worker are raised in the caller; a worker that died raises `WorkerDiedError`.
+    """
+
+    @property
+    def world_size(self) -> int: ...
+
+    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` with the same arguments on every rank and return the results by rank."""
+        ...
+
+    def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call `method` on rank i with `per_rank_args[i]` and return the results by rank."""
+        ...
+
+    def start_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Like `run_all` but returns at once; pass what it returns to `join`."""
+        ...
+
+    def join(self, handle: Any) -> list[Any]:
+        """Wait for a `start_all` and return the results by rank."""
+        ...
+
+    def shutdown(self) -> None:
+        """End every worker process; safe to call twice."""
+        ...

@@ -1,0 +1,35 @@
+"""Refit: how weights get from the trainer into the engine.
+
+1. The driver asks the policy workers for the next bucket (`next_bucket`); rank 0 fills one of two buffers.
+2. The driver hands the bucket's description to the engine (`load_bucket`), which copies out of the buffer.
+3. While the engine copies, the worker fills the other buffer; a buffer is refilled only after its load returned.
+4. After the last bucket the engine checks the manifest and resets its prefix cache (`finish_refit`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One tensor inside a bucket's buffer; `offset_bytes` is a multiple of 512."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """A filled buffer. `handle` is what the transport needs to map it in another process."""
+
+    index: int
+    transport: str  # "shared_memory"; "cuda_ipc" later
+    handle: object
+    num_bytes: int
+    slices: tuple[TensorSlice, ...]
+    is_last: bool
