@@ -1,0 +1,55 @@
+"""Residency: which bytes are on the device in which phase, and how they get there and back.
+
+Knows torch and nothing else of this project. See docs/residency.md.
+"""
+
+from nemo_offload_rl.residency.arena import HostArena, HostBlock
+from nemo_offload_rl.residency.device import CpuDevice, Device, SimulatedDevice, make_device
+from nemo_offload_rl.residency.errors import (
+    DeviceOutOfMemoryError,
+    HostBudgetError,
+    OpenStepError,
+    ResidencyError,
+)
+from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, peak_bytes
+from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
+from nemo_offload_rl.residency.host_memory import HostBudget, read_host_budget
+from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
+from nemo_offload_rl.residency.manager import ResidencyManager
+from nemo_offload_rl.residency.phase import Phase, Placement
+from nemo_offload_rl.residency.plan import ResidencyPlan, ResidencySettings, resolve_plan
+from nemo_offload_rl.residency.storage import local_tensor, unique_storages
+
+__all__ = [
+    "STEP_PHASES",
+    "CpuDevice",
+    "Device",
+    "DeviceOutOfMemoryError",
+    "GradsGroup",
+    "GroupMove",
+    "HostArena",
+    "HostBlock",
+    "HostBudget",
+    "HostBudgetError",
+    "Ledger",
+    "OpenStepError",
+    "Phase",
+    "Placement",
+    "ResidencyError",
+    "ResidencyManager",
+    "ResidencyPlan",
+    "ResidencySettings",
+    "SimulatedDevice",
+    "StateGroup",
+    "TensorGroup",
+    "TransitionReport",
+    "adam_state_bytes",
+    "local_tensor",
+    "make_device",
+    "optimizer_tensors",
+    "peak_bytes",
+    "read_host_budget",
+    "resolve_plan",
+    "totals",
+    "unique_storages",
+]

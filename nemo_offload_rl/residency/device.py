@@ -1,0 +1,230 @@
+"""Devices: where state lives when it is in use, and how bytes get there and back.
+
+`CpuDevice` treats ordinary memory as the device, so that every mechanism runs and is tested without an accelerator;
+`SimulatedDevice` adds a capacity and raises when it is exceeded. `cuda.py` has the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
+from nemo_offload_rl.residency.host_memory import available_bytes, resident_bytes
+from nemo_offload_rl.residency.storage import storage_key
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One storage's bytes on both sides: [N] uint8 each."""
+
+    device: Tensor
+    host: Tensor
+
+
+class Transfer(Protocol):
+    """Copies under way in one direction. The host side is not to be read, nor the device side released, before
+    `num_finished` covers the copy or `wait_host` has returned.
+    """
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def num_finished(self) -> int:
+        """How many of the copies, in the order given, are known to have finished. Does not block."""
+        ...
+
+    def wait_host(self) -> float:
+        """Block until all copies have finished; returns the seconds spent blocked."""
+        ...
+
+    def wait_device(self) -> None:
+        """Make everything that the device is asked for from now on run after the copies. Does not block."""
+        ...
+
+    def seconds(self) -> float:
+        """How long the copies took on the link. Only after they have finished."""
+        ...
+
+    def exposed_s(self) -> float:
+        """How long the device's work stood still for a `wait_device`. Only after they have finished."""
+        ...
+
+
+class Device(Protocol):
+    """Memory of one accelerator, as the residency manager uses it."""
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
+        ...
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give a released storage its memory back, contents undefined.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room.
+        """
+        ...
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage's memory away; its tensors stay valid objects without contents."""
+        ...
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Told at each transition which storages are on the device, some of which others allocated."""
+        ...
+
+    def trim(self) -> None:
+        """Give cached free memory back to the driver, so that other processes can have it."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory in use on the device, by everyone."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated."""
+        ...
+
+    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
+        """Start copying device to host."""
+        ...
+
+    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
+        """Start copying host to device."""
+        ...
+
+    def new_arena(self, pinned: bool) -> HostArena:
+        """A host arena of the kind whose copies are fastest, or a pageable one."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedTransfer:
+    """Copies that ran to their end inside the call that started them: all of their time was waited for."""
+
+    num_bytes: int
+    num_copies: int
+    elapsed_s: float
+
+    def num_finished(self) -> int:
+        return self.num_copies
+
+    def wait_host(self) -> float:
+        return 0.0
+
+    def wait_device(self) -> None:
+        return None
+
+    def seconds(self) -> float:
+        return self.elapsed_s
+
+    def exposed_s(self) -> float:
+        return 0.0
+
+
+class CpuDevice:
+    """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "cpu"
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        storage.resize_(num_bytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        return None
+
+    def trim(self) -> None:
+        return None
+
+    def used_bytes(self) -> int:
+        return resident_bytes()
+
+    def free_bytes(self) -> int:
+        return available_bytes()
+
+    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
+        start = time.perf_counter()
+        for copy in copies:
+            copy.host.copy_(copy.device)
+        return self._finished(copies, start)
+
+    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
+        start = time.perf_counter()
+        for copy in copies:
+            copy.device.copy_(copy.host)
+        return self._finished(copies, start)
+
+    def new_arena(self, pinned: bool) -> HostArena:
+        # Page-locking serves a link; there is none between main memory and itself.
+        return HostArena()
+
+    @staticmethod
+    def _finished(copies: Sequence[Copy], start: float) -> FinishedTransfer:
+        num_bytes = sum(copy.host.numel() for copy in copies)
+        return FinishedTransfer(num_bytes, len(copies), time.perf_counter() - start)
+
+
+class SimulatedDevice(CpuDevice):
+    """A device of fixed size: CPU memory with an account that refuses to overdraw.
+
+    Args:
+        capacity_bytes: What the device holds.
+        fail_after_allocations: Refuse every allocation after this many, to test failures in the middle.
+    """
+
+    def __init__(self, capacity_bytes: int, fail_after_allocations: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.fail_after_allocations = fail_after_allocations
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def used_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes()
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Set the account to exactly these storages."""
+        self._sizes = {}
+        for storage in storages:
+            self._charge(storage, storage.nbytes())
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if self.fail_after_allocations is not None:
+            if self.fail_after_allocations == 0:
+                raise DeviceOutOfMemoryError("simulated device: this allocation was set to fail")
+            self.fail_after_allocations -= 1
+        self._charge(storage, num_bytes)
+        super().allocate(storage, num_bytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        self._sizes.pop(storage_key(storage), None)
+        super().release(storage)
+
+    def _charge(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        used = self.used_bytes() + num_bytes
+        if used > self.capacity_bytes:
+            raise DeviceOutOfMemoryError(
+                f"simulated device: {num_bytes} bytes more would make {used} of {self.capacity_bytes} bytes"
+            )
+        self._sizes[storage_key(storage)] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, used)
+
+
+def make_device(device: torch.device) -> Device:
+    """The residency device for a torch device."""
+    if device.type == "cpu":
+        return CpuDevice()
+    raise NotImplementedError(f"no residency device for {device.type!r}")

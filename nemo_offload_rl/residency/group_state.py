@@ -1,0 +1,181 @@
+"""One state group's place, host copy and copies under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.groups import StateGroup
+from nemo_offload_rl.residency.ledger import TransitionReport
+from nemo_offload_rl.residency.mirror import HostMirror
+from nemo_offload_rl.residency.phase import Placement
+from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
+
+
+@dataclass
+class _Flight:
+    """Copies under way: what they are charged to, and for copies out the storages to release as they finish."""
+
+    transfer: Transfer
+    report: TransitionReport
+    to_release: list[torch.UntypedStorage]
+    num_released: int = 0
+
+
+class GroupState:
+    """Moves one group. The manager decides when; a method here either does all of its move or raises with none done.
+
+    Attributes:
+        location: Where the group is, or is on its way to.
+        generation: Counts the writes to the device contents; a host copy of an older generation is out of date.
+    """
+
+    def __init__(self, group: StateGroup, device: Device, mirror: HostMirror) -> None:
+        self.group = group
+        self.mirror = mirror
+        self.location = Placement.DEVICE
+        self.generation = 0
+        self._device = device
+        self._flight: _Flight | None = None
+        self._unaccounted: list[_Flight] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether copies of this group are under way."""
+        return self._flight is not None
+
+    def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Go to the host, or be freed. Memory of asynchronous copies is given up as they finish."""
+        self.settle()
+        move = report.group(self.group.name)
+        on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
+        freed = sum(record.storage.nbytes() for record in on_device.values())
+        if place is Placement.FREED:
+            self.location = place
+            self.group.free()
+        else:
+            self._start_leaving(on_device, report)
+        move.bytes_freed += freed
+
+    def arrive(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Come to the device from the host copy, or anew after having been freed."""
+        self.settle()
+        if self.location is Placement.FREED:
+            self.group.materialize()
+        else:
+            self._start_arriving(
+                {key: r for key, r in records.items() if not r.storage.nbytes() and self.mirror.has(key)}, report
+            )
+        self.location = Placement.DEVICE
+
+    def wait_arrival(self) -> None:
+        """Have the device run nothing more before the group's copies have arrived."""
+        if self._flight is not None and self.location is Placement.DEVICE:
+            self._flight.transfer.wait_device()
+            self._finish()
+
+    def settle(self) -> float:
+        """Wait for copies under way and give up the memory of those that left; returns the seconds waited."""
+        if self._flight is None:
+            return 0.0
+        waited = self._flight.transfer.wait_host()
+        self.release_finished()
+        self._finish()
+        return waited
+
+    def charge(self, seconds: float) -> None:
+        """Note that the caller waited for the copies that finished last."""
+        self._unaccounted[-1].report.exposed_s += seconds
+
+    def release_finished(self) -> bool:
+        """Give up the memory of copies out that have finished; whether there was any."""
+        flight = self._flight
+        if flight is None or not flight.to_release:
+            return False
+        finished = flight.transfer.num_finished()
+        for storage in flight.to_release[flight.num_released : finished]:
+            self._device.release(storage)
+        progressed, flight.num_released = finished > flight.num_released, finished
+        return progressed
+
+    def account(self) -> None:
+        """Add the seconds of finished copies to their reports."""
+        for flight in self._unaccounted:
+            flight.report.transfer_s += flight.transfer.seconds()
+            flight.report.exposed_s += flight.transfer.exposed_s()
+        self._unaccounted = []
+
+    def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Bring the host copy up to date while the group stays on the device."""
+        transfer, _ = self._copy_dirty(records, report)
+        transfer.wait_host()
+        self._unaccounted.append(_Flight(transfer, report, []))
+
+    def copy_to(self, mirror: HostMirror, records: Mapping[int, StorageRecord]) -> None:
+        """Copy the device contents into another mirror."""
+        mirror.cover(records)
+        self._device.copy_out([_copy(record, mirror) for record in records.values()]).wait_host()
+        mirror.mark_clean(records, 0)
+
+    def copy_from(
+        self, mirror: HostMirror, records: Mapping[int, StorageRecord], report: TransitionReport, charged_to: str
+    ) -> None:
+        """Overwrite the device contents with a mirror's."""
+        transfer = self._device.copy_in([_copy(record, mirror) for record in records.values()])
+        transfer.wait_device()
+        report.group(charged_to).bytes_in += transfer.num_bytes
+        self._unaccounted.append(_Flight(transfer, report, []))
+
+    def _copy_dirty(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport
+    ) -> tuple[Transfer, list[StorageRecord]]:
+        """Start copying out what changed since its last copy."""
+        self.mirror.cover(records)
+        dirty = [record for key, record in records.items() if not self.mirror.is_clean(key, self.generation)]
+        transfer = self._device.copy_out([_copy(record, self.mirror) for record in dirty])
+        self.mirror.mark_clean((record.key for record in dirty), self.generation)
+        report.group(self.group.name).bytes_out += transfer.num_bytes
+        return transfer, dirty
+
+    def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        transfer, dirty = self._copy_dirty(records, report)
+        # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
+        self.location = Placement.HOST
+        self._flight = _Flight(transfer, report, [record.storage for record in dirty])
+        dirty_keys = {record.key for record in dirty}
+        for key, record in records.items():
+            if key not in dirty_keys:
+                report.group(self.group.name).bytes_clean += record.storage.nbytes()
+                self._device.release(record.storage)
+        self.release_finished()
+        if self._flight.num_released == len(dirty):
+            self._finish()
+
+    def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        try:
+            for key, record in absent.items():
+                self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
+            transfer = self._device.copy_in([_copy(record, self.mirror) for record in absent.values()])
+        except BaseException:
+            # A storage with memory but without its contents must not be taken for one that has arrived.
+            for record in absent.values():
+                if record.storage.nbytes():
+                    self._device.release(record.storage)
+            raise
+        report.group(self.group.name).bytes_in += transfer.num_bytes
+        self._flight = _Flight(transfer, report, [])
+        if transfer.num_finished() == len(absent):
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._flight is not None:
+            self._unaccounted.append(self._flight)
+            self._flight = None
+
+
+def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
+    host = mirror.bytes_of(record.key)
+    return Copy(storage_bytes(record.storage, host.numel()), host)

@@ -1,0 +1,89 @@
+"""State groups: what a worker moves, by name. A backend hands them over; it moves nothing itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class StateGroup(ABC):
+    """Tensors that are placed together.
+
+    Attributes:
+        name: The row of the residency plan.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the group by name. Asked at each transition, since optimizer state appears lazily."""
+
+    def prepare(self) -> None:
+        """Called before the group leaves the device, for a backend that must first drop temporary copies."""
+        return None
+
+    def free(self) -> None:
+        """Drop the contents, for a group with `FREED` in its row."""
+        raise NotImplementedError(f"group {self.name!r} cannot be freed: its contents could not be made anew")
+
+    def materialize(self) -> None:
+        """Called when a freed group is wanted on the device again; the contents start from nothing."""
+        return None
+
+
+class TensorGroup(StateGroup):
+    """A group given by a function that lists its tensors."""
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._tensors = tensors
+        self._prepare = prepare
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors())
+
+    def prepare(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+
+
+class GradsGroup(StateGroup):
+    """Gradients that autograd allocates: freeing sets `grad` to None, and the next backward makes them anew."""
+
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], name: str = "grads") -> None:
+        super().__init__(name)
+        self._parameters = parameters
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def free(self) -> None:
+        for _, parameter in self._parameters():
+            parameter.grad = None
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """State tensors of a torch optimizer, named `<parameter>/<state>`.
+
+    Scalars (Adam's `step`) are left out: on the host they cost nothing, and on the device every one of them would
+    cost a synchronisation a step.
+    """
+    names_by_id = {id(parameter): name for name, parameter in names()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                yield f"{names_by_id[id(parameter)]}/{key}", value

@@ -1,0 +1,119 @@
+"""What every transition moved and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_offload_rl.residency.phase import Phase
+
+
+@dataclass
+class GroupMove:
+    """One group's part of a transition, in bytes."""
+
+    bytes_out: int = 0  # copied to the host
+    bytes_in: int = 0  # copied to the device
+    bytes_clean: int = 0  # left the device without a copy, since the host copy was still right
+    bytes_freed: int = 0  # device memory given up
+
+
+@dataclass
+class TransitionReport:
+    """One `enter`. Seconds of asynchronous copies are filled in when the copies are waited for.
+
+    Attributes:
+        source: The phase before, None for the first transition.
+        target: The phase entered.
+        groups: What each group moved; groups that did not move are absent.
+        exposed_s: Seconds in which the caller waited for this transition.
+        transfer_s: Seconds that its copies took on the link, waited for or not.
+        device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
+        device_used_after_bytes: The same after the transition (after the last hand-over of memory).
+    """
+
+    source: Phase | None
+    target: Phase
+    groups: dict[str, GroupMove] = field(default_factory=dict)
+    exposed_s: float = 0.0
+    transfer_s: float = 0.0
+    device_used_before_bytes: int = 0
+    device_used_after_bytes: int = 0
+
+    def group(self, name: str) -> GroupMove:
+        """The entry of `name`, made when first asked for."""
+        return self.groups.setdefault(name, GroupMove())
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(move.bytes_out for move in self.groups.values())
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(move.bytes_in for move in self.groups.values())
+
+    @property
+    def bytes_clean(self) -> int:
+        return sum(move.bytes_clean for move in self.groups.values())
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(move.bytes_freed for move in self.groups.values())
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_out + self.bytes_in
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copying behind which the caller did something else."""
+        return max(0.0, self.transfer_s - self.exposed_s)
+
+    @property
+    def link_gb_per_s(self) -> float:
+        """Bytes moved over the seconds that the copies took, in units of 1e9 bytes; 0 when nothing was copied."""
+        return self.bytes_moved / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+
+    def line(self) -> str:
+        """One line for the log."""
+        source = self.source.value if self.source else "start"
+        gib = 2**30
+        return (
+            f"{source} -> {self.target.value}: out {self.bytes_out / gib:.3f} GiB, in {self.bytes_in / gib:.3f} GiB, "
+            f"clean {self.bytes_clean / gib:.3f} GiB, freed {self.bytes_freed / gib:.3f} GiB, "
+            f"exposed {self.exposed_s:.3f} s, hidden {self.hidden_s:.3f} s, {self.link_gb_per_s:.1f} GB/s"
+        )
+
+
+def totals(reports: list[TransitionReport]) -> dict[str, float]:
+    """Sums over transitions, under the names that the metrics use."""
+    return {
+        "bytes_out": float(sum(r.bytes_out for r in reports)),
+        "bytes_in": float(sum(r.bytes_in for r in reports)),
+        "bytes_clean": float(sum(r.bytes_clean for r in reports)),
+        "bytes_freed": float(sum(r.bytes_freed for r in reports)),
+        "exposed_s": sum(r.exposed_s for r in reports),
+        "hidden_s": sum(r.hidden_s for r in reports),
+    }
+
+
+class Ledger:
+    """Reports since the last `drain`, oldest first, and the last few for error messages."""
+
+    def __init__(self, num_recent: int = 8) -> None:
+        self._reports: list[TransitionReport] = []
+        self._recent: list[TransitionReport] = []
+        self._num_recent = num_recent
+
+    def add(self, report: TransitionReport) -> None:
+        """Keep a report."""
+        self._reports.append(report)
+        self._recent = [*self._recent, report][-self._num_recent :]
+
+    def drain(self) -> list[TransitionReport]:
+        """Hand over the reports gathered since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def recent_lines(self) -> str:
+        """The last transitions, one a line."""
+        return "\n".join(report.line() for report in self._recent)

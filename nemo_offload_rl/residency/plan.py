@@ -1,0 +1,91 @@
+"""The residency plan: which group must be where in which phase. No other place in the code decides that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from nemo_offload_rl.residency.phase import Phase, Placement
+
+PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencySettings:
+    """The configuration keys that shape the plan, with their YAML names.
+
+    Attributes:
+        colocated: Generation shares this worker's devices (`policy.generation.colocated.enabled`).
+        use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
+        offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
+        offload_optimizer_states: The optimizer is on the device inside the optimizer step only.
+        optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
+    """
+
+    colocated: bool
+    use_pinned_optimizer_offload: bool
+    offload_optimizer_states_for_logprob: bool
+    offload_optimizer_states: bool = False
+    optimizer_cpu_offload: bool = False
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """A table of placements, one row a group and one column a phase.
+
+    Attributes:
+        table: group name -> phase -> placement.
+        pinned_groups: Groups whose host copy is page-locked where the device can use that.
+    """
+
+    table: Mapping[str, Mapping[Phase, Placement]]
+    pinned_groups: frozenset[str]
+
+    def placement(self, group: str, phase: Phase) -> Placement:
+        """Where `group` must be in `phase`."""
+        return self.table[group][phase]
+
+    def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
+        """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
+        header = ["group", *(phase.name for phase in Phase)]
+        rows = []
+        for group, row in self.table.items():
+            size = f" ({sizes_bytes[group] / 2**30:.2f} GiB)" if sizes_bytes and group in sizes_bytes else ""
+            rows.append([group + size, *(row[phase].name for phase in Phase)])
+        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
+    """Turn the configuration into the table.
+
+    Raises:
+        ValueError: `optimizer_cpu_offload` and `offload_optimizer_states` are both set.
+    """
+    if settings.optimizer_cpu_offload and settings.offload_optimizer_states:
+        raise ValueError(
+            "optimizer_cpu_offload and offload_optimizer_states are both true: the first keeps the optimizer on the "
+            "host for good, the second brings it to the device for every step. Set one of them to false."
+        )
+    device, host, freed, same = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
+    # Without colocation nobody waits for this device's memory, so nothing leaves it for refit or generation.
+    away = host if settings.colocated else same
+    drop = freed if settings.colocated else same
+    optimizer_row = (
+        host if settings.offload_optimizer_states else device,
+        device,
+        host if settings.offload_optimizer_states_for_logprob else same,
+        away,
+        away,
+    )
+    rows = {
+        PARAMS: (device, device, device, device if settings.colocated else same, away),
+        GRADS: (device, device, freed, drop, drop),
+        OPTIMIZER: (host,) * len(Phase) if settings.optimizer_cpu_offload else optimizer_row,
+        REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
+    }
+    pinned = {PARAMS, REFERENCE} | ({OPTIMIZER} if settings.use_pinned_optimizer_offload else set())
+    table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}
+    return ResidencyPlan(table=MappingProxyType(table), pinned_groups=frozenset(pinned))
