@@ -21,9 +21,7 @@ def placements_along(plan: ResidencyPlan, groups: Sequence[str], phases: Sequenc
     return history
 
 
-def resident_bytes_along(
-    plan: ResidencyPlan, sizes_bytes: Mapping[str, int], phases: Sequence[Phase]
-) -> list[int]:
+def resident_bytes_along(plan: ResidencyPlan, sizes_bytes: Mapping[str, int], phases: Sequence[Phase]) -> list[int]:
     """Device bytes of all groups after each of `phases`."""
     return [
         sum(sizes_bytes[name] for name, place in placements.items() if place is Placement.DEVICE)

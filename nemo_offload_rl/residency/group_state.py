@@ -71,6 +71,12 @@ class GroupState:
             )
         self.location = Placement.DEVICE
 
+    def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
+        """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
+        for key, record in records.items():
+            if record.storage.nbytes() and self.mirror.has(key):
+                self._device.release(record.storage)
+
     def wait_arrival(self) -> None:
         """Have the device run nothing more before the group's copies have arrived."""
         if self._flight is not None and self.location is Placement.DEVICE:
@@ -155,16 +161,9 @@ class GroupState:
             self._finish()
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        try:
-            for key, record in absent.items():
-                self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
-            transfer = self._device.copy_in([_copy(record, self.mirror) for record in absent.values()])
-        except BaseException:
-            # A storage with memory but without its contents must not be taken for one that has arrived.
-            for record in absent.values():
-                if record.storage.nbytes():
-                    self._device.release(record.storage)
-            raise
+        for key, record in absent.items():
+            self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
+        transfer = self._device.copy_in([_copy(record, self.mirror) for record in absent.values()])
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, [])
         if transfer.num_finished() == len(absent):

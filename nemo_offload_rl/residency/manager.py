@@ -343,6 +343,9 @@ class ResidencyManager:
         self._failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
         scrap = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         records = self._records()
+        for name, state in self._states.items():
+            if state.location is Placement.HOST:
+                state.undo_arrival(records[name])
         changed = {name: place for name, place in before.items() if self._states[name].location is not place}
         self._move(changed, records, scrap)
         self._failure = None

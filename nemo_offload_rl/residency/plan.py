@@ -54,7 +54,9 @@ class ResidencyPlan:
             size = f" ({sizes_bytes[group] / 2**30:.2f} GiB)" if sizes_bytes and group in sizes_bytes else ""
             rows.append([group + size, *(row[phase].name for phase in Phase)])
         widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
+        ]
         return "\n".join(line.rstrip() for line in lines)
 
 

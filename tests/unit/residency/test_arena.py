@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_offload_rl.residency import HostArena, HostBudgetError, ResidencyError
+from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=20), order=st.randoms())
+def test_blocks_never_overlap_and_freeing_them_in_any_order_leaves_one_gap(sizes, order):
+    arena = HostArena()
+    arena.reserve(sum(size + ALIGNMENT_BYTES for size in sizes))
+    reserved = arena.reserved_bytes
+    blocks = [arena.alloc(size, f"block {i}") for i, size in enumerate(sizes)]
+    assert arena.reserved_bytes == reserved
+    for i, block in enumerate(blocks):
+        assert block.offset_bytes % ALIGNMENT_BYTES == 0
+        block.buffer.fill_(i % 251)
+    for i, block in enumerate(blocks):
+        assert block.buffer.numel() == sizes[i]
+        assert bool((block.buffer == i % 251).all())
+    order.shuffle(blocks)
+    for block in blocks:
+        arena.free(block)
+    assert arena.num_blocks == 0
+    whole = arena.alloc(reserved, "whole")
+    assert arena.reserved_bytes == reserved
+    arena.free(whole)
+    arena.close()
+
+
+def test_freeing_twice_or_closing_with_blocks_in_use_names_the_owner():
+    arena = HostArena()
+    block = arena.alloc(10, "optimizer")
+    arena.free(block)
+    with pytest.raises(ResidencyError, match="'optimizer' was freed twice"):
+        arena.free(block)
+    arena.alloc(10, "params")
+    with pytest.raises(ResidencyError, match="still in use at close: params"):
+        arena.close()
+    assert arena.reserved_bytes == 0
+
+
+def test_growing_over_the_budget_is_refused_and_leaves_the_arena_usable():
+    arena = HostArena(budget_bytes=2 * ALIGNMENT_BYTES)
+    first = arena.alloc(ALIGNMENT_BYTES, "a")
+    with pytest.raises(HostBudgetError, match="over the budget"):
+        arena.alloc(2 * ALIGNMENT_BYTES, "b")
+    arena.alloc(ALIGNMENT_BYTES, "b")
+    arena.free(first)
+    assert arena.used_bytes == ALIGNMENT_BYTES

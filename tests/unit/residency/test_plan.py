@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from toy_training import settings
+
+from nemo_offload_rl.residency import Phase, Placement, resolve_plan
+from nemo_offload_rl.residency.estimator import adam_state_bytes
+
+D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
+
+#                                         TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION
+EXPECTED = {
+    "default": ({}, {"params": [D, D, D, D, H], "grads": [D, D, F, F, F], "optimizer": [D, D, U, H, H]}),
+    "logprob": ({"offload_optimizer_states_for_logprob": True}, {"optimizer": [D, D, H, H, H]}),
+    "stream": ({"offload_optimizer_states": True}, {"optimizer": [H, D, U, H, H]}),
+    "cpu": ({"optimizer_cpu_offload": True}, {"optimizer": [H, H, H, H, H]}),
+    "apart": (
+        {"colocated": False},
+        {"params": [D, D, D, U, U], "grads": [D, D, F, U, U], "optimizer": [D, D, U, U, U]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_each_key_changes_the_rows_that_the_documentation_says(case):
+    changes, rows = EXPECTED[case]
+    plan = resolve_plan(settings(**changes))
+    for group, row in rows.items():
+        assert [plan.placement(group, phase) for phase in Phase] == row
+
+
+def test_cpu_optimizer_and_streamed_states_exclude_each_other():
+    with pytest.raises(ValueError, match="Set one of them to false"):
+        resolve_plan(settings(optimizer_cpu_offload=True, offload_optimizer_states=True))
+
+
+def test_the_plan_cannot_be_changed_after_it_was_resolved():
+    plan = resolve_plan(settings())
+    with pytest.raises(TypeError):
+        plan.table["params"] = {}
+    with pytest.raises(TypeError):
+        plan.table["params"][Phase.REFIT] = Placement.HOST
+
+
+def test_the_printed_table_has_every_group_phase_and_size():
+    text = resolve_plan(settings()).render({"params": 2 * 2**30})
+    lines = text.splitlines()
+    assert lines[0].split() == ["group", *(phase.name for phase in Phase)]
+    assert lines[1].startswith("params (2.00 GiB)")
+    assert [line.split()[0] for line in lines[1:]] == ["params", "grads", "optimizer", "reference"]
+
+
+def test_only_the_optimizers_host_copy_depends_on_the_pinning_key():
+    assert "optimizer" in resolve_plan(settings()).pinned_groups
+    assert resolve_plan(settings(use_pinned_optimizer_offload=False)).pinned_groups == {"params", "reference"}
+
+
+def test_adam_keeps_two_float32_moments_for_a_parameter_of_any_width():
+    assert adam_state_bytes(4000) == 8000
+    assert adam_state_bytes(2000, param_itemsize=2) == 8000

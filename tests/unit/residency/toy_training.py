@@ -1,0 +1,90 @@
+"""A small model with tied weights and Adam, driven through phases: what the residency tests move."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nemo_offload_rl.residency import (
+    CpuDevice,
+    Device,
+    GradsGroup,
+    Phase,
+    ResidencyManager,
+    ResidencySettings,
+    TensorGroup,
+    optimizer_tensors,
+    resolve_plan,
+)
+
+WIDTH = 16
+
+
+class ToyModel(nn.Module):
+    """Two tied linear layers, a norm and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x)))) * self.scale
+
+
+def settings(**changes: bool) -> ResidencySettings:
+    values = {"colocated": True, "use_pinned_optimizer_offload": True, "offload_optimizer_states_for_logprob": False}
+    return ResidencySettings(**{**values, **changes})
+
+
+class Training:
+    """Model, optimizer and manager, with one training step as a worker runs it."""
+
+    def __init__(self, device: Device | None = None, **changes: bool) -> None:
+        torch.manual_seed(0)
+        self.model = ToyModel()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.data = torch.Generator().manual_seed(1)
+        self.manager = ResidencyManager(
+            plan=resolve_plan(settings(**changes)),
+            groups=[
+                TensorGroup("params", lambda: [*self.model.named_parameters(), *self.model.named_buffers()]),
+                GradsGroup(lambda: self.model.named_parameters()),
+                TensorGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.model.named_parameters)),
+            ],
+            device=device or CpuDevice(),
+        )
+
+    def backward(self) -> None:
+        x = torch.randn(4, WIDTH, generator=self.data)
+        self.model(x).square().mean().backward()
+        self.manager.step_opened()
+
+    def optim_step(self) -> None:
+        with self.manager.during(Phase.OPTIM_STEP):
+            self.optimizer.step()
+            self.manager.mark_written("params", "optimizer")
+            self.optimizer.zero_grad(set_to_none=False)
+        self.manager.step_closed()
+
+    def step(self) -> None:
+        self.manager.enter(Phase.TRAINING)
+        self.backward()
+        self.optim_step()
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Copies of everything that training has learned; on the device only."""
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        for index, entry in enumerate(self.optimizer.state.values()):
+            state.update({f"{index}/{key}": value.clone() for key, value in entry.items()})
+        return state
+
+
+def assert_bitwise_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        assert torch.equal(value, right[name]), name
