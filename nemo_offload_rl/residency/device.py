@@ -29,8 +29,10 @@ class Copy:
 
 
 class Transfer(Protocol):
-    """Copies under way in one direction. The host side is not to be read, nor the device side released, before
-    `num_finished` covers the copy or `wait_host` has returned.
+    """Copies under way in one direction.
+
+    The host side is not to be read, nor the device side released, before `num_finished` covers the copy or
+    `wait_host` has returned.
     """
 
     @property

@@ -33,7 +33,7 @@ class TransitionReport:
 
     source: Phase | None
     target: Phase
-    groups: dict[str, GroupMove] = field(default_factory=dict)
+    groups: dict[str, GroupMove] = field(default_factory=dict[str, GroupMove])
     exposed_s: float = 0.0
     transfer_s: float = 0.0
     device_used_before_bytes: int = 0

@@ -70,7 +70,7 @@ class ResidencyManager:
         self._num_steps = 0
         self._failure: str | None = None
 
-    # -- phases ---------------------------------------------------------------------------------------------------
+    # -- phases
 
     def enter(self, phase: Phase) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
@@ -117,7 +117,7 @@ class ResidencyManager:
         for name in names:
             self._states[name].generation += 1
 
-    # -- asynchronous copies ----------------------------------------------------------------------------------------
+    # -- asynchronous copies
 
     def poll(self) -> None:
         """Hand over the memory of copies that have finished. Call between pieces of other work; does not block."""
@@ -140,7 +140,7 @@ class ResidencyManager:
             state.account()
         return self._ledger
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- snapshots
 
     def snapshot(self, group: str, name: str) -> None:
         """Keep a frozen host copy of a group's present contents (the reference policy's parameters).
@@ -189,7 +189,7 @@ class ResidencyManager:
 
     @contextmanager
     def checkpoint_view(self) -> Iterator[None]:
-        """Have everything that can be saved on the device inside the body, and everything back where it was after it."""
+        """Have everything that can be saved on the device inside the body, and back where it was after it."""
         before = {name: state.location for name, state in self._states.items()}
         phase = self.phase
         wanted = {name: Placement.DEVICE for name, place in before.items() if place is Placement.HOST}
@@ -206,7 +206,7 @@ class ResidencyManager:
             self._apply({name: before[name] for name in wanted}, report)
             self._ledger.add(report)
 
-    # -- memory ---------------------------------------------------------------------------------------------------------
+    # -- memory
 
     def reserve(self, expected_bytes: Mapping[str, int]) -> None:
         """Take host memory for these groups or snapshots now, off the hot path.
@@ -251,7 +251,7 @@ class ResidencyManager:
                 arena.close()
         self._failure = "the manager was closed"
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _arena_for(self, name: str) -> HostArena:
         if self._given_arena is not None:
@@ -285,7 +285,8 @@ class ResidencyManager:
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
         if self._failure is not None:
             raise ResidencyError(
-                f"residency refuses to enter {target.value}: {self._failure}. Restart this worker from its last checkpoint."
+                f"residency refuses to enter {target.value}: {self._failure}. Restart this worker from its last "
+                "checkpoint."
             )
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:
@@ -342,10 +343,15 @@ class ResidencyManager:
         """Put groups back. What arrived leaves first, so that what left has room to return."""
         self._failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
         scrap = TransitionReport(self.phase, self.phase or Phase.TRAINING)
-        records = self._records()
-        for name, state in self._states.items():
-            if state.location is Placement.HOST:
-                state.undo_arrival(records[name])
-        changed = {name: place for name, place in before.items() if self._states[name].location is not place}
-        self._move(changed, records, scrap)
+        try:
+            records = self._records()
+            for name, state in self._states.items():
+                if state.location is Placement.HOST:
+                    state.undo_arrival(records[name])
+            changed = {name: place for name, place in before.items() if self._states[name].location is not place}
+            self._move(changed, records, scrap)
+        except BaseException as second:
+            self._failure += f" ({type(second).__name__}: {second})"
+            error.add_note(self._failure)
+            return
         self._failure = None

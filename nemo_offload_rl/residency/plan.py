@@ -48,16 +48,13 @@ class ResidencyPlan:
 
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
-        header = ["group", *(phase.name for phase in Phase)]
-        rows = []
-        for group, row in self.table.items():
-            size = f" ({sizes_bytes[group] / 2**30:.2f} GiB)" if sizes_bytes and group in sizes_bytes else ""
-            rows.append([group + size, *(row[phase].name for phase in Phase)])
-        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        sizes = {name: f" ({size / 2**30:.2f} GiB)" for name, size in (sizes_bytes or {}).items()}
+        lines = [["group", *(phase.name for phase in Phase)]]
+        lines += [[name + sizes.get(name, ""), *(row[p].name for p in Phase)] for name, row in self.table.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
 
 
 def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
@@ -88,6 +85,8 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         OPTIMIZER: (host,) * len(Phase) if settings.optimizer_cpu_offload else optimizer_row,
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
     }
-    pinned = {PARAMS, REFERENCE} | ({OPTIMIZER} if settings.use_pinned_optimizer_offload else set())
+    pinned = {PARAMS, REFERENCE}
+    if settings.use_pinned_optimizer_offload:
+        pinned.add(OPTIMIZER)
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}
     return ResidencyPlan(table=MappingProxyType(table), pinned_groups=frozenset(pinned))
