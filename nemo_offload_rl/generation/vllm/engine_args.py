@@ -1,0 +1,53 @@
+"""From our settings to the arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.settings import VllmSettings
+
+_PACKAGE = "nemo_offload_rl.generation.vllm"
+
+
+def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
+    """Keyword arguments; `settings.vllm_kwargs` wins over all of them.
+
+    `logprobs_mode` is fixed: the logprobs of a response must be those that sampling used, after temperature and
+    truncation, which vLLM's default (`raw_logprobs`) is not.
+
+    Raises:
+        ConfigError: The model folder or, on CPU, the size of the KV cache is missing.
+    """
+    model = Path(settings.model_name)
+    if (model.is_absolute() or settings.model_name.startswith(".")) and not (model / "config.json").is_file():
+        raise ConfigError(
+            f"policy.model_name={settings.model_name} has no config.json; name a Hugging Face model folder"
+        )
+    arguments: dict[str, Any] = {
+        "model": settings.model_name,
+        "seed": settings.seed,
+        "dtype": settings.precision,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_model_len": settings.max_model_len,
+        "enforce_eager": settings.enforce_eager,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": f"{_PACKAGE}.worker_extension.RefitExtension",
+    }
+    if settings.kv_cache_memory_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
+    if device_type == "cpu":
+        if settings.kv_cache_memory_gib is None:
+            raise ConfigError(
+                "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but on CPU vLLM would take "
+                "gpu_memory_utilization of the machine's memory; give a size, for example 0.25"
+            )
+        arguments["worker_cls"] = f"{_PACKAGE}.cpu_worker.RefitCpuWorker"
+    else:
+        arguments["enable_sleep_mode"] = True
+    return {**arguments, **settings.vllm_kwargs}

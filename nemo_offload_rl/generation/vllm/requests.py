@@ -1,0 +1,61 @@
+"""Prompts, sampling and completions in vLLM's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+
+_SEED_LIMIT = 2**63
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
+    """Refuse prompts that vLLM cannot continue by at least one token.
+
+    Raises:
+        DataError: With the position and length of the first such prompt, the limit and its key.
+    """
+    for position, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise DataError(f"Prompt {position} of {len(prompts)} is empty; every prompt needs at least one token")
+        if len(prompt) >= max_model_len:
+            raise DataError(
+                f"Prompt {position} of {len(prompts)} has {len(prompt)} tokens, which leaves no room for a response "
+                f"in {max_model_len}; raise policy.generation.vllm_cfg.max_model_len or lower data.max_input_seq_length"
+            )
+
+
+def sampling_params(sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
+    """Sampling parameters for vLLM of the prompt at `position` of its batch.
+
+    vLLM adds the sample's number to the seed, so each prompt starts `num_samples` further on.
+    """
+    from vllm import SamplingParams
+
+    seed = None if sampling.seed is None else (sampling.seed + position * num_samples) % _SEED_LIMIT
+    return SamplingParams(
+        n=num_samples,
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=0 if sampling.top_k is None else sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        seed=seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop_strings),
+    )
+
+
+def completion_from_output(output: CompletionOutput) -> Completion:
+    """Tokens with the sampler's logprob of each; the token that ended the response is among them."""
+    token_ids = list(output.token_ids)
+    assert output.logprobs is not None
+    logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    return Completion(token_ids, logprobs, output.finish_reason or "abort")
