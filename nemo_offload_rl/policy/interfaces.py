@@ -50,7 +50,9 @@ class WorkerGroup(Protocol):
     """
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of workers."""
+        ...
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank and return the results by rank."""

@@ -25,6 +25,24 @@ class RankInfo:
     dp_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """How this process joins the others.
+
+    Attributes:
+        rank: This process, 0..world_size-1; rank = dp_rank * tensor_parallel_size + tp_rank.
+        world_size: All processes of the policy.
+        init_method: What `torch.distributed.init_process_group` takes, e.g. "tcp://10.0.0.1:29500"; unused where the
+            process group exists already or `world_size` is 1.
+        device: This rank's torch device, e.g. "cpu" or "cuda:0".
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+    device: str
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step: the gradient norm before clipping and the learning rate that was used."""
@@ -43,6 +61,7 @@ class WeightSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -53,7 +72,14 @@ class PolicyBackend(Protocol):
     """Model and optimizer of one rank."""
 
     @property
-    def rank_info(self) -> RankInfo: ...
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are while they are not offloaded."""
+        ...
 
     def state_groups(self) -> Sequence[StateGroup]:
         """Every byte that this rank keeps on the device between calls: `params`, `grads`, `optimizer`."""
@@ -63,6 +89,16 @@ class PolicyBackend(Protocol):
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        ...
+
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """The loss and metrics of `forward_backward` without gradients, dropout off."""
+        ...
+
+    def drop_grads(self) -> None:
+        """Forget accumulated gradients, and what a pass that raised left behind."""
         ...
 
     def optim_step(self) -> StepResult:
@@ -75,6 +111,10 @@ class PolicyBackend(Protocol):
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
+        ...
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
         ...
 
     def weight_specs(self) -> list[WeightSpec]:
@@ -95,4 +135,8 @@ class PolicyBackend(Protocol):
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load; every rank calls it, rank 0 writes."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group, if this backend made it."""
         ...

@@ -1,0 +1,268 @@
+"""The DTensor backend: one rank's part of a Hugging Face model, its optimizer and its schedule.
+
+Parameters, gradients and optimizer state are fp32; FSDP casts to `policy.precision` as it gathers a layer. Between
+calls every parameter is sharded: gathered copies would hold old weights after a load, and memory while offloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel
+from nemo_offload_rl.policy.backends.dtensor.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, load_causal_lm, load_config
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_settings(settings: PolicySettings) -> None:
+    """Refuse what this backend does not do yet.
+
+    Raises:
+        ConfigError: Names the key and its only value.
+    """
+    cfg = settings.dtensor_cfg
+    unsupported = {
+        "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
+        "policy.dtensor_cfg.sequence_parallel": (cfg.sequence_parallel, "false"),
+        "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
+        "policy.sequence_packing.enabled": (settings.sequence_packing.enabled, "false"),
+    }
+    for key, (is_set, only_value) in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{key} is not supported by the DTensor backend yet; set it to {only_value}.")
+    if settings.precision not in COMPUTE_DTYPES:
+        raise ConfigError(f"policy.precision={settings.precision} is unknown; use one of {', '.join(COMPUTE_DTYPES)}.")
+
+
+class DTensorBackend:
+    """See `PolicyBackend`.
+
+    Args:
+        settings: The policy's settings.
+        process: This rank; the process group is joined, or made, here.
+    """
+
+    def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
+        check_settings(settings)
+        check_model_folder(settings.model_name)
+        tp_size = settings.dtensor_cfg.tensor_parallel_size
+        self._settings = settings
+        self._device = torch.device(process.device)
+        self._compute_dtype = COMPUTE_DTYPES[settings.precision]
+        self._config = load_config(settings.model_name, settings.hf_config_overrides)
+        parallel.check_model(self._config, tp_size)
+        self._owns_process_group = parallel.join_process_group(process)
+        mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
+        self._dp_group = mesh.get_group(parallel.DP)
+        self._tp_rank = mesh.get_local_rank(parallel.TP)
+        dp_mesh, tp_mesh = mesh[parallel.DP], mesh[parallel.TP]
+        self._rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
+        torch.manual_seed(settings.seed + self._rank_info.dp_rank)
+
+        causal_lm = load_causal_lm(settings.model_name, self._config)
+        if settings.dtensor_cfg.activation_checkpointing:
+            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        shard = VocabShard(0, None)
+        if tp_size > 1:
+            parallel.apply_tensor_parallel(causal_lm, tp_mesh)
+            shard = VocabShard(self._tp_rank * self._config.vocab_size // tp_size, tp_mesh.get_group())
+        self._model = LogprobModel(
+            causal_lm,
+            temperature=settings.logprob_temperature,
+            chunk_size=settings.logprob_chunk_size,
+            shard=shard,
+        )
+        parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
+        self._parameters = self._model.hf_parameters()
+        self._optimizer = optim.build_optimizer(settings.optimizer, self._trainable())
+        self._scheduler = optim.build_scheduler(settings.scheduler, self._optimizer)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        return self._rank_info
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are while they are not offloaded."""
+        return self._device
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._parameters]
+
+    def _reshard(self) -> None:
+        for module in parallel.fsdp_modules(self._model):
+            module.reshard()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """`params` (buffers included), `grads` and `optimizer`."""
+
+        def params() -> Iterator[tuple[str, Tensor]]:
+            yield from self._parameters
+            yield from self._model.named_buffers()
+
+        def optimizer_state() -> Iterator[tuple[str, Tensor]]:
+            return optimizer_tensors(self._optimizer, lambda: self._parameters)
+
+        return (
+            TensorGroup("params", params, prepare=self._reshard),
+            GradsGroup(lambda: self._parameters),
+            TensorGroup("optimizer", optimizer_state),
+        )
+
+    # -- compute ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        self._model.train()
+        totals = _Totals(self._device)
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self._device)
+            loss, metrics = loss_fn(self._model(batch.input_ids, batch.input_lengths), batch, norm)
+            loss.backward()
+            totals.add(loss.detach(), metrics)
+        return totals.reduce(self._dp_group)
+
+    @torch.no_grad()
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics without gradients, dropout off."""
+        self._model.eval()
+        totals = _Totals(self._device)
+        try:
+            for micro_batch in micro_batches:
+                batch = micro_batch.to(self._device)
+                loss, metrics = loss_fn(self._model(batch.input_ids, batch.input_lengths), batch, norm)
+                totals.add(loss, metrics)
+        finally:
+            self._reshard()
+        return totals.reduce(self._dp_group)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
+        self._model.eval()
+        results = []
+        try:
+            for micro_batch in micro_batches:
+                batch = micro_batch.to(self._device)
+                results.append(self._model(batch.input_ids, batch.input_lengths).cpu())
+        finally:
+            self._reshard()
+        return results
+
+    def drop_grads(self) -> None:
+        """Forget gradients and gathered parameters."""
+        self._reshard()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def optim_step(self) -> StepResult:
+        """Clip, update, advance the schedule and drop the gradients."""
+        norm = optim.global_grad_norm(self._trainable(), self._tp_rank, self._device)
+        if self._settings.max_grad_norm is not None:
+            factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            optim.scale_grads(self._trainable(), factor)
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm=float(norm), learning_rate=learning_rate)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data-parallel ranks."""
+        total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self._dp_group)
+        return total.tolist()
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
+        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._dp_group)
+        return int(largest)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields, without touching data."""
+        return [WeightSpec(name, tuple(param.shape), self._compute_dtype) for name, param in self._parameters]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the compute dtype, one at a time; tied tensors once; a collective over all ranks."""
+        for name, parameter in self._parameters:
+            yield name, checkpoint.full_tensor(parameter, self._compute_dtype)
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, scheduler and RNG."""
+        checkpoint.save_state(path, self._parameters, self._optimizer, self._scheduler)
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote."""
+        self._reshard()
+        checkpoint.load_state(path, self._parameters, self._optimizer, self._scheduler)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load."""
+        source = self._settings.model_name
+        checkpoint.export_hf_folder(path, self._parameters, self._config, self._compute_dtype, source)
+
+    def close(self) -> None:
+        """Leave the process group, if this backend made it."""
+        if self._owns_process_group:
+            self._owns_process_group = False
+            dist.destroy_process_group()
+
+
+class _Totals:
+    """Loss and metrics of the micro-batches of one optimizer step; nothing is read from the device until `reduce`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
+
+    @staticmethod
+    def _op(name: str) -> dist.ReduceOp.RedOpType:
+        if name.endswith("_min"):
+            return dist.ReduceOp.MIN
+        return dist.ReduceOp.MAX if name.endswith("_max") else dist.ReduceOp.SUM
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in {**metrics, "loss": loss}.items():
+            value = torch.as_tensor(value, device=self._device).detach().double()
+            if name not in self._values:
+                self._values[name] = value
+                continue
+            combine = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum}
+            self._values[name] = combine.get(self._op(name), torch.add)(self._values[name], value)
+
+    def reduce(self, group: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
+        """Over the data-parallel ranks; every rank gives the same metric names."""
+        reduced = {}
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            names = sorted(name for name in self._values if self._op(name) == op)
+            if names:
+                packed = torch.stack([self._values[name] for name in names])
+                dist.all_reduce(packed, op=op, group=group)
+                reduced |= dict(zip(names, packed.tolist(), strict=True))
+        return reduced.pop("loss"), reduced
