@@ -15,7 +15,7 @@ from nemo_offload_rl.generation.interfaces import SamplingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """One vLLM engine. `model_name` is `policy.model_name`; `seed` is `grpo.seed`; the rest is `generation.vllm_cfg`."""
+    """One vLLM engine. `model_name` is `policy.model_name`; `seed` is `grpo.seed`; the rest is `vllm_cfg`."""
 
     model_name: str
     seed: int

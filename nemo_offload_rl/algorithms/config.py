@@ -1,0 +1,107 @@
+"""The YAML keys `grpo.*` and `loss_fn.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypedDict
+
+from nemo_offload_rl.utils.schema import closed, doc
+
+
+@closed
+class RewardShapingConfig(TypedDict):
+    """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13)."""
+
+    enabled: Annotated[bool, doc("Subtract a penalty from the reward of responses that come near the length limit.")]
+    overlong_buffer_length: Annotated[
+        int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
+    ]
+    overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)]
+    max_response_length: Annotated[int, doc("Length limit that the penalty refers to, in tokens.", ge=1)]
+
+
+@closed
+class RewardScalingConfig(TypedDict):
+    """`grpo.reward_scaling`: a linear map of rewards, clipped at both ends."""
+
+    enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")]
+    source_min: Annotated[float, doc("Reward that becomes `target_min`; lower ones are clipped.")]
+    source_max: Annotated[float, doc("Reward that becomes `target_max`; higher ones are clipped.")]
+    target_min: Annotated[float, doc("Lower end of the mapped reward.")]
+    target_max: Annotated[float, doc("Upper end of the mapped reward.")]
+
+
+@closed
+class GrpoSectionConfig(TypedDict):
+    """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
+
+    num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
+    num_generations_per_prompt: Annotated[int, doc("Responses sampled for each prompt: the group size.", ge=1)]
+    max_rollout_turns: Annotated[int, doc("Turns of a conversation. Only 1 is available now.", ge=1)]
+    max_num_epochs: Annotated[int, doc("Stop after so many passes over the training prompts.", ge=1)]
+    max_num_steps: Annotated[int, doc("Stop after so many steps, whichever comes first.", ge=1)]
+    normalize_rewards: Annotated[bool, doc("Divide advantages by the group's standard deviation of rewards.")]
+    use_leave_one_out_baseline: Annotated[
+        bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
+    ]
+    val_period: Annotated[int, doc("Validate every so many steps; 0 never does.", ge=0)]
+    val_at_start: Annotated[bool, doc("Validate before the first step.")]
+    val_at_end: Annotated[bool, doc("Validate after the last step.")]
+    max_val_samples: Annotated[int, doc("Validation prompts used each time, at most.", ge=1)]
+    val_batch_size: Annotated[int, doc("Validation prompts handed to the engine at once.", ge=1)]
+    val_num_generations_per_prompt: Annotated[
+        int, doc("Responses to each validation prompt; accuracy is their mean.", ge=1)
+    ]
+    overlong_filtering: Annotated[
+        bool, doc("Leave responses that were cut at the token limit out of the loss (DAPO); their rewards still count.")
+    ]
+    use_dynamic_sampling: Annotated[
+        bool, doc("Drop groups whose rewards are all equal and sample further prompts until the step is full (DAPO).")
+    ]
+    dynamic_sampling_max_gen_batches: Annotated[
+        int, doc("Generation batches that dynamic sampling may spend on one step before it is an error.", ge=1)
+    ]
+    batch_multiplier: Annotated[
+        float, doc("With dynamic sampling: prompts of each generation batch, as a multiple of the step's.", ge=1)
+    ]
+    reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
+    reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
+    seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
+
+
+@closed
+class ClippedPGLossConfig(TypedDict):
+    """`loss_fn`: the clipped policy-gradient loss with a KL term (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300)."""
+
+    reference_policy_kl_penalty: Annotated[
+        float, doc("Weight of the KL term to the reference policy; 0 skips the reference logprobs.", ge=0)
+    ]
+    reference_policy_kl_type: Annotated[
+        Literal["k1", "k2", "k3"], doc("Estimator of the KL, see http://joschu.net/blog/kl-approx.html.")
+    ]
+    kl_input_clamp_value: Annotated[
+        float | None, doc("Clamp on the logprob difference before the estimator; null for none.", gt=0)
+    ]
+    kl_output_clamp_value: Annotated[float | None, doc("Clamp on the estimate per token; null for none.", gt=0)]
+    ratio_clip_min: Annotated[float, doc("The probability ratio is clipped from below at 1 minus this.", ge=0, le=1)]
+    ratio_clip_max: Annotated[float, doc("The probability ratio is clipped from above at 1 plus this.", ge=0)]
+    ratio_clip_c: Annotated[
+        float | None, doc("Dual-clip bound for negative advantages (arXiv 1912.09729), above 1; null for none.", gt=1)
+    ]
+    use_on_policy_kl_approximation: Annotated[
+        bool, doc("Weight the KL estimate by the current over the sampling probability, so that it is on-policy.")
+    ]
+    use_importance_sampling_correction: Annotated[
+        bool, doc("Weight tokens by the policy's over the sampler's probability, for the two are not the same program.")
+    ]
+    truncated_importance_sampling_ratio: Annotated[
+        float | None, doc("Upper bound of that weight; null for none.", gt=0)
+    ]
+    sequence_level_importance_ratios: Annotated[
+        bool, doc("One ratio for each response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
+    ]
+    token_level_loss: Annotated[
+        bool, doc("Average over all tokens of the global batch; false averages within each response first.")
+    ]
+    force_on_policy_ratio: Annotated[
+        bool, doc("The ratio is exactly 1 in value and the policy's own logprobs are not recomputed before training.")
+    ]

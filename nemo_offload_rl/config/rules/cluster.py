@@ -1,0 +1,160 @@
+"""Devices, parallelism and batches."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, world_size
+from nemo_offload_rl.config.schema import GrpoMasterConfig
+
+
+def tensor_parallel_size_divides_the_world(cfg: GrpoMasterConfig) -> str | None:
+    """The policy's tensor-parallel size divides the number of workers."""
+    size, world = cfg["policy"]["dtensor_cfg"]["tensor_parallel_size"], world_size(cfg)
+    if world % size:
+        return (
+            f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the {world} policy workers of "
+            "`cluster`, so some would be left over; change one of them"
+        )
+    return None
+
+
+def engine_tensor_parallel_size_divides_the_world(cfg: GrpoMasterConfig) -> str | None:
+    """The engine's tensor-parallel size divides the number of devices."""
+    size, world = cfg["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"], world_size(cfg)
+    if world % size:
+        return (
+            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {world} devices of "
+            "`cluster`, so some would be left over; change one of them"
+        )
+    return None
+
+
+def sequence_parallel_needs_tensor_parallel(cfg: GrpoMasterConfig) -> str | None:
+    """Sequence parallelism needs tensor parallelism."""
+    dtensor = cfg["policy"]["dtensor_cfg"]
+    if dtensor["sequence_parallel"] and dtensor["tensor_parallel_size"] == 1:
+        return (
+            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
+            "tensor_parallel_size is 1; set one of them otherwise"
+        )
+    return None
+
+
+def sequence_parallel_needs_divisible_lengths(cfg: GrpoMasterConfig) -> str | None:
+    """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
+    policy, dtensor = cfg["policy"], cfg["policy"]["dtensor_cfg"]
+    multiple, size = policy["make_sequence_length_divisible_by"], dtensor["tensor_parallel_size"]
+    if dtensor["sequence_parallel"] and multiple % size:
+        return (
+            f"policy.make_sequence_length_divisible_by {multiple} is no multiple of "
+            f"policy.dtensor_cfg.tensor_parallel_size {size}, but sequence_parallel cuts each row into that many "
+            "pieces; set it to ${policy.dtensor_cfg.tensor_parallel_size}"
+        )
+    return None
+
+
+def host_held_training_excludes_offload_keys(cfg: GrpoMasterConfig) -> str | None:
+    """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
+    policy = cfg["policy"]
+    if policy["dtensor_cfg"]["cpu_offload"] and policy["offload_optimizer_states_for_logprob"]:
+        return (
+            "policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob are both true, but the "
+            "first keeps the optimizer on the host already; set one of them to false"
+        )
+    return None
+
+
+def port_range_is_ascending(cfg: GrpoMasterConfig) -> str | None:
+    """The port range is ascending."""
+    low, high = cfg["cluster"]["master_port_range_low"], cfg["cluster"]["master_port_range_high"]
+    if low > high:
+        return f"cluster.master_port_range_low {low} is above master_port_range_high {high}; swap them"
+    return None
+
+
+def rollouts_fill_whole_training_batches(cfg: GrpoMasterConfig) -> str | None:
+    """The training batch divides the responses of a step."""
+    prompts, group = cfg["grpo"]["num_prompts_per_step"], cfg["grpo"]["num_generations_per_prompt"]
+    batch = cfg["policy"]["train_global_batch_size"]
+    if (prompts * group) % batch:
+        return (
+            f"policy.train_global_batch_size {batch} does not divide the {prompts * group} responses of a step "
+            f"(grpo.num_prompts_per_step {prompts} x num_generations_per_prompt {group}), so some would not be trained "
+            "on; change one of the three"
+        )
+    return None
+
+
+def training_batch_divides_over_workers(cfg: GrpoMasterConfig) -> str | None:
+    """The training batch divides over the data-parallel workers."""
+    batch, size = cfg["policy"]["train_global_batch_size"], data_parallel_size(cfg)
+    if size and batch % size:
+        return (
+            f"policy.train_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all "
+            f"take the same share; make it a multiple of {size}"
+        )
+    return None
+
+
+def micro_batch_divides_the_workers_share(cfg: GrpoMasterConfig) -> str | None:
+    """The micro-batch divides one worker's share, unless micro-batches are made by tokens."""
+    policy, size = cfg["policy"], data_parallel_size(cfg)
+    if policy["dynamic_batching"]["enabled"] or policy["sequence_packing"]["enabled"]:
+        return None
+    batch, micro = policy["train_global_batch_size"], policy["train_micro_batch_size"]
+    if size and batch % size == 0 and (batch // size) % micro:
+        return (
+            f"policy.train_micro_batch_size {micro} does not divide the {batch // size} responses of one worker "
+            f"(train_global_batch_size {batch} over {size} data-parallel workers); change one of them"
+        )
+    return None
+
+
+def packing_and_dynamic_batching_exclude_each_other(cfg: GrpoMasterConfig) -> str | None:
+    """Sequence packing and dynamic batching exclude each other."""
+    if cfg["policy"]["sequence_packing"]["enabled"] and cfg["policy"]["dynamic_batching"]["enabled"]:
+        return (
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but a micro-batch is "
+            "made in one way; set one of them to false"
+        )
+    return None
+
+
+def token_budgets_hold_the_longest_sequence(cfg: GrpoMasterConfig) -> str | None:
+    """A micro-batch made by tokens holds the longest sequence."""
+    longest = cfg["policy"]["max_total_sequence_length"]
+    for name in ("sequence_packing", "dynamic_batching"):
+        section = cfg["policy"][name]
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            if section["enabled"] and section[key] < longest:
+                return (
+                    f"policy.{name}.{key} {section[key]} is below policy.max_total_sequence_length {longest}, so a "
+                    f"long response fits no micro-batch; raise it to {longest} or more"
+                )
+    return None
+
+
+def longest_sequence_is_divisible(cfg: GrpoMasterConfig) -> str | None:
+    """The longest sequence is a multiple of what batches are padded to."""
+    longest, multiple = cfg["policy"]["max_total_sequence_length"], cfg["policy"]["make_sequence_length_divisible_by"]
+    if longest % multiple:
+        return (
+            f"policy.max_total_sequence_length {longest} is no multiple of make_sequence_length_divisible_by "
+            f"{multiple}, to which batches are padded; change one of them"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    tensor_parallel_size_divides_the_world,
+    engine_tensor_parallel_size_divides_the_world,
+    sequence_parallel_needs_tensor_parallel,
+    sequence_parallel_needs_divisible_lengths,
+    host_held_training_excludes_offload_keys,
+    port_range_is_ascending,
+    rollouts_fill_whole_training_batches,
+    training_batch_divides_over_workers,
+    micro_batch_divides_the_workers_share,
+    packing_and_dynamic_batching_exclude_each_other,
+    token_budgets_hold_the_longest_sequence,
+    longest_sequence_is_divisible,
+)

@@ -1,0 +1,111 @@
+"""Sampling, engine, data and environments."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule
+from nemo_offload_rl.config.schema import GrpoMasterConfig
+
+
+def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
+    """The longest prompt and response together fit the policy."""
+    prompt, response = cfg["data"]["max_input_seq_length"], cfg["policy"]["generation"]["max_new_tokens"]
+    limit = cfg["policy"]["max_total_sequence_length"]
+    if prompt + response > limit:
+        return (
+            f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
+            f"tokens, above policy.max_total_sequence_length {limit}, so training would cut responses; lower one of "
+            "the two or raise the limit"
+        )
+    return None
+
+
+def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
+    """The longest prompt and response together fit the engine."""
+    prompt, response = cfg["data"]["max_input_seq_length"], cfg["policy"]["generation"]["max_new_tokens"]
+    limit = cfg["policy"]["generation"]["vllm_cfg"]["max_model_len"]
+    # The same limit as the policy's is the other rule's business.
+    if prompt + response > limit != cfg["policy"]["max_total_sequence_length"]:
+        return (
+            f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
+            f"tokens, above policy.generation.vllm_cfg.max_model_len {limit}, so the engine would refuse prompts; "
+            "lower one of the two or raise the limit"
+        )
+    return None
+
+
+def rollouts_are_not_greedy(cfg: GrpoMasterConfig) -> str | None:
+    """Rollouts are sampled, not greedy."""
+    temperature, group = cfg["policy"]["generation"]["temperature"], cfg["grpo"]["num_generations_per_prompt"]
+    if temperature == 0:
+        return (
+            f"policy.generation.temperature is 0, so all {group} responses of a group are the same and every advantage "
+            "is 0; set it above 0 (val_temperature may be 0)"
+        )
+    return None
+
+
+def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
+    """On CPU the engine's KV cache has a fixed size."""
+    if cfg["cluster"]["gpus_per_node"] == 0 and cfg["policy"]["generation"]["vllm_cfg"]["kv_cache_memory_gib"] is None:
+        return (
+            "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
+            "gpu_memory_utilization says nothing on CPU; set it, for instance to 0.25"
+        )
+    return None
+
+
+def vllm_kwargs_set_no_key_of_their_own(cfg: GrpoMasterConfig) -> str | None:
+    """`vllm_kwargs` sets nothing that has a key."""
+    generation = cfg["policy"]["generation"]
+    vllm = "policy.generation.vllm_cfg"
+    taken = {
+        "model": "policy.model_name",
+        "dtype": f"{vllm}.precision",
+        "seed": "grpo.seed",
+        "logprobs_mode": "nothing, for it is always processed_logprobs",
+        "enable_sleep_mode": "nothing, for the device decides",
+    }
+    taken |= {name: f"{vllm}.{name}" for name in generation["vllm_cfg"]}
+    for name in generation["vllm_kwargs"]:
+        if name in taken:
+            return f"policy.generation.vllm_kwargs.{name} would be set twice; remove it and use {taken[name]}"
+    return None
+
+
+def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
+    """Every environment that data names is in `env`."""
+    data = cfg["data"]
+    for where, section in (("train", data["train"]), ("validation", data["validation"])):
+        if section is None:
+            continue
+        name = section["env_name"] if "env_name" in section else data["default"]["env_name"]
+        if name not in cfg["env"]:
+            key = f"data.{where}.env_name" if "env_name" in section else "data.default.env_name"
+            return f"{key} is {name}, which `env` does not have; use one of {', '.join(sorted(cfg['env'])) or 'none'}"
+    return None
+
+
+def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
+    """A run that validates has prompts to validate on."""
+    grpo, data = cfg["grpo"], cfg["data"]
+    if data["validation"] is not None or not (grpo["val_period"] or grpo["val_at_start"] or grpo["val_at_end"]):
+        return None
+    train = data["train"]
+    key = "holdout" if "holdout" in train else "split_validation_size"
+    if (train["holdout"] if "holdout" in train else train["split_validation_size"]) == 0:
+        return (
+            f"data.validation is null and data.train.{key} is 0, so there is nothing to validate on; set one of "
+            "them, or grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    prompt_and_response_fit_the_policy,
+    prompt_and_response_fit_the_engine,
+    rollouts_are_not_greedy,
+    cpu_engine_has_a_fixed_cache,
+    vllm_kwargs_set_no_key_of_their_own,
+    every_environment_exists,
+    validation_has_prompts,
+)

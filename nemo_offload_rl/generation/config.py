@@ -1,0 +1,62 @@
+"""The YAML keys `policy.generation.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from nemo_offload_rl.utils.schema import closed, doc
+
+
+@closed
+class VllmConfig(TypedDict):
+    """`policy.generation.vllm_cfg`: one vLLM engine."""
+
+    async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")]
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of the engine's weights and compute.")]
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")]
+    tensor_parallel_size: Annotated[int, doc("Devices that one engine is spread over.", ge=1)]
+    gpu_memory_utilization: Annotated[
+        float, doc("Share of the GPU's memory that the engine may fill while it is awake.", gt=0, lt=1)
+    ]
+    kv_cache_memory_gib: Annotated[
+        float | None, doc("A fixed KV cache size in GiB instead of that share; needed on CPU.", gt=0)
+    ]
+    max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]
+    enforce_eager: Annotated[bool, doc("No CUDA graphs: slower to generate, quicker to start.")]
+
+
+@closed
+class ColocatedResourcesConfig(TypedDict):
+    """`policy.generation.colocated.resources`: the devices of engines that do not share the trainer's."""
+
+    gpus_per_node: Annotated[int | None, doc("GPUs on each node for generation; null when colocated.", ge=1)]
+    num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
+
+
+@closed
+class ColocatedConfig(TypedDict):
+    """`policy.generation.colocated`: whether engine and trainer share devices."""
+
+    enabled: Annotated[bool, doc("Engine and trainer share the same devices in turn. Only true is available now.")]
+    resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines otherwise.")]
+
+
+@closed
+class GenerationConfig(TypedDict):
+    """`policy.generation`: how responses are sampled, and by which engine."""
+
+    backend: Annotated[Literal["vllm"], doc("The inference engine.")]
+    max_new_tokens: Annotated[int, doc("Longest response, in tokens.", ge=1)]
+    temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
+    top_p: Annotated[float, doc("Nucleus sampling: share of the probability mass kept.", gt=0, le=1)]
+    top_k: Annotated[int | None, doc("Sample from so many likeliest tokens; null for all.", ge=1)]
+    val_temperature: Annotated[float, doc("The same for validation.", ge=0)]
+    val_top_p: Annotated[float, doc("The same for validation.", gt=0, le=1)]
+    val_top_k: Annotated[int | None, doc("The same for validation.", ge=1)]
+    stop_token_ids: Annotated[
+        list[int] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
+    ]
+    stop_strings: Annotated[list[str] | None, doc("Texts that end a response.")]
+    vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
+    vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, handed over as they are.")]
+    colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

@@ -1,0 +1,132 @@
+"""The YAML keys `policy.*`; those of the Megatron backend are in `policy/megatron_config.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import Discriminator, Tag
+
+from nemo_offload_rl.generation.config import GenerationConfig
+from nemo_offload_rl.policy.megatron_config import MegatronConfig
+from nemo_offload_rl.utils.schema import closed, doc
+
+
+@closed
+class TokenizerConfig(TypedDict):
+    """`policy.tokenizer`."""
+
+    name: Annotated[str, doc("Folder or hub name of the tokenizer.", min_length=1)]
+    chat_template: Annotated[str | None, doc("Jinja chat template; null for the tokenizer's own.")]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments of the chat template.")]
+
+
+@closed
+class OptimizerConfig(TypedDict):
+    """`policy.optimizer`: the optimizer of the DTensor backend."""
+
+    name: Annotated[str, doc("Dotted path of a torch optimizer class, as `torch.optim.AdamW`.")]
+    kwargs: Annotated[dict[str, Any], doc("Its arguments: `lr`, `weight_decay`, `betas`, `eps`, ...")]
+
+
+@closed
+class SchedulerPhaseConfig(TypedDict):
+    """An entry of `policy.scheduler`: one phase of the learning-rate schedule."""
+
+    name: Annotated[str, doc("Dotted path of a torch scheduler class, as `torch.optim.lr_scheduler.LinearLR`.")]
+    kwargs: Annotated[dict[str, Any], doc("Its arguments.")]
+
+
+@closed
+class SchedulerMilestonesConfig(TypedDict):
+    """The last entry of `policy.scheduler` when there are several phases."""
+
+    milestones: Annotated[list[int], doc("Optimizer steps at which the second, third, ... phase begin; ascending.")]
+
+
+def _scheduler_tag(entry: Any) -> str:
+    return "milestones" if isinstance(entry, dict) and "milestones" in entry else "phase"
+
+
+SchedulerEntry = Annotated[
+    Annotated[SchedulerPhaseConfig, Tag("phase")] | Annotated[SchedulerMilestonesConfig, Tag("milestones")],
+    Discriminator(_scheduler_tag),
+]
+
+
+@closed
+class DTensorConfig(TypedDict):
+    """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
+
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
+    tensor_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
+    context_parallel_size: Annotated[
+        int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
+    ]
+    sequence_parallel: Annotated[
+        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism.")
+    ]
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in the backward pass instead of keeping them.")
+    ]
+    cpu_offload: Annotated[
+        bool, doc("FSDP2 keeps parameters, gradients and optimizer on the host and computes the update there.")
+    ]
+
+
+@closed
+class BatchingConfig(TypedDict):
+    """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
+
+    enabled: Annotated[bool, doc("Use it; the two exclude each other.")]
+    train_mb_tokens: Annotated[int, doc("Tokens of one training micro-batch, padding included, at most.", ge=1)]
+    logprob_mb_tokens: Annotated[int, doc("The same for logprobs.", ge=1)]
+    sequence_length_round: Annotated[int, doc("Lengths are rounded up to a multiple of this many tokens.", ge=1)]
+
+
+@closed
+class PolicyConfig(TypedDict):
+    """`policy`: the model, how it is trained and where its state lives."""
+
+    model_name: Annotated[str, doc("Folder or hub name of a Hugging Face causal language model.", min_length=1)]
+    tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values to set in the model's Hugging Face configuration.")]
+    train_global_batch_size: Annotated[int, doc("Responses for each optimizer step, over all workers.", ge=1)]
+    train_micro_batch_size: Annotated[int, doc("Responses in one forward and backward pass of one worker.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("Responses in one forward pass for logprobs of one worker.", ge=1)]
+    logprob_chunk_size: Annotated[
+        int | None, doc("Positions whose logits are turned into logprobs at once, to save memory; null for all.", ge=1)
+    ]
+    max_total_sequence_length: Annotated[int, doc("Longest prompt plus response, in tokens.", ge=2)]
+    make_sequence_length_divisible_by: Annotated[
+        int, doc("Batches are padded to a multiple of this many tokens.", ge=1)
+    ]
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
+    ]
+    max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]
+    optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
+    scheduler: Annotated[
+        list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")
+    ]
+    dynamic_batching: Annotated[BatchingConfig, doc("Group responses of like length into one micro-batch.")]
+    sequence_packing: Annotated[BatchingConfig, doc("Put several responses into one row.")]
+    dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
+    megatron_cfg: NotRequired[Annotated[MegatronConfig, doc("The Megatron backend.")]]
+    refit_buffer_size_gib: Annotated[
+        float, doc("Memory of the buffers that carry weights to the engine, in GiB.", gt=0)
+    ]
+    residency: Annotated[
+        Literal["always", "auto"],
+        doc("`always` moves every state group as the residency table says. `auto` (by free memory) comes later."),
+    ]
+    use_pinned_optimizer_offload: Annotated[
+        bool,
+        doc(
+            "Keep offloaded state in one pinned host arena and copy asynchronously at the speed of the link; costs as "
+            "much pinned host memory as the state. false uses pageable memory. Changes nothing on CPU."
+        ),
+    ]
+    offload_optimizer_states_for_logprob: Annotated[
+        bool, doc("Keep the optimizer on the host while logprobs are computed too: less GPU memory, more copies.")
+    ]
+    generation: Annotated[GenerationConfig, doc("Sampling and the inference engine.")]

@@ -1,0 +1,270 @@
+"""From a YAML file and command-line overrides to a plain resolved dictionary.
+
+1. Read the file and what its `defaults:` name (a path or a list, relative to the file), parents first, later wins.
+   A mapping with `_override_: true` replaces the inherited one instead of being merged into it.
+2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
+3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`.
+
+Everything that can go wrong raises `ConfigError` with one line. What the keys mean is checked afterwards, by
+`nemo_offload_rl.config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_offload_rl.errors import ConfigError
+
+_REPLACE_MARK = "_override_"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read, inherit, override and resolve.
+
+    Args:
+        path: The YAML file.
+        overrides: Hydra overrides, applied in order.
+
+    Returns:
+        Nested dictionaries and lists without interpolations.
+
+    Raises:
+        ConfigError: The file, an override or an interpolation is wrong.
+    """
+    _register_resolvers()
+    config = _load_with_defaults(Path(path), seen=())
+    for text in overrides:
+        _apply_override(config, text)
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_interpolation_message(error, config)) from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def nearest_key(name: str, known: Iterable[str]) -> str | None:
+    """The dotted key that a misspelt or misplaced `name` most likely means, or None.
+
+    In this order: a very like name in the same section, the same name in another section, a like name in the same
+    section, a very like name anywhere.
+    """
+    known = list(known)
+    parent, _, leaf = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.85):
+        return siblings[close[0]]
+    if same := [key for key in known if key.rpartition(".")[2] == leaf]:
+        return max(same, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
+        return siblings[close[0]]
+    leaves = {key.rpartition(".")[2]: key for key in known}
+    if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8):
+        return leaves[close[0]]
+    return None
+
+
+def unknown_key_message(name: str, known: Iterable[str]) -> str:
+    """One line that says `name` is unknown and which key is nearest, or which keys its section has."""
+    known = list(known)
+    if (nearest := nearest_key(name, known)) is not None:
+        return f"{name}: unknown key; did you mean {nearest}?"
+    parent = name.rpartition(".")[0]
+    while parent and parent not in known:
+        parent = parent.rpartition(".")[0]
+    siblings = sorted(key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent)
+    where = f"{parent} has" if parent else "the configuration has"
+    listed = ", ".join(siblings[:12]) + (", ..." if len(siblings) > 12 else "")
+    return f"{name}: unknown key; {where} {listed or 'no keys'}"
+
+
+def flatten_keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key in nested dictionaries, sections included."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield f"{prefix}{key}"
+            yield from flatten_keys(value, f"{prefix}{key}.")
+
+
+def _register_resolvers() -> None:
+    def divide(a: float, b: float) -> float:
+        quotient = a / b
+        return int(quotient) if quotient == int(quotient) else quotient
+
+    OmegaConf.register_new_resolver("add", lambda *values: sum(values), replace=True)
+    OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    OmegaConf.register_new_resolver("div", divide, replace=True)
+    OmegaConf.register_new_resolver("max", lambda *values: max(values), replace=True)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
+    resolved_path = path.resolve()
+    if resolved_path in seen:
+        chain = " -> ".join(p.name for p in (*seen, resolved_path))
+        raise ConfigError(f"{path}: `defaults` go in a circle ({chain}); remove one of them")
+    own = _read_yaml(path)
+    parents = own.pop("defaults", None)
+    if parents is None:
+        parents = []
+    elif isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, (list, ListConfig)) or not all(isinstance(name, str) for name in parents):
+        raise ConfigError(f"{path}: `defaults` is {parents!r}; write the path of a YAML file or a list of paths")
+    config = OmegaConf.create({})
+    for name in parents:
+        config = _merge(config, _load_with_defaults(path.parent / name, (*seen, resolved_path)))
+    return _merge(config, own)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        folder = path.parent
+        names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+        close = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {folder / close[0]}?" if close else "check the path"
+        raise ConfigError(f"{path}: no such configuration file; {hint}")
+    try:
+        config = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}" if error.problem_mark is not None else "somewhere"
+        raise ConfigError(f"{path}: not valid YAML at {where}: {error.problem}; mend that line") from error
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {_first_line(error)}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: holds a list or a scalar; a configuration is a mapping of sections")
+    return config
+
+
+def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
+    """`over` on top of `base`; mappings of `over` with the replace mark take the place of what `base` has."""
+    for key in _marked_paths(over):
+        section = OmegaConf.select(over, key)
+        section.pop(_REPLACE_MARK)
+        if OmegaConf.select(base, key, throw_on_missing=False) is not None:
+            OmegaConf.update(base, key, {}, merge=False)
+    try:
+        merged = OmegaConf.merge(base, over)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_first_line(error)}; a section cannot be merged with a plain value") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _marked_paths(config: DictConfig, prefix: str = "") -> list[str]:
+    plain = OmegaConf.to_container(config, resolve=False)
+    suffix = f".{_REPLACE_MARK}"
+    return [key[: -len(suffix)] for key in flatten_keys(plain, prefix) if key.endswith(suffix)]
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def _apply_override(config: DictConfig, text: str) -> None:
+    override = _parse_override(text)
+    key = override.key_or_group
+    known = list(flatten_keys(OmegaConf.to_container(config, resolve=False)))
+    exists = _has_key(config, key)
+    if override.is_delete():
+        _delete(config, override, exists, known)
+        return
+    value = override.value()
+    if override.is_add():
+        if exists:
+            raise ConfigError(f"+{key}: the key is there already; drop the + to change it")
+    elif not override.is_force_add() and not exists:
+        hint = "" if nearest_key(key, known) else f"; if it is a new one, write +{key}"
+        raise ConfigError(f"{unknown_key_message(key, known)}{hint}")
+    if not exists:
+        _require_section(config, key)
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"override {text!r} cannot be applied: {_first_line(error)}") from error
+
+
+def _parse_override(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            f"override {text!r} is not in Hydra's grammar ({_first_line(error)}); write key=value, +key=value or ~key"
+        ) from error
+    if override.is_sweep_override():
+        raise ConfigError(f"override {text!r} is a sweep; give one value, or write a list as [a,b]")
+    if override.package is not None:
+        raise ConfigError(f"override {text!r} names a package with @; write the dotted key instead")
+    return override
+
+
+def _delete(config: DictConfig, override: Override, exists: bool, known: list[str]) -> None:
+    key = override.key_or_group
+    if not exists:
+        raise ConfigError(f"~{unknown_key_message(key, known)}")
+    parent_key, _, leaf = key.rpartition(".")
+    parent = OmegaConf.select(config, parent_key) if parent_key else config
+    wanted = override.value()
+    if wanted is not None and OmegaConf.select(config, key) != wanted:
+        raise ConfigError(f"~{key}={wanted}: its value is {OmegaConf.select(config, key)}; write ~{key} to delete it")
+    del parent[int(leaf) if isinstance(parent, ListConfig) else leaf]
+
+
+def _has_key(config: DictConfig, key: str) -> bool:
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, DictConfig) and part in {str(name) for name in node}:
+            node = OmegaConf.select(node, part, throw_on_missing=False)
+        elif isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return False
+    return True
+
+
+def _require_section(config: DictConfig, key: str) -> None:
+    """A plain value on the way to `key` would be lost silently."""
+    parts = key.split(".")[:-1]
+    for end in range(1, len(parts) + 1):
+        section = ".".join(parts[:end])
+        if not _has_key(config, section):
+            return
+        value = OmegaConf.select(config, section, throw_on_missing=False)
+        if value is not None and not isinstance(value, (DictConfig, ListConfig)):
+            raise ConfigError(f"{key}: {section} is the value {value!r}, so nothing can be below it")
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _interpolation_message(error: OmegaConfBaseException, config: DictConfig) -> str:
+    where = error.full_key or "the configuration"
+    raw = OmegaConf.to_container(config, resolve=False)
+    for part in str(error.full_key or "").split("."):
+        raw = raw[part] if isinstance(raw, dict) and part in raw else None
+    if raw == "???":
+        return f"{where}: needs a value; set {where}=..."
+    given = f" {raw!r}" if isinstance(raw, str) else ""
+    reason = _first_line(error).rpartition("raised while resolving interpolation: ")[2]
+    if missing := re.search(r"Interpolation key '(.+)' not found", reason):
+        known = flatten_keys(OmegaConf.to_container(config, resolve=False))
+        nearest = nearest_key(missing[1], known)
+        reason = f"there is no {missing[1]}" + (f"; did you mean {nearest}?" if nearest else "")
+    return f"{where}: the interpolation{given} cannot be resolved: {reason}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

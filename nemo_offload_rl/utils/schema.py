@@ -1,0 +1,76 @@
+"""Building blocks of the YAML border, and the TypedDicts of the keys that belong to no algorithm.
+
+A TypedDict key is written `name: Annotated[type, doc("purpose, values, unit", ge=1)]`. pydantic checks types and
+limits, `nemo_offload_rl.utils.config_reference` writes docs/configuration.md from the texts, and unknown keys are
+refused by `closed`. Defaults are in YAML only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import ConfigDict, Field, with_config
+
+closed = with_config(ConfigDict(extra="forbid"))
+"""Class decorator: keys that the TypedDict does not name are an error."""
+
+
+def doc(text: str, **limits: Any) -> Any:
+    """Describe a key: purpose, values and unit, and `ge`, `gt`, `le` or `lt` limits that pydantic enforces."""
+    return Field(description=text, **limits)
+
+
+@closed
+class WandbConfig(TypedDict):
+    """`logger.wandb`: Weights & Biases."""
+
+    project: Annotated[str, doc("Project that the run appears in.")]
+    name: Annotated[str, doc("Name of the run.")]
+    mode: Annotated[
+        Literal["online", "offline", "disabled"],
+        doc("`offline` writes into the run folder for a later `wandb sync`; `online` needs a login."),
+    ]
+
+
+@closed
+class LoggerConfig(TypedDict):
+    """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
+
+    log_dir: Annotated[
+        str, doc("Run folder. An older metrics.jsonl in it is renamed, never overwritten.", min_length=1)
+    ]
+    num_val_samples_to_print: Annotated[int, doc("Validation samples shown as text at each validation.", ge=0)]
+    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
+    wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
+    wandb: NotRequired[Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")]]
+
+
+@closed
+class ClusterConfig(TypedDict):
+    """`cluster`: the machines. Policy workers and colocated engines share each device."""
+
+    gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)]
+    cpu_workers_per_node: Annotated[
+        int, doc("Policy workers on each node when `gpus_per_node` is 0; not read otherwise.", ge=1)
+    ]
+    num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)]
+    master_port_range_low: Annotated[
+        int, doc("First port that the policy workers' rendezvous may take.", ge=1024, le=65535)
+    ]
+    master_port_range_high: Annotated[int, doc("Last port that it may take.", ge=1024, le=65535)]
+
+
+@closed
+class CheckpointingConfig(TypedDict):
+    """`checkpointing`: when and where a run is saved."""
+
+    enabled: Annotated[bool, doc("Save checkpoints.")]
+    checkpoint_dir: Annotated[str, doc("Folder of the checkpoints, one `step_N` folder each.", min_length=1)]
+    metric_name: Annotated[
+        str | None,
+        doc("Metric that ranks checkpoints, as `val:accuracy` or `train:reward_mean`; null keeps the latest ones."),
+    ]
+    higher_is_better: Annotated[bool, doc("Whether a greater metric is the better one.")]
+    keep_top_k: Annotated[int | None, doc("How many checkpoints stay on disk; null keeps all.", ge=1)]
+    save_period: Annotated[int, doc("Save every so many steps.", ge=1)]
+    save_optimizer: Annotated[bool, doc("Save the optimizer too. Without it a run can be used but not continued.")]
