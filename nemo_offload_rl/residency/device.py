@@ -42,6 +42,11 @@ class Transfer(Protocol):
         """How many of the copies, in the order given, are known to have finished. Does not block."""
         ...
 
+    @property
+    def finished(self) -> bool:
+        """Whether all copies are known to have finished."""
+        ...
+
     def wait_host(self) -> float:
         """Block until all copies have finished; returns the seconds spent blocked."""
         ...
@@ -114,6 +119,8 @@ class FinishedTransfer:
     num_bytes: int
     num_copies: int
     elapsed_s: float
+
+    finished = True
 
     def num_finished(self) -> int:
         return self.num_copies
@@ -229,4 +236,8 @@ def make_device(device: torch.device) -> Device:
     """The residency device for a torch device."""
     if device.type == "cpu":
         return CpuDevice()
+    if device.type == "cuda":
+        from nemo_offload_rl.residency.cuda import CudaDevice
+
+        return CudaDevice(device)
     raise NotImplementedError(f"no residency device for {device.type!r}")

@@ -110,9 +110,10 @@ class GroupState:
     def account(self) -> None:
         """Add the seconds of finished copies to their reports."""
         for flight in self._unaccounted:
-            flight.report.transfer_s += flight.transfer.seconds()
-            flight.report.exposed_s += flight.transfer.exposed_s()
-        self._unaccounted = []
+            if flight.transfer.finished:
+                flight.report.transfer_s += flight.transfer.seconds()
+                flight.report.exposed_s += flight.transfer.exposed_s()
+        self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
     def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Bring the host copy up to date while the group stays on the device."""
@@ -166,7 +167,7 @@ class GroupState:
         transfer = self._device.copy_in([_copy(record, self.mirror) for record in absent.values()])
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, [])
-        if transfer.num_finished() == len(absent):
+        if transfer.finished:
             self._finish()
 
     def _finish(self) -> None:

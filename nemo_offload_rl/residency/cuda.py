@@ -1,0 +1,233 @@
+"""A CUDA GPU as a residency device: side streams, staged small copies, events instead of synchronisation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostArena, aligned
+from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Transfer
+from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
+from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
+
+logger = logging.getLogger(__name__)
+
+STAGED_BELOW_BYTES = 4 << 20  # a copy of its own loses bandwidth below this size
+STAGING_BYTES = 32 << 20
+CHUNK_BYTES = 256 << 20  # an event, so a hand-over of memory, about every 5 ms of the link
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Copies that cross the link in one go: a large one alone, or neighbours in host memory through staging."""
+
+    copies: tuple[Copy, ...]
+    host: Tensor
+
+    @property
+    def staged(self) -> bool:
+        return len(self.copies) > 1
+
+
+class CudaTransfer:
+    """Copies on a side stream, with an event after every chunk of them."""
+
+    def __init__(self, stream: torch.cuda.Stream, pieces: Sequence[_Piece], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._stream = stream
+        self._num_copies = sum(len(piece.copies) for piece in pieces)
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._chunks: list[tuple[int, torch.cuda.Event]] = []  # copies finished when the event has passed
+        self._num_passed = 0
+        self._reached: torch.cuda.Event | None = None
+        self._started.record(stream)
+
+    def mark(self, num_copies: int) -> None:
+        """Note on the stream that the first `num_copies` have been asked for."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._chunks.append((num_copies, event))
+
+    def num_finished(self) -> int:
+        while self._num_passed < len(self._chunks) and self._chunks[self._num_passed][1].query():
+            self._num_passed += 1
+        return self._chunks[self._num_passed - 1][0] if self._num_passed else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.num_finished() == self._num_copies
+
+    def wait_host(self) -> float:
+        start = time.perf_counter()
+        self._chunks[-1][1].synchronize()
+        return time.perf_counter() - start
+
+    def wait_device(self) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._reached = torch.cuda.Event(enable_timing=True)
+        self._reached.record(current)
+        current.wait_event(self._chunks[-1][1])
+
+    def seconds(self) -> float:
+        return self._started.elapsed_time(self._chunks[-1][1]) / 1e3
+
+    def exposed_s(self) -> float:
+        if self._reached is None:
+            return 0.0
+        self._reached.synchronize()
+        return max(0.0, self._reached.elapsed_time(self._chunks[-1][1]) / 1e3)
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        device: The CUDA device.
+        host_budget_bytes: Bound on pinned and pageable host memory together, None to read it from the machine.
+    """
+
+    def __init__(self, device: torch.device, host_budget_bytes: int | None = None) -> None:
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self._out = torch.cuda.Stream(self.device)
+        self._in = torch.cuda.Stream(self.device)
+        self._staging: dict[torch.cuda.Stream, Tensor] = {}
+        self._budget_bytes = host_budget_bytes
+        self._numa_node = numa_node_of_gpu(self.device.index)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device == self.device
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        try:
+            storage.resize_(num_bytes)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            gib = 2**30
+            raise DeviceOutOfMemoryError(
+                f"no room for {num_bytes / gib:.3f} GiB on {self.device}: {free / gib:.2f} of {total / gib:.2f} GiB "
+                f"free, {torch.cuda.memory_allocated(self.device) / gib:.2f} GiB allocated by this process. Free "
+                "memory that another process holds, or lower policy.generation.vllm_cfg.gpu_memory_utilization."
+            ) from error
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        return None
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def used_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def free_bytes(self) -> int:
+        reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + reusable
+
+    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
+        return self._copy(copies, self._out, to_host=True)
+
+    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
+        return self._copy(copies, self._in, to_host=False)
+
+    def new_arena(self, pinned: bool) -> HostArena:
+        budget = self._budget_bytes if self._budget_bytes is not None else read_host_budget().num_bytes
+        return HostArena(budget, self._new_pinned_region if pinned else PageableRegion)
+
+    def _new_pinned_region(self, num_bytes: int) -> HostRegion:
+        try:
+            return PinnedRegion(num_bytes, self._numa_node)
+        except ResidencyError as error:
+            logger.warning("%s Going on with pageable memory, whose copies are several times slower.", error)
+            return PageableRegion(num_bytes)
+
+    def _copy(self, copies: Sequence[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
+        num_bytes = sum(copy.host.numel() for copy in copies)
+        if not copies:
+            return FinishedTransfer(0, 0, 0.0)
+        if not all(copy.host.is_pinned() for copy in (copies[0], copies[-1])):
+            return self._copy_blocking(copies, num_bytes, to_host)
+        pieces = list(pieces_of(copies))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        transfer = CudaTransfer(stream, pieces, num_bytes)
+        num_asked = 0
+        unmarked_bytes = 0
+        with torch.cuda.stream(stream):
+            for piece in pieces:
+                self._cross(piece, stream, to_host)
+                num_asked += len(piece.copies)
+                unmarked_bytes += piece.host.numel()
+                if unmarked_bytes >= CHUNK_BYTES:
+                    transfer.mark(num_asked)
+                    unmarked_bytes = 0
+            if unmarked_bytes:
+                transfer.mark(num_asked)
+        return transfer
+
+    def _cross(self, piece: _Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
+        """One piece on the present (side) stream. Staging is reused by the next piece: the stream keeps the order."""
+        if not piece.staged:
+            device = piece.copies[0].device
+            (piece.host if to_host else device).copy_(device if to_host else piece.host, non_blocking=True)
+            return
+        if stream not in self._staging:
+            self._staging[stream] = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self.device)
+        staging = self._staging[stream][: piece.host.numel()]
+        base = piece.host.data_ptr()
+        slots = [staging[c.host.data_ptr() - base :][: c.host.numel()] for c in piece.copies]
+        tensors = [copy.device for copy in piece.copies]
+        if to_host:
+            torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            piece.host.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(piece.host, non_blocking=True)
+            torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _copy_blocking(self, copies: Sequence[Copy], num_bytes: int, to_host: bool) -> FinishedTransfer:
+        start = time.perf_counter()
+        for copy in copies:
+            (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
+        torch.cuda.current_stream(self.device).synchronize()
+        return FinishedTransfer(num_bytes, len(copies), time.perf_counter() - start)
+
+
+def pieces_of(copies: Sequence[Copy]) -> Iterator[_Piece]:
+    """Join small copies that lie side by side in host memory, in order, into pieces of at most the staging size."""
+    run: list[Copy] = []
+    for copy in copies:
+        if run and not (_is_small(copy) and _follows(run, copy)):
+            yield _joined(run)
+            run = []
+        if _is_small(copy):
+            run.append(copy)
+        else:
+            yield _Piece((copy,), copy.host)
+    if run:
+        yield _joined(run)
+
+
+def _is_small(copy: Copy) -> bool:
+    return copy.host.numel() < STAGED_BELOW_BYTES
+
+
+def _follows(run: Sequence[Copy], copy: Copy) -> bool:
+    last = run[-1].host
+    same_memory = last.untyped_storage().data_ptr() == copy.host.untyped_storage().data_ptr()
+    gap = copy.host.data_ptr() - (last.data_ptr() + aligned(last.numel()))
+    span = copy.host.data_ptr() + copy.host.numel() - run[0].host.data_ptr()
+    return same_memory and 0 <= gap < ALIGNMENT_BYTES and span <= STAGING_BYTES
+
+
+def _joined(run: Sequence[Copy]) -> _Piece:
+    first, last = run[0].host, run[-1].host
+    num_bytes = last.data_ptr() + last.numel() - first.data_ptr()
+    host = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), first.storage_offset(), (num_bytes,), (1,))
+    return _Piece(tuple(run), host)

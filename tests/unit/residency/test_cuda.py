@@ -1,0 +1,145 @@
+"""The residency manager on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_offload_rl.residency import (
+    GradsGroup,
+    Phase,
+    ResidencyManager,
+    ResidencySettings,
+    TensorGroup,
+    make_device,
+    optimizer_tensors,
+    resolve_plan,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+SIZES = [(4096, 4096), (4096,), (128, 7), (4096, 2048), (33,), (1024, 1024), (64 << 20,)]
+
+
+class Training:
+    """Parameters of many sizes and a fused Adam on the GPU."""
+
+    def __init__(self, **changes: bool) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(size, device="cuda")) for size in SIZES]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True)
+        values = {
+            "colocated": True,
+            "use_pinned_optimizer_offload": True,
+            "offload_optimizer_states_for_logprob": False,
+        }
+        self.manager = ResidencyManager(
+            plan=resolve_plan(ResidencySettings(**{**values, **changes})),
+            groups=[
+                TensorGroup("params", self.named),
+                GradsGroup(self.named),
+                TensorGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.named)),
+            ],
+            device=make_device(torch.device("cuda")),
+        )
+        self.step_index = 0
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(str(i), p) for i, p in enumerate(self.parameters)]
+
+    def step(self) -> None:
+        self.manager.enter(Phase.TRAINING)
+        generator = torch.Generator(device="cuda").manual_seed(self.step_index)
+        for p in self.parameters:
+            p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+        self.manager.step_opened()
+        with self.manager.during(Phase.OPTIM_STEP):
+            self.optimizer.step()
+            self.manager.mark_written("params", "optimizer")
+            self.optimizer.zero_grad()
+        self.manager.step_closed()
+        self.step_index += 1
+
+    def contents(self) -> list[torch.Tensor]:
+        with self.manager.checkpoint_view():
+            moments = [self.optimizer.state[p][k] for p in self.parameters for k in ("exp_avg", "exp_avg_sq")]
+            return [t.detach().cpu() for t in [*self.parameters, *moments]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_pinned_optimizer_offload": False}, {"offload_optimizer_states": True}])
+def test_training_with_full_phase_cycles_is_bitwise_equal_to_training_without(changes):
+    moved, plain = Training(**changes), Training(colocated=False)
+    for _ in range(4):
+        plain.step()
+        moved.step()
+        moved.manager.enter(Phase.REFIT)
+        moved.manager.poll()
+        moved.manager.enter(Phase.GENERATION)
+        moved.manager.enter(Phase.LP_INFERENCE)
+    for a, b in zip(moved.contents(), plain.contents(), strict=True):
+        assert torch.equal(a, b)
+    moved.manager.close()
+
+
+def test_the_driver_gets_the_memory_back_and_the_report_shows_it():
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.settle()
+    before = torch.cuda.mem_get_info()[0]
+    params = sum(p.nbytes for p in training.parameters)
+    report = training.manager.enter(Phase.GENERATION)
+    freed = torch.cuda.mem_get_info()[0] - before
+    assert freed >= params - (4 << 20)
+    assert report.device_used_before_bytes - report.device_used_after_bytes == freed
+    training.manager.close()
+
+
+def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
+    training = Training()
+    training.manager.reserve({"params": 1 << 30})
+    arena = training.manager._arena_for("params")
+    assert arena.pinned
+    assert arena.reserved_bytes == 1 << 30
+    block = arena.alloc(1 << 29, "test")
+    assert block.buffer.is_pinned()
+    arena.free(block)
+    training.manager.close()
+    assert arena.reserved_bytes == 0
+
+
+def test_a_swapped_in_snapshot_restores_the_policy_bitwise():
+    training = Training()
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.snapshot("params", "reference")
+    initial = [p.detach().cpu() for p in training.parameters]
+    training.step()
+    trained = [p.detach().cpu() for p in training.parameters]
+    training.manager.enter(Phase.LP_INFERENCE)
+    with training.manager.swapped_in("reference"):
+        for p, value in zip(training.parameters, initial, strict=True):
+            assert torch.equal(p.detach().cpu(), value)
+    for p, value in zip(training.parameters, trained, strict=True):
+        assert torch.equal(p.detach().cpu(), value)
+    training.manager.close()
+
+
+def test_asynchronous_copies_report_link_seconds_and_what_was_hidden():
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.enter(Phase.GENERATION)
+    training.manager.enter(Phase.TRAINING)
+    training.manager.enter(Phase.OPTIM_STEP)
+    torch.cuda.synchronize()
+    reports = training.manager.reports.drain()
+    moved = [report for report in reports if report.bytes_moved]
+    assert len(moved) >= 3
+    for report in moved:
+        assert report.transfer_s > 0
+        assert report.link_gb_per_s < 100
+    training.manager.close()
