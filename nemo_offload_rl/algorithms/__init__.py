@@ -1,0 +1,1 @@
+"""Post-training algorithms: their mathematics and their drivers."""

@@ -1,0 +1,1 @@
+"""Loss functions, one file each."""

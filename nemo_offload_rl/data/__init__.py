@@ -1,0 +1,1 @@
+"""Data sets, prompts and typed batches."""

@@ -1,0 +1,100 @@
+"""A shuffled loader that can stop and go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TypedDict
+
+from nemo_offload_rl.errors import DataError
+
+
+class LoaderState(TypedDict):
+    """Where a loader stands; plain numbers, so that any checkpoint format can hold it."""
+
+    epoch: int
+    position: int
+    seed: int
+    num_items: int
+
+
+class ShuffledLoader[T]:
+    """Endless batches of a fixed size; each epoch has its own order, given by the seed and the epoch's number.
+
+    The items that are left when an epoch has fewer than a batch of them are skipped in that epoch.
+
+    Args:
+        items: What to draw from; kept, not copied.
+        batch_size: Items of a batch.
+        shuffle: False keeps the order of `items` in every epoch.
+        seed: Seed of the order.
+
+    Raises:
+        DataError: There are fewer items than one batch.
+    """
+
+    def __init__(self, items: Sequence[T], *, batch_size: int, shuffle: bool, seed: int) -> None:
+        if len(items) < batch_size:
+            raise DataError(
+                f"the data set has {len(items)} rows and one batch needs {batch_size}; add rows or lower the batch size"
+            )
+        self._items = items
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        if self._position + self._batch_size > len(self._items):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._epoch_order()
+        rows = self._order[self._position : self._position + self._batch_size]
+        self._position += self._batch_size
+        return [self._items[row] for row in rows]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch given out last, from 0."""
+        return self._epoch
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """Whether the next batch starts a new epoch."""
+        return self._position + self._batch_size > len(self._items)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Full batches of one epoch."""
+        return len(self._items) // self._batch_size
+
+    def state_dict(self) -> LoaderState:
+        """Where the loader stands: the next batch after `load_state_dict` is the one that would come next here."""
+        return LoaderState(epoch=self._epoch, position=self._position, seed=self._seed, num_items=len(self._items))
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Go on where `state` was taken; the batch size may differ.
+
+        Raises:
+            DataError: The data set has another size or seed than the one the state was taken from.
+        """
+        if state["num_items"] != len(self._items) or state["seed"] != self._seed:
+            raise DataError(
+                f"the checkpoint stopped in a data set of {state['num_items']} rows shuffled with seed "
+                f"{state['seed']}, this one has {len(self._items)} rows and seed {self._seed}; use the same data, or "
+                f"start without the checkpoint"
+            )
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._items)))
+        if self._shuffle:
+            random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
+        return order

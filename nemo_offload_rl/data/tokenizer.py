@@ -1,0 +1,40 @@
+"""Loading a tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template, an end token and a padding token (the end token where it has none).
+
+    Raises:
+        DataError: The folder has no tokenizer, or the tokenizer has no chat template or no end token.
+    """
+    from transformers import AutoTokenizer  # heavy
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.name)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no tokenizer can be loaded from {settings.name} ({str(error).splitlines()[0]}); set "
+            f"policy.tokenizer.name to a folder with tokenizer.json and tokenizer_config.json, or to a model on the hub"
+        ) from error
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {settings.name} has no chat template and prompts are built with one; set "
+            f"policy.tokenizer.chat_template"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"tokenizer {settings.name} has no end-of-sequence token; set eos_token in its configuration")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

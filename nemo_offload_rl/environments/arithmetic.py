@@ -1,0 +1,28 @@
+"""Arithmetic: the answer is one integer, compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nemo_offload_rl.environments.interfaces import Response, Score
+
+
+class ArithmeticEnvironment:
+    """Reward 1 for the right integer, else 0, also for a response that was cut before it ended.
+
+    The answer is what stands after the last `=` of the response, or all of it where there is none, so a response may
+    show its working first.
+    """
+
+    def score(self, responses: Sequence[Response]) -> list[Score]:
+        """One score for each response, in their order."""
+        return [self._score(response) for response in responses]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @staticmethod
+    def _score(response: Response) -> Score:
+        answer = response.text.rpartition("=")[2].strip()
+        correct = not response.truncated and answer == response.reference_answer
+        return Score(reward=float(correct), correct=correct)

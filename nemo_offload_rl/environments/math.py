@@ -1,0 +1,56 @@
+"""Mathematical answers, compared as mathematics by the library math-verify in killable processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from nemo_offload_rl.environments.grading_pool import GradingPool, TimedOut
+from nemo_offload_rl.environments.interfaces import Response, Score
+
+logger = logging.getLogger(__name__)
+
+
+def is_equivalent(response_text: str, reference_answer: str) -> bool:
+    """Whether the answer found in the response (LaTeX, a boxed formula or a plain number) equals the reference.
+
+    It has no time limit of its own: sympy may think forever about an answer such as a tower of powers.
+    """
+    import math_verify  # heavy (sympy)
+
+    # math-verify's own time limits are alarms that cannot interrupt C code; the pool kills the process instead.
+    reference = math_verify.parse(f"\\boxed{{{reference_answer}}}", parsing_timeout=None)
+    answer = math_verify.parse(response_text, parsing_timeout=None)
+    return bool(math_verify.verify(reference, answer, timeout_seconds=None))
+
+
+class MathEnvironment:
+    """Reward 1 for an answer equivalent to the reference, else 0, also when grading took too long or failed.
+
+    Args:
+        num_workers: Processes that grade; 0 grades in this process, without a time limit.
+        timeout_s: Seconds that one response may take.
+    """
+
+    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+        self._pool = GradingPool(is_equivalent, num_workers=num_workers, timeout_s=timeout_s) if num_workers else None
+
+    def score(self, responses: Sequence[Response]) -> list[Score]:
+        """One score for each response, in their order."""
+        jobs = [(response.text, response.reference_answer) for response in responses]
+        if self._pool is None:
+            return [_score(is_equivalent(*job)) for job in jobs]
+        outcomes = self._pool.map(jobs)
+        num_timed_out = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
+        if num_timed_out:
+            logger.warning("math: %d of %d responses could not be graded in time: reward 0", num_timed_out, len(jobs))
+        return [_score(outcome is True) for outcome in outcomes]
+
+    def close(self) -> None:
+        """End the grading processes; safe to call twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _score(correct: bool) -> Score:
+    return Score(reward=float(correct), correct=correct)

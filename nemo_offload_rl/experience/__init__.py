@@ -1,0 +1,1 @@
+"""Rollouts: sampled and scored responses."""

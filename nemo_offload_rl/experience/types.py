@@ -1,0 +1,144 @@
+"""What rollouts produce. Shape suffixes: P prompts, G responses per prompt, B = P * G samples, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.collate import SampledBatch, SampledSequence, collate_samples
+from nemo_offload_rl.data.records import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of one author. Turns of a conversation are segments in their order.
+
+    Attributes:
+        token_ids: The tokens.
+        logprobs: The sampler's, one per token, for tokens of the policy; None for tokens that an environment wrote.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One prompt with one sampled response and its score.
+
+    Attributes:
+        prompt: What was asked.
+        segments: What followed the prompt; with a single turn, one segment of the policy.
+        response_text: The policy's tokens as text, special tokens left out.
+        reward: What training uses.
+        correct: What accuracy counts.
+        truncated: The response was cut at the token limit.
+    """
+
+    prompt: Prompt
+    segments: tuple[Segment, ...]
+    response_text: str
+    reward: float
+    correct: bool
+    truncated: bool
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.logprobs is not None)
+
+    def sequence(self, sample_mask: float = 1.0) -> SampledSequence:
+        """Prompt and segments as one token sequence; only what the policy sampled is counted by the loss."""
+        token_ids = list(self.prompt.token_ids)
+        token_mask = [0] * len(token_ids)
+        logprobs = [0.0] * len(token_ids)
+        for segment in self.segments:
+            sampled = segment.logprobs is not None
+            token_ids.extend(segment.token_ids)
+            token_mask.extend([int(sampled)] * len(segment.token_ids))
+            logprobs.extend(segment.logprobs if segment.logprobs is not None else [0.0] * len(segment.token_ids))
+        return SampledSequence(
+            token_ids=token_ids, token_mask=token_mask, generation_logprobs=logprobs, sample_mask=sample_mask
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Groups of `group_size` rollouts of the same prompt, one group after the other."""
+
+    rollouts: tuple[Rollout, ...]
+    group_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse a batch with an incomplete group."""
+        if len(self.rollouts) % self.group_size:
+            raise ValueError(f"{len(self.rollouts)} rollouts are not whole groups of {self.group_size}")
+
+    def __len__(self) -> int:
+        """Number of samples, B."""
+        return len(self.rollouts)
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of groups, P."""
+        return len(self.rollouts) // self.group_size
+
+    def rewards(self) -> Tensor:
+        """[B] float32."""
+        return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float32)
+
+    def rewards_PG(self) -> Tensor:
+        """[P, G] float32."""
+        return self.rewards().reshape(self.num_prompts, self.group_size)
+
+    def constant_groups(self) -> Tensor:
+        """[P] bool: groups whose rewards are all equal."""
+        rewards_PG = self.rewards_PG()
+        return rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)
+
+    def correct(self) -> Tensor:
+        """[B] bool."""
+        return torch.tensor([rollout.correct for rollout in self.rollouts], dtype=torch.bool)
+
+    def truncated(self) -> Tensor:
+        """[B] bool."""
+        return torch.tensor([rollout.truncated for rollout in self.rollouts], dtype=torch.bool)
+
+    def response_lengths(self) -> Tensor:
+        """[B] int64: tokens that the policy sampled."""
+        return torch.tensor([rollout.num_response_tokens for rollout in self.rollouts], dtype=torch.int64)
+
+    def with_rewards(self, rewards: Tensor) -> Self:
+        """The same rollouts with other rewards ([B])."""
+        pairs = zip(self.rollouts, rewards.tolist(), strict=True)
+        return replace(self, rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in pairs))
+
+    def select_groups(self, groups: Iterable[int]) -> Self:
+        """Groups by index, in the order given."""
+        size = self.group_size
+        chosen = [self.rollouts[group * size : (group + 1) * size] for group in groups]
+        return replace(self, rollouts=tuple(rollout for group in chosen for rollout in group))
+
+    @staticmethod
+    def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Groups of all batches, which have the same group size."""
+        (group_size,) = {batch.group_size for batch in batches}
+        return RolloutBatch(
+            rollouts=tuple(rollout for batch in batches for rollout in batch.rollouts), group_size=group_size
+        )
+
+    def collate(self, *, pad_id: int, multiple: int = 1, sample_mask: Tensor | None = None) -> SampledBatch:
+        """Padded tensors for logprobs and training.
+
+        Args:
+            pad_id: Token that fills the rows.
+            multiple: The width becomes a multiple of it.
+            sample_mask: [B], 0 leaves a sample out of the loss; None keeps all.
+        """
+        masks = [1.0] * len(self) if sample_mask is None else sample_mask.tolist()
+        sequences = [rollout.sequence(mask) for rollout, mask in zip(self.rollouts, masks, strict=True)]
+        return collate_samples(sequences, pad_id=pad_id, multiple=multiple)
