@@ -42,11 +42,6 @@ class GroupState:
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether copies of this group are under way."""
-        return self._flight is not None
-
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is given up as they finish."""
         self.settle()
@@ -92,9 +87,13 @@ class GroupState:
         self._finish()
         return waited
 
-    def charge(self, seconds: float) -> None:
-        """Note that the caller waited for the copies that finished last."""
-        self._unaccounted[-1].report.exposed_s += seconds
+    def settle_and_charge(self) -> TransitionReport | None:
+        """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned."""
+        if self._flight is None:
+            return None
+        report = self._flight.report
+        report.exposed_s += self.settle()
+        return report
 
     def release_finished(self) -> bool:
         """Give up the memory of copies out that have finished; whether there was any."""

@@ -38,6 +38,9 @@ TOUCHED: Mapping[Phase, frozenset[str]] = {
     Phase.GENERATION: frozenset(),
 }
 
+# Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
+SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
+
 
 class ResidencyManager:
     """Moves the state groups of one worker between a device and the host.
@@ -88,6 +91,8 @@ class ResidencyManager:
             if name in TOUCHED[phase]:
                 state.wait_arrival()
         self.phase = phase
+        if phase in SETTLED:
+            self.settle()
         self._ledger.add(report)
         logger.debug("%s", report.line())
         return report
@@ -127,11 +132,11 @@ class ResidencyManager:
 
     def settle(self) -> None:
         """Wait for every copy under way and hand over all memory that was to be freed."""
-        waiting = [state for state in self._states.values() if state.in_flight]
-        for state in waiting:
-            state.charge(state.settle())
-        if waiting:
+        settled = [report for state in self._states.values() if (report := state.settle_and_charge()) is not None]
+        if settled:
             self._device.trim()
+        for report in settled:
+            report.device_used_after_bytes = self._device.used_bytes()
 
     @property
     def reports(self) -> Ledger:
