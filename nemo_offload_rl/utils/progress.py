@@ -1,0 +1,117 @@
+"""What a person sees while a run goes on: a bar on a terminal, one line for each step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nemo_offload_rl.utils.timer import TOTAL, shares
+
+_SHOWN_PHASES = 3
+
+
+class RunProgress:
+    """Shows the progress of a run.
+
+    On a terminal: a bar with reward, accuracy and time left, and above it a table for each step. Otherwise one plain
+    line for each step, so that a log file stays readable.
+
+    Args:
+        num_steps: Steps of the run in all.
+        first_step: Steps that are done already (a resumed run).
+        console: Where to write; standard output by default.
+        clock: Seconds from any fixed point; a test may give its own.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console if console is not None else Console()
+        self._clock = clock
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._began = clock()
+        self._accuracy: float | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("step", total=num_steps, completed=first_step, figures="")
+
+    def __enter__(self) -> Self:
+        self._began = self._clock()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step_done(self, step: int, reward: float, seconds: Mapping[str, float], accuracy: float | None = None) -> None:
+        """Show one finished step.
+
+        Args:
+            step: Its number, from 1.
+            reward: Mean reward of its rollouts.
+            seconds: What the step's `PhaseTimer.drain` gave.
+            accuracy: Held-out accuracy, 0 to 1, when the step validated; the last one stays in sight.
+        """
+        self._accuracy = accuracy if accuracy is not None else self._accuracy
+        figures = f"reward {reward:.3f}"
+        if self._accuracy is not None:
+            figures += f"  accuracy {self._accuracy:.1%}"
+        if self._bar is None:
+            self._write_line(step, figures, seconds)
+            return
+        self._console.print(step_table(step, figures, seconds))
+        self._bar.update(self._task, completed=step, figures=figures)
+
+    def note(self, text: str) -> None:
+        """Show one line of text, such as a validation's result, without disturbing the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def seconds_left(self, step: int) -> float | None:
+        """Seconds to the end of the run, from the mean of this run's steps; None before the first is done."""
+        done = step - self._first_step
+        if done <= 0:
+            return None
+        return (self._clock() - self._began) / done * (self._num_steps - step)
+
+    def _write_line(self, step: int, figures: str, seconds: Mapping[str, float]) -> None:
+        largest = sorted(shares(seconds).items(), key=lambda item: -item[1])[:_SHOWN_PHASES]
+        phases = ", ".join(f"{name} {share:.0%}" for name, share in largest)
+        left = self.seconds_left(step)
+        parts = [f"step {step}/{self._num_steps}", figures, f"{seconds[TOTAL]:.1f} s ({phases})"]
+        if left is not None:
+            parts.append(f"{left:.0f} s left")
+        self.note("  ".join(parts))
+
+
+def step_table(step: int, figures: str, seconds: Mapping[str, float]) -> Table:
+    """Seconds and share of each phase of a step, the longest first."""
+    table = Table(title=f"step {step}  {figures}", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    share_of = shares(seconds)
+    for name, share in sorted(share_of.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{share * seconds[TOTAL]:.2f}", f"{share:.0%}")
+    table.add_row(TOTAL, f"{seconds[TOTAL]:.2f}", "", style="bold")
+    return table
