@@ -88,7 +88,7 @@ class DTensorBackend:
             chunk_size=settings.logprob_chunk_size,
             shard=shard,
         )
-        parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
+        self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
         self._parameters = self._model.hf_parameters()
         self._optimizer = optim.build_optimizer(settings.optimizer, self._trainable())
         self._scheduler = optim.build_scheduler(settings.scheduler, self._optimizer)
@@ -107,8 +107,7 @@ class DTensorBackend:
         return [parameter for _, parameter in self._parameters]
 
     def _reshard(self) -> None:
-        for module in parallel.fsdp_modules(self._model):
-            module.reshard()
+        parallel.reshard_all(self._fsdp_root)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -43,11 +44,16 @@ def load_causal_lm(model_name: str, config: Any) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            model_name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            model_name,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in one line
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"The weights of policy.model_name={model_name} cannot be read: {error}") from error
-    wrong = sorted(info["missing_keys"]) or sorted(str(key) for key in info["mismatched_keys"])
+    wrong = sorted(info["missing_keys"]) or sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(
             f"The weights of {model_name} lack or misshape {len(wrong)} tensors that its config asks for, first "

@@ -7,7 +7,7 @@ DTensor on the whole mesh, so that optimizers see one kind of parameter.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,9 @@ def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
 
 
-def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def apply_fsdp(
+    root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype
+) -> FSDPModule:
     """Shard parameters over `mesh` (1-D): one unit per layer, the rest in the root.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
@@ -148,13 +150,27 @@ def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
-    for module in fsdp_modules(root):
+    # The root's parameters are used last in forward and first in backward.
+    wrapped = fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(wrapped):
         module.set_gradient_divide_factor(1.0)
         # Without it a factor means NCCL's pre-multiplied sum, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
+    return wrapped
 
 
-def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
     """All FSDP units, the root first."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+
+def reshard_all(root: FSDPModule) -> None:
+    """Free every gathered parameter, also where a forward or backward raised half-way.
+
+    After a forward that raised, FSDP takes the root to be inside it still, and then `reshard` does nothing unless the
+    root may be resharded in forward. The gathered copies would be used by the next forward, however old they are.
+    """
+    root.set_reshard_after_forward(True, recurse=False)
+    for module in fsdp_modules(root):
+        module.reshard()
+    root.set_reshard_after_forward(False, recurse=False)

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from nemo_offload_rl.policy.backends.dtensor.logprobs import VocabShard, sequence_logprobs, token_logprobs
+
+WHOLE = VocabShard(0, None)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_logprobs_and_their_gradient_equal_a_whole_log_softmax(temperature, scale):
+    torch.manual_seed(0)
+    logits = (scale * torch.randn(2, 5, 31)).requires_grad_()
+    targets = torch.randint(0, 31, (2, 5))
+    upstream = torch.randn(2, 5)
+
+    expected = (logits / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+    found = token_logprobs(logits, targets, temperature, WHOLE)
+    (found_grad,) = torch.autograd.grad(found, logits, upstream)
+
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-6)
+
+
+def test_logprobs_of_bfloat16_logits_are_computed_in_float32():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 4, 1000).bfloat16()
+    targets = torch.randint(0, 1000, (1, 4))
+    expected = logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    found = token_logprobs(logits, targets, 1.0, WHOLE)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_chunks_give_the_same_logprobs_and_gradients_and_bound_the_positions_scored_at_once(chunk_size):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 50)
+    hidden = torch.randn(2, 7, 8, requires_grad=True)
+    ids, lengths = torch.randint(0, 50, (2, 7)), torch.tensor([7, 4])
+    widths = []
+
+    def output_layer(chunk):
+        widths.append(chunk.shape[1])
+        return layer(chunk)
+
+    def run(size):
+        logprobs = sequence_logprobs(
+            output_layer, hidden, ids, lengths, temperature=1.0, chunk_size=size, shard=WHOLE
+        )
+        return logprobs, torch.autograd.grad(logprobs.sum(), [hidden, layer.weight])
+
+    whole, whole_grads = run(None)
+    widths.clear()
+    chunked, chunked_grads = run(chunk_size)
+
+    assert max(widths) <= chunk_size
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(chunked_grads, whole_grads, rtol=1e-5, atol=1e-6)
+    assert (whole[:, 0] == 0).all() and (whole[1, 4:] == 0).all()
+
+
+def test_a_row_of_one_token_has_only_the_zero_of_column_0():
+    layer = torch.nn.Linear(4, 9)
+    found = sequence_logprobs(
+        layer,
+        torch.randn(2, 1, 4),
+        torch.zeros(2, 1, dtype=torch.int64),
+        torch.ones(2, dtype=torch.int64),
+        temperature=1.0,
+        chunk_size=None,
+        shard=WHOLE,
+    )
+    assert torch.equal(found, torch.zeros(2, 1))

@@ -1,0 +1,452 @@
+"""One rank, in this process, against plain Hugging Face and plain torch."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from policy_cases import (
+    NLL,
+    RaisesAt,
+    assert_close,
+    assert_equal,
+    full_grads,
+    full_optimizer,
+    full_params,
+    hf_logprobs,
+    hf_loss_and_grads,
+    make_batch,
+    make_settings,
+    save_family,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency import OpenStepError, Phase
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
+
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model folders and models by family."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[family] = (path, save_family(path, family))
+        return made[family]
+
+    return get
+
+
+@contextmanager
+def make_worker(folder, *, keep_reference=False, **changes):
+    worker = PolicyWorker(make_settings(folder, **changes), ONE_RANK, keep_reference)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def cycle(worker, batch):
+    """All the phases of an RL step before its training."""
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+    worker.prepare_for_lp_inference()
+    worker.get_logprobs(batch)
+    worker.prepare_for_training()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama-tied"])
+def test_loss_gradients_and_logprobs_equal_hugging_faces(folders, family):
+    folder, model = folders(family)
+    batch = make_batch()
+    expected_loss, expected_grads = hf_loss_and_grads(model, batch)
+    with make_worker(folder) as worker:
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach(), rtol=0, atol=1e-5)
+        worker.prepare_for_training()
+        loss, metrics = worker.forward_backward(batch, NLL())
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert metrics["tokens"] == float((batch.token_mask * batch.sample_mask[:, None]).sum())
+        assert metrics["logprob_min"] == pytest.approx(float(hf_logprobs(model, batch).detach().min()), rel=1e-5)
+        assert_close(full_grads(worker), expected_grads)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train_micro_batch_size": 1},
+        {"train_micro_batch_size": 3},
+        {"train_micro_batch_size": 8, "logprob_chunk_size": 4},
+        {"train_micro_batch_size": 4, "activation_checkpointing": True},
+        {"make_sequence_length_divisible_by": 4},
+        {
+            "dynamic_batching": BatchingSettings(
+                enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=4
+            )
+        },
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(folders, changes):
+    folder, model = folders("qwen3-tied")
+    batch = make_batch()
+    _, expected_grads = hf_loss_and_grads(model, batch)
+    with make_worker(folder, **changes) as worker:
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach(), rtol=0, atol=1e-5)
+        worker.prepare_for_training()
+        worker.forward_backward(batch, NLL())
+        assert_close(full_grads(worker), expected_grads)
+
+
+def test_steps_equal_plain_torch_with_clipping_and_a_schedule(folders):
+    folder, _ = folders("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    batch = make_batch(num_rows=24)
+    rates, norms, losses = [1e-3 * 0.5, 1e-3 * 0.75, 1e-3], [], []
+    for step, rate in enumerate(rates):
+        loss, grads = hf_loss_and_grads(model, batch.select(range(8 * step, 8 * step + 8)))
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        losses.append(loss)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+    schedule = (
+        SchedulerSettings(
+            name="torch.optim.lr_scheduler.LinearLR",
+            kwargs={"start_factor": 0.5, "end_factor": 1.0, "total_iters": 2},
+            until_step=2,
+        ),
+        SchedulerSettings(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0}, until_step=None),
+    )
+    with make_worker(folder, max_grad_norm=0.5, scheduler=schedule) as worker:
+        worker.prepare_for_training()
+        result = worker.train(batch, NLL())
+        assert result.learning_rate == pytest.approx(rates)
+        assert result.grad_norm == pytest.approx(norms, rel=1e-5)
+        assert result.loss == pytest.approx(losses, rel=1e-5)
+        assert len(result.metrics["tokens"]) == 3
+        assert_close(full_params(worker), dict(model.state_dict()), atol=1e-5)
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(folders):
+    folder, model = folders("qwen3")
+    batch = make_batch()
+    logits = model(input_ids=batch.input_ids).logits.detach()
+    expected = (logits / 0.6).log_softmax(-1)[:, :-1].gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+    is_real = torch.arange(1, 14) < batch.input_lengths[:, None]
+    with make_worker(folder, logprob_temperature=0.6) as worker:
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(batch)[:, 1:], expected * is_real, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_is_for_compute_only(folders):
+    folder, model = folders("qwen3")
+    batch = make_batch()
+    with make_worker(folder, precision="bfloat16") as worker:
+        worker.prepare_for_lp_inference()
+        half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(half, batch).detach(), rtol=0, atol=0.2)
+        worker.prepare_for_training()
+        worker.train(batch, NLL())
+        assert {value.dtype for value in full_params(worker).values()} == {torch.float32}
+        assert {value.dtype for value in full_optimizer(worker).values()} == {torch.float32}
+        assert {value.dtype for _, value in worker.named_weights()} == {torch.bfloat16}
+        assert {spec.dtype for spec in worker._backend.weight_specs()} == {torch.bfloat16}
+
+
+def test_evaluate_gives_the_loss_and_leaves_no_gradient(folders):
+    folder, model = folders("qwen3")
+    batch = make_batch()
+    expected_loss, _ = hf_loss_and_grads(model, batch)
+    with make_worker(folder) as worker:
+        worker.prepare_for_lp_inference()
+        result = worker.evaluate(batch, NLL())
+        assert result.loss == pytest.approx([expected_loss], rel=1e-6)
+        assert all(parameter.grad is None for _, parameter in worker._backend._parameters)
+
+
+# -- residency ---------------------------------------------------------------------------------------------------------
+
+
+def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(folders):
+    folder, _ = folders("qwen3-tied")
+    batches = [make_batch(seed=seed) for seed in range(3)]
+
+    def run(cycled, **changes):
+        with make_worker(folder, **changes) as worker:
+            worker.prepare_for_training()
+            for batch in batches:
+                if cycled:
+                    cycle(worker, batch)
+                worker.train(batch, NLL())
+            return full_params(worker), full_optimizer(worker)
+
+    resident_params, resident_optimizer = run(cycled=False)
+    for pinned in (False, True):
+        for for_logprob in (False, True):
+            params, optimizer = run(
+                cycled=True, use_pinned_optimizer_offload=pinned, offload_optimizer_states_for_logprob=for_logprob
+            )
+            assert_equal(params, resident_params)
+            assert_equal(optimizer, resident_optimizer)
+    params, _ = run(cycled=True, colocated=False)
+    assert_equal(params, resident_params)
+
+
+def test_parameters_and_optimizer_leave_the_device_while_the_engine_generates(folders):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder, offload_optimizer_states_for_logprob=True) as worker:
+        worker.prepare_for_training()
+        params_bytes = worker.residency.device_bytes()["params"]
+        worker.train(make_batch(), NLL())
+        sizes = worker.residency.device_bytes()
+        assert sizes["optimizer"] == 2 * sum(4 * p.numel() for p in full_params(worker).values())
+        worker.offload_after_refit()
+        assert worker.residency.device_bytes() == {"params": 0, "grads": 0, "optimizer": 0}
+        worker.prepare_for_lp_inference()
+        assert worker.residency.device_bytes() == {"params": params_bytes, "grads": 0, "optimizer": 0}
+        worker.prepare_for_training()
+        assert worker.residency.device_bytes() == {**sizes, "grads": 0}
+        assert [report.target for report in worker.residency_reports()][-1] is Phase.TRAINING
+        assert worker.residency_reports() == []
+
+
+def test_freeing_the_gradients_of_an_open_step_is_an_error_that_can_be_mended(folders):
+    folder, _ = folders("qwen3")
+    batch = make_batch()
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.forward_backward(batch, NLL())
+        grads = full_grads(worker)
+        for verb in (worker.prepare_for_lp_inference, worker.offload_before_refit, worker.offload_after_refit):
+            with pytest.raises(OpenStepError):
+                verb()
+        assert_equal(full_grads(worker), grads)
+        worker.zero_grad()
+        worker.prepare_for_lp_inference()
+
+
+def test_a_verb_in_the_wrong_phase_names_the_phase(folders):
+    folder, _ = folders("qwen3")
+    with make_worker(folder) as worker:
+        with pytest.raises(RuntimeError, match="start"):
+            worker.train(make_batch(), NLL())
+        worker.offload_after_refit()
+        with pytest.raises(RuntimeError, match="generation"):
+            worker.get_logprobs(make_batch())
+        with pytest.raises(RuntimeError, match="generation"):
+            worker.start_refit()
+
+
+def test_a_loss_that_raises_leaves_no_part_of_a_gradient_behind(folders):
+    folder, _ = folders("qwen3")
+    batch = make_batch()
+    with make_worker(folder) as clean, make_worker(folder) as hurt:
+        clean.prepare_for_training()
+        hurt.prepare_for_training()
+        with pytest.raises(ArithmeticError):
+            hurt.train(batch, RaisesAt(call=3))
+        hurt.prepare_for_lp_inference()
+        hurt.prepare_for_training()
+        assert hurt.train(batch, NLL()) == clean.train(batch, NLL())
+        assert_equal(full_params(hurt), full_params(clean))
+
+
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+
+def test_reference_logprobs_stay_those_of_the_first_parameters_and_the_policy_comes_back(folders):
+    folder, _ = folders("qwen3-tied")
+    batch = make_batch()
+    with make_worker(folder, keep_reference=True) as worker:
+        worker.prepare_for_lp_inference()
+        first = worker.get_logprobs(batch)
+        worker.prepare_for_training()
+        worker.train(batch, NLL())
+        worker.prepare_for_lp_inference()
+        trained = worker.get_logprobs(batch)
+        params = full_params(worker)
+        assert torch.equal(worker.get_reference_logprobs(batch), first)
+        assert torch.equal(worker.get_logprobs(batch), trained)
+        assert not torch.equal(trained, first)
+        assert_equal(full_params(worker), params)
+
+
+def test_a_reference_pass_that_raises_in_the_middle_gives_the_policy_back(folders):
+    folder, _ = folders("qwen3")
+    batch = make_batch()
+    with make_worker(folder, keep_reference=True) as worker, make_worker(folder) as other:
+        for each in (worker, other):
+            each.prepare_for_training()
+            each.train(batch, NLL())
+            each.prepare_for_lp_inference()
+        trained = worker.get_logprobs(batch)
+        params = full_params(worker)
+
+        def fail(*_):
+            raise ArithmeticError("in the middle of a layer")
+
+        hook = worker._backend._model.causal_lm.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            worker.get_reference_logprobs(batch)
+        hook.remove()
+        assert_equal(full_params(worker), params)
+        assert torch.equal(worker.get_logprobs(batch), trained)
+        for each in (worker, other):
+            each.prepare_for_training()
+            each.train(batch, NLL())
+        assert_equal(full_params(worker), full_params(other))
+
+
+# -- refit -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_refit_sends_hugging_faces_tensors_bit_by_bit_and_tied_ones_once(folders, family):
+    folder, _ = folders(family)
+    stored = load_file(folder / "model.safetensors")
+    with make_worker(folder) as worker:
+        worker.offload_after_refit()
+        worker.offload_before_refit()
+        received = {}
+        for _ in range(2):
+            received.clear()
+            worker.start_refit()
+            receiver = SharedMemoryReceiver()
+            num_buckets = 0
+            while (bucket := worker.next_bucket()) is not None:
+                received |= {name: tensor.clone() for name, tensor in receiver.tensors(bucket)}
+                num_buckets += 1
+            assert num_buckets > 2
+            receiver.close()
+        assert_equal(received, stored)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["training", "generation"])
+def test_a_run_resumed_from_a_checkpoint_goes_on_bit_by_bit(folders, tmp_path, phase):
+    folder, _ = folders("qwen3-tied")
+    schedule = (
+        SchedulerSettings(
+            name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 5}, until_step=None
+        ),
+    )
+    first, second = make_batch(seed=1), make_batch(seed=2)
+    with make_worker(folder, scheduler=schedule) as worker:
+        worker.prepare_for_training()
+        worker.train(first, NLL())
+        if phase == "generation":
+            worker.offload_after_refit()
+        worker.save_checkpoint(tmp_path / "step_1")
+        assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+        worker.prepare_for_training()
+        expected = worker.train(second, NLL())
+        params, optimizer = full_params(worker), full_optimizer(worker)
+    with make_worker(folder, scheduler=schedule, keep_reference=True) as worker:
+        worker.prepare_for_training()
+        if phase == "generation":
+            worker.offload_after_refit()
+        worker.load_checkpoint(tmp_path / "step_1")
+        cycle(worker, first)
+        assert worker.train(second, NLL()) == expected
+        assert_equal(full_params(worker), params)
+        assert_equal(full_optimizer(worker), optimizer)
+
+
+def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path):
+    folder, _ = folders("qwen3")
+    with make_worker(folder) as worker:
+        with pytest.raises(UserError, match="no policy checkpoint"):
+            worker.load_checkpoint(tmp_path)
+        worker.save_checkpoint(tmp_path / "qwen3")
+    with make_worker(folders("qwen2")[0]) as worker, pytest.raises(UserError, match="another model"):
+        worker.load_checkpoint(tmp_path / "qwen3")
+
+
+def test_an_exported_folder_loads_in_hugging_face_with_the_trained_weights(folders, tmp_path):
+    folder, _ = folders("qwen3-tied")
+    batch = make_batch()
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.train(batch, NLL())
+        params = full_params(worker)
+        worker.offload_after_refit()
+        worker.export_hf(tmp_path / "hf")
+        worker.export_hf(tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.dtype == torch.float32
+    assert_equal(dict(exported.named_parameters()), params)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token_id == 256
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_no_whole_global_batch_is_refused(folders):
+    folder, _ = folders("qwen3")
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        with pytest.raises(ConfigError, match="train_global_batch_size"):
+            worker.train(make_batch(num_rows=12), NLL())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size"),
+        ({"enabled": False}, "dtensor_cfg.enabled"),
+        ({"precision": "int8"}, "precision=int8"),
+        ({"tensor_parallel_size": 3}, "num_attention_heads=4"),
+        ({"tensor_parallel_size": 2}, "does not divide the 1 policy workers"),
+        ({"hf_config_overrides": {"rope_thetta": 1}}, "rope_thetta"),
+        ({"optimizer": OptimizerSettings(name="torch.optim.Adamm", kwargs={})}, "Adamm"),
+        ({"optimizer": OptimizerSettings(name="torch.nn.Linear", kwargs={})}, "is no Optimizer"),
+        ({"optimizer": OptimizerSettings(name="torch.optim.AdamW", kwargs={"learning_rate": 1})}, "learning_rate"),
+        (
+            {"scheduler": (SchedulerSettings(name="torch.optim.lr_scheduler.LinearLR", kwargs={}, until_step=5),)},
+            "milestone",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_key(folders, changes, named):
+    folder, _ = folders("qwen3")
+    try:
+        with pytest.raises(UserError, match=named):
+            PolicyWorker(make_settings(folder, **changes), ONE_RANK, keep_reference=False)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_sequence_packing_is_refused(folders):
+    settings = make_settings(folders("qwen3")[0])
+    packing = replace(settings.sequence_packing, enabled=True)
+    with pytest.raises(ConfigError, match="sequence_packing"):
+        PolicyWorker(replace(settings, sequence_packing=packing), ONE_RANK, keep_reference=False)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(folders, tmp_path):
+    folder, _ = folders("qwen3")
+    with pytest.raises(UserError, match="lack or misshape"):
+        PolicyWorker(
+            make_settings(folder, hf_config_overrides={"intermediate_size": 64}), ONE_RANK, keep_reference=False
+        )
