@@ -1,0 +1,116 @@
+"""The driver's end of one or several vLLM engines, each a Ray actor that shares its slot with a policy worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+
+_PACKAGE = "nemo_offload_rl.generation.vllm"
+_MAX_REQUESTS_IN_FLIGHT = 256
+
+
+class RayGenerationEngine:
+    """Implements `GenerationEngine` for all engines together: prompts are shared out, everything else goes to each.
+
+    The engines start while the constructor returns; `wait_until_ready` or the first call waits for them.
+
+    Args:
+        cluster: Where the engines live; its end is theirs.
+        settings: The engines; engine i has `seed` + i.
+        env_vars: Added to what vLLM needs in its environment; these win.
+
+    Raises:
+        ConfigError: `tensor_parallel_size` does not fit the cluster.
+    """
+
+    def __init__(self, cluster: VirtualCluster, settings: VllmSettings, env_vars: dict[str, str] | None = None) -> None:
+        device_type = cluster.settings.device_type
+        if device_type == "cuda" and settings.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={settings.tensor_parallel_size}: one engine over "
+                "several GPUs is not available yet; set it to 1, which gives one engine for each GPU"
+            )
+        num_engines, rest = divmod(cluster.world_size, settings.tensor_parallel_size)
+        if rest or not num_engines:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={settings.tensor_parallel_size} does not divide the "
+                f"cluster's {cluster.world_size} devices; choose a divisor"
+            )
+        name = "async_engine:AsyncVllmEngine" if settings.async_engine else "engine:VllmEngine"
+        spec = WorkerSpec(
+            name="vllm",
+            factory=f"{_PACKAGE}.{name}",
+            per_rank_kwargs=[{"settings": replace(settings, seed=settings.seed + i)} for i in range(num_engines)],
+            env_vars={**vllm_env(device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
+            num_workers=num_engines,
+            max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,
+        )
+        self._group = RayWorkerGroup(cluster, spec)
+        self._turn = itertools.cycle(range(num_engines))
+
+    @property
+    def group(self) -> RayWorkerGroup:
+        """The engines' processes."""
+        return self._group
+
+    def wait_until_ready(self) -> None:
+        """Wait until every engine has started; raises what kept it from starting."""
+        self._group.wait_until_ready()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """See `GenerationEngine`; with a seed the draws do not depend on the number of engines."""
+        bounds = _shares(len(prompts), self._group.world_size)
+        shares = []
+        for start, end in bounds:
+            seed = None if sampling.seed is None else sampling.seed + start * num_samples
+            shares.append((list(prompts[start:end]), replace(sampling, seed=seed), num_samples))
+        return [completions for share in self._group.run_each("generate", shares) for completions in share]
+
+    async def generate_async(
+        self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[Completion]:
+        """Completions of one prompt from the next engine in turn; needs `async_engine` to overlap with others."""
+        results = await self._group.run_one(next(self._turn), "generate", [list(prompt)], sampling, num_samples)
+        return results[0]
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """See `GenerationEngine`."""
+        self._group.run_all("prepare_for_generation", None if tags is None else list(tags))
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        """See `GenerationEngine`."""
+        self._group.run_all("finish_generation", discard_weights)
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """See `GenerationEngine`; returns when every engine has copied the bucket."""
+        self._group.run_all("load_bucket", bucket)
+
+    def finish_refit(self) -> None:
+        """See `GenerationEngine`."""
+        self._group.run_all("finish_refit")
+
+    def shutdown(self) -> None:
+        """See `GenerationEngine`."""
+        self._group.shutdown()
+
+
+def _shares(count: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges whose sizes differ by at most one."""
+    base, extra = divmod(count, parts)
+    bounds, start = [], 0
+    for part in range(parts):
+        end = start + base + (part < extra)
+        bounds.append((start, end))
+        start = end
+    return bounds

@@ -1,0 +1,230 @@
+"""All ranks of one kind of worker as Ray actors, behind `WorkerGroup`.
+
+1. The constructor starts one actor in each slot and begins to build the workers, all at once; it does not wait.
+2. The first call (or `wait_until_ready`) waits for them and raises what went wrong.
+3. A call fails with the first error of any rank, without waiting for ranks that hang because of it.
+4. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from nemo_offload_rl.distributed.actors import WorkerActor
+from nemo_offload_rl.distributed.errors import original_error
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.errors import UserError, WorkerDiedError
+
+logger = logging.getLogger(__name__)
+
+# When one rank dies its peers fail in the same collective, often before Ray has noticed the death.
+_LATE_CAUSE_S = 1.5
+_CLOSE_TIMEOUT_S = 5.0
+_EXIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What a group consists of.
+
+    Attributes:
+        name: For messages, such as "policy" or "vllm".
+        factory: `"package.module:Class"`, imported in the worker's process.
+        kwargs: Arguments of the class, the same for every rank.
+        per_rank_kwargs: More arguments, by rank; empty for none.
+        env_vars: Set in the worker's process before anything is imported; they win over the rendezvous variables.
+        num_workers: Ranks; None for one in each slot.
+        max_concurrency: Calls that one worker runs at a time, each in a thread.
+    """
+
+    name: str
+    factory: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    per_rank_kwargs: Sequence[Mapping[str, Any]] = ()
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    num_workers: int | None = None
+    max_concurrency: int = 1
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call on its way; made by `start_all`, used up by `join`."""
+
+    method: str
+    refs: tuple[Any, ...]
+
+
+class RayWorkerGroup:
+    """Implements `policy.interfaces.WorkerGroup`.
+
+    Every worker finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With GPUs it sees
+    one device, so LOCAL_RANK is 0 there; on CPU LOCAL_RANK counts the workers of a host.
+
+    Args:
+        cluster: Where the workers live; its end is theirs.
+        spec: What they are.
+    """
+
+    def __init__(self, cluster: VirtualCluster, spec: WorkerSpec) -> None:
+        self._spec = spec
+        num_workers = cluster.world_size if spec.num_workers is None else spec.num_workers
+        if not 1 <= num_workers <= cluster.world_size:
+            raise ValueError(f"{spec.name}: {num_workers} workers do not fit {cluster.world_size} slots")
+        address, port = cluster.rendezvous()
+        self._actors = []
+        for rank in range(num_workers):
+            on_gpu = cluster.settings.device_type == "cuda"
+            env_vars = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_workers),
+                "LOCAL_RANK": "0" if on_gpu else str(cluster.local_rank(rank)),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                **spec.env_vars,
+            }
+            options = cluster.actor_options(rank, env_vars) | {"max_concurrency": spec.max_concurrency}
+            self._actors.append(WorkerActor.options(**options).remote())
+        self._location_refs = [actor.location.remote() for actor in self._actors]
+        extra = spec.per_rank_kwargs or ({},) * num_workers
+        refs = tuple(
+            actor.build.remote(spec.factory, {**spec.kwargs, **extra[rank]}) for rank, actor in enumerate(self._actors)
+        )
+        # A call that was interrupted, or failed on some ranks only, may still run on others.
+        self._is_busy = False
+        self._building: PendingCall | None = PendingCall("build", refs)
+        cluster.register(self.shutdown)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._actors)
+
+    def wait_until_ready(self) -> None:
+        """Wait until every worker is built.
+
+        Raises:
+            WorkerDiedError: A process ended.
+            Exception: What a worker's constructor raised.
+        """
+        building, self._building = self._building, None
+        if building is not None:
+            self.join(building)
+
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its own host."""
+        return [pid for _, pid in self._collect(PendingCall("location", tuple(self._location_refs)))]
+
+    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `WorkerGroup`."""
+        return self.join(self.start_all(method, *args, **kwargs))
+
+    def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See `WorkerGroup`."""
+        self.wait_until_ready()
+        if len(per_rank_args) != self.world_size:
+            raise ValueError(f"{method}: {len(per_rank_args)} sets of arguments for {self.world_size} ranks")
+        refs = [
+            actor.call.remote(method, (tuple(args), {}))
+            for actor, args in zip(self._actors, per_rank_args, strict=True)
+        ]
+        return self.join(PendingCall(method, tuple(refs)))
+
+    async def run_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` on one rank without blocking the event loop."""
+        self.wait_until_ready()
+        ref = self._actors[rank].call.remote(method, (args, kwargs))
+        try:
+            return await ref
+        except RayError as error:
+            raise original_error(error, self._label(rank), method) from None
+
+    def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+        """See `WorkerGroup`. The arguments are put into the object store once, for all ranks."""
+        self.wait_until_ready()
+        arguments = ray.put((args, kwargs))
+        return PendingCall(method, tuple(actor.call.remote(method, arguments) for actor in self._actors))
+
+    def join(self, handle: PendingCall) -> list[Any]:
+        """See `WorkerGroup`."""
+        return self._collect(handle)
+
+    def shutdown(self) -> None:
+        """Let idle workers end by themselves, kill them all and wait until their processes are gone."""
+        if not self._actors or not ray.is_initialized():
+            return
+        actors, self._actors = self._actors, []
+        processes = self._local_processes()
+        if self._building is None and not self._is_busy:
+            closing = [actor.close.remote() for actor in actors]
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        _, alive = psutil.wait_procs(processes, timeout=_EXIT_TIMEOUT_S)
+        for process in alive:
+            logger.warning("%s (pid %d) outlived its end and is killed", self._spec.name, process.pid)
+            process.kill()
+
+    def _label(self, rank: int) -> str:
+        return f"{self._spec.name} worker {rank}"
+
+    def _collect(self, call: PendingCall) -> list[Any]:
+        """Results by rank, or the error that explains the failure best, as soon as there is one."""
+        was_busy, self._is_busy = self._is_busy, True
+        results = self._gather(call)
+        self._is_busy = was_busy
+        return results
+
+    def _gather(self, call: PendingCall) -> list[Any]:
+        rank_of = {ref: rank for rank, ref in enumerate(call.refs)}
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        waiting = list(call.refs)
+        deadline_s: float | None = None
+        while waiting:
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            if not done:
+                break
+            rank = rank_of[done[0]]
+            try:
+                results[rank] = ray.get(done[0])
+            except RayError as error:
+                errors.append(original_error(error, self._label(rank), call.method))
+                if isinstance(errors[-1], UserError):
+                    break
+                deadline_s = deadline_s or time.monotonic() + _LATE_CAUSE_S
+        if errors:
+            self._is_busy = bool(waiting)
+            raise _best_explanation(errors)
+        return [results[rank] for rank in range(len(call.refs))]
+
+    def _local_processes(self) -> list[psutil.Process]:
+        """The workers of this host; process ids of other hosts mean other processes here."""
+        ready, _ = ray.wait(self._location_refs, num_returns=len(self._location_refs), timeout=0)
+        here = ray.get_runtime_context().get_node_id()
+        found = []
+        for ref in ready:
+            try:
+                node, pid = ray.get(ref)
+                if node == here:
+                    found.append(psutil.Process(pid))
+            except (RayError, psutil.NoSuchProcess):
+                continue
+        return found
+
+
+def _best_explanation(errors: list[BaseException]) -> BaseException:
+    """A death explains its peers' broken connections; a `UserError` explains more than a bug."""
+    for kind in (WorkerDiedError, UserError):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return errors[0]

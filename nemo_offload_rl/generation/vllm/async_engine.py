@@ -1,0 +1,128 @@
+"""vLLM's `AsyncLLM` behind the same interface, for rollouts that ask for one response at a time.
+
+`AsyncLLM` lives on an event loop in a thread of its own, so that callers may be synchronous, in threads, or coroutines
+of any other loop. Its engine core is always another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
+from nemo_offload_rl.generation.vllm.engine_args import engine_args
+from nemo_offload_rl.generation.vllm.requests import check_prompts, completion_from_output, sampling_params
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+
+class AsyncVllmEngine(VllmEngineBase):
+    """A `GenerationEngine` that also serves single prompts concurrently.
+
+    Args:
+        settings: The engine, as for `VllmEngine`.
+
+    Raises:
+        ConfigError: The model folder is missing, or the KV cache cannot hold one sequence of `max_model_len`.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+
+        arguments = engine_args(settings, device_type=current_platform.device_type)
+        super().__init__(settings, current_platform.is_cuda(), arguments["load_format"] != "dummy")
+        self._request_ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)
+        self._thread.start()
+        self._llm: AsyncLLM | None = None
+        try:
+            self._llm = self._wait(_start(AsyncEngineArgs(**arguments)))
+        except ValueError as error:
+            raise start_error(error, settings) from error
+        finally:
+            if self._llm is None:
+                self._stop_loop()
+
+    async def generate_async(
+        self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[Completion]:
+        """Completions of one prompt; calls may overlap, and cancelling one aborts its request.
+
+        Raises:
+            DataError: The prompt is empty or leaves no room for a token.
+            RuntimeError: The engine sleeps, or its weights are not those of a finished refit.
+        """
+        self.check_ready()
+        check_prompts([prompt], self._settings.max_model_len)
+        coroutine = self._one(prompt, sampling, num_samples, position=0)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def shutdown(self) -> None:
+        """See `GenerationEngine`."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+            self._stop_loop()
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise RuntimeError("The vLLM engine was shut down")
+        return self._llm
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _one(
+        self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int, position: int
+    ) -> list[Completion]:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = sampling_params(sampling, num_samples, position)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        request = {"prompt_token_ids": list(prompt)}
+        completions: list[Completion] = []
+        async for output in self._engine.generate(request, params, f"request-{next(self._request_ids)}"):
+            completions = [completion_from_output(sample) for sample in output.outputs]
+        return completions
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
+    ) -> list[list[Completion]]:
+        async def all_of_them() -> list[list[Completion]]:
+            calls = [self._one(prompt, sampling, num_samples, position) for position, prompt in enumerate(prompts)]
+            return await asyncio.gather(*calls)
+
+        return self._wait(all_of_them())
+
+    def _wake_up(self, tags: list[str]) -> None:
+        self._wait(self._engine.wake_up(tags))
+
+    def _sleep(self, level: int) -> None:
+        self._wait(self._engine.sleep(level))
+
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return self._wait(self._engine.collective_rpc(method, args=args))
+
+    def _reset_prefix_cache(self) -> bool:
+        return self._wait(self._engine.reset_prefix_cache())
+
+
+async def _start(arguments: Any) -> AsyncLLM:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(arguments)

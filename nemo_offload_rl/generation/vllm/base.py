@@ -1,0 +1,141 @@
+"""What vLLM's synchronous and asynchronous engines have in common: state, checks and refits.
+
+State, all of it explicit: `_awake` holds which of vLLM's two kinds of memory are resident, `_weights_valid` whether the
+weights are those of a finished refit (or of a checkpoint). A CPU engine cannot sleep, so there the calls only keep the
+state, and misuse (generating while asleep, or after weights were discarded) fails on CPU as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.vllm.requests import check_prompts
+from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
+from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+
+ALL_TAGS = ("weights", "kv_cache")
+
+
+class VllmEngineBase(ABC):
+    """Implements `GenerationEngine` on six primitives of one vLLM engine.
+
+    Args:
+        settings: The engine.
+        can_sleep: Whether vLLM's sleep mode works on this device.
+        weights_valid: Whether the engine started with real weights.
+    """
+
+    def __init__(self, settings: VllmSettings, can_sleep: bool, weights_valid: bool) -> None:
+        self._settings = settings
+        self._can_sleep = can_sleep
+        self._weights_valid = weights_valid
+        self._awake = set(ALL_TAGS)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """See `GenerationEngine`. With `sampling.seed`, sample j of prompt i draws from seed + i * num_samples + j.
+
+        Raises:
+            DataError: A prompt is empty or leaves no room for a token.
+            RuntimeError: The engine sleeps, or its weights are not those of a finished refit.
+        """
+        self.check_ready()
+        check_prompts(prompts, self._settings.max_model_len)
+        return self._generate(prompts, sampling, num_samples) if prompts else []
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """See `GenerationEngine`."""
+        wanted = ALL_TAGS if tags is None else tuple(tags)
+        unknown = set(wanted) - set(ALL_TAGS)
+        if unknown:
+            raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
+        asleep = [tag for tag in wanted if tag not in self._awake]
+        if asleep and self._can_sleep:
+            self._wake_up(asleep)
+        self._awake.update(asleep)
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        """See `GenerationEngine`. The KV cache is dropped in both cases."""
+        if not self._awake:
+            return
+        # vLLM cannot put half an engine to sleep: it would unmap a second time what sleeps already.
+        self.prepare_for_generation()
+        if self._can_sleep:
+            self._sleep(2 if discard_weights else 1)
+        if discard_weights:
+            self._weights_valid = False
+        self._awake.clear()
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """See `GenerationEngine`.
+
+        Raises:
+            RefitError: The model has no such tensor, or one of another shape.
+        """
+        if "weights" not in self._awake:
+            raise RuntimeError("load_bucket was called while the weights sleep: call prepare_for_generation first")
+        self._weights_valid = False
+        _raise_first(self._rpc("refit_load_bucket", (bucket_to_wire(bucket),)))
+
+    def finish_refit(self) -> None:
+        """See `GenerationEngine`.
+
+        Raises:
+            RefitError: Weights never came; the message names them.
+        """
+        _raise_first(self._rpc("refit_finish", ()))
+        if not self._reset_prefix_cache():
+            raise RefitError("vLLM kept its prefix cache, because requests are running")
+        self._weights_valid = True
+
+    def check_ready(self) -> None:
+        """Raise `RuntimeError` when a response could not come from the policy's weights."""
+        if not self._weights_valid:
+            raise RuntimeError("generate was called before a refit had brought the weights")
+        asleep = [tag for tag in ALL_TAGS if tag not in self._awake]
+        if asleep:
+            raise RuntimeError(f"generate was called while {' and '.join(asleep)} sleep: call prepare_for_generation")
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """See `GenerationEngine`."""
+
+    @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
+    ) -> list[list[Completion]]: ...
+
+    @abstractmethod
+    def _wake_up(self, tags: list[str]) -> None: ...
+
+    @abstractmethod
+    def _sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]: ...
+
+    @abstractmethod
+    def _reset_prefix_cache(self) -> bool: ...
+
+
+def start_error(error: ValueError, settings: VllmSettings) -> Exception:
+    """A `ConfigError` where the user's numbers are the reason, else the error itself."""
+    text = " ".join(str(error).split())
+    if "kv cache" in text.lower():
+        return ConfigError(
+            f"vLLM's KV cache does not fit policy.generation.vllm_cfg.max_model_len={settings.max_model_len}: {text}"
+        )
+    return error
+
+
+def _raise_first(messages: Sequence[str | None]) -> None:
+    for message in messages:
+        if message is not None:
+            raise RefitError(message)

@@ -1,0 +1,141 @@
+"""Plain classes for worker groups, importable in Ray's worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.policy.backends.base import WeightSpec
+from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
+
+
+def cpu_cluster(num_workers: int = 1) -> ClusterSettings:
+    """This machine, without GPUs."""
+    return ClusterSettings(
+        gpus_per_node=0,
+        cpu_workers_per_node=num_workers,
+        num_nodes=1,
+        master_port_range_low=21000,
+        master_port_range_high=21999,
+    )
+
+
+class TwoArgumentError(Exception):
+    """An exception that does not survive pickling by its message alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+class EchoWorker:
+    """Does what tests need a worker to do."""
+
+    def __init__(self, greeting: str, fail: bool = False) -> None:
+        if fail:
+            raise DataError(f"{greeting}: cannot start")
+        self._greeting = greeting
+
+    def environment(self, names: list[str]) -> dict[str, str]:
+        return {name: os.environ[name] for name in names}
+
+    def greet(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self._greeting, os.environ["RANK"], args, kwargs
+
+    def total(self, tensor: torch.Tensor) -> float:
+        return float(tensor.sum())
+
+    def all_reduce(self) -> float:
+        torch.distributed.init_process_group("gloo")
+        value = torch.tensor([float(os.environ["RANK"]) + 1.0])
+        torch.distributed.all_reduce(value)
+        torch.distributed.destroy_process_group()
+        return value.item()
+
+    def raise_on(self, rank: int, kind: str) -> None:
+        if os.environ["RANK"] != str(rank):
+            time.sleep(600)
+        if kind == "user":
+            raise DataError("row 7 has no answer")
+        raise TwoArgumentError(3, "bug")
+
+    def die_on(self, rank: int) -> None:
+        if os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        raise ConnectionError("connection closed by peer")
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class RefitPolicy:
+    """The refit side of a policy: sends the weights of a tiny model made from a seed."""
+
+    def __init__(self, tied: bool, buffer_bytes: int) -> None:
+        self._tied = tied
+        self._buffer_bytes = buffer_bytes
+        self._sender: SharedMemorySender | None = None
+        self._weights: list[tuple[str, torch.Tensor]] = []
+        self.calls: list[str] = []
+
+    def set_weights(self, seed: int, drop: str | None = None, add: str | None = None, dtype: str = "float32") -> None:
+        from tiny_models import make_qwen3, qwen3_config
+
+        model = make_qwen3(seed, qwen3_config(tied=self._tied)).to(getattr(torch, dtype))
+        weights = [(name, tensor.detach()) for name, tensor in model.named_parameters() if name != drop]
+        self._weights = weights + ([(add, torch.zeros(4))] if add else [])
+
+    def set_buffer(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+
+    def offload_before_refit(self) -> None:
+        self.calls.append("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self.calls.append("offload_after_refit")
+
+    def start_refit(self) -> None:
+        self.calls.append("start_refit")
+        self.shutdown()
+        specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights]
+        self._sender = SharedMemorySender(specs, self._buffer_bytes)
+        self._sender.start(iter(self._weights))
+
+    def next_bucket(self) -> WeightBucket | None:
+        assert self._sender is not None
+        return self._sender.next_bucket()
+
+    def shutdown(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+
+def run_until_stopped(ready_file: str) -> None:
+    """A driver with two busy workers; writes the ids of all processes it caused, then waits to be stopped."""
+    import psutil
+
+    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+    from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+
+    with cluster_session(cpu_cluster(2)) as cluster:
+        group = RayWorkerGroup(
+            cluster, WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"})
+        )
+        handle = group.start_all("sleep", 600.0)
+        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        assert set(group.pids()) <= set(pids)
+        partial = Path(ready_file + ".partial")
+        partial.write_text(json.dumps(pids))
+        partial.rename(ready_file)
+        group.join(handle)

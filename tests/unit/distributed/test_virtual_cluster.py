@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_workers import cpu_cluster
+
+from nemo_offload_rl.distributed.ports import find_free_port
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+from nemo_offload_rl.errors import ConfigError
+
+TESTS = Path(__file__).parents[2]
+
+
+def test_a_cluster_that_is_too_small_says_how_many_devices_it_has(cluster: VirtualCluster) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cpu_workers_per_node=999 .* needs 999 CPUs, but .* has \d+; lower"),
+        cluster_session(cpu_cluster(999)),
+    ):
+        pass
+
+
+def test_each_worker_group_gets_another_port(cluster: VirtualCluster) -> None:
+    assert cluster.rendezvous() != cluster.rendezvous()
+
+
+def test_a_range_without_a_free_port_names_the_keys() -> None:
+    with pytest.raises(ConfigError, match=r"No port from 5 to 4 is free.*master_port_range_low"):
+        find_free_port(5, 4)
+
+
+def test_an_exception_in_the_driver_leaves_no_worker(cluster: VirtualCluster) -> None:
+    pids: list[int] = []
+    cluster.shutdown()  # its slots are needed here; nothing else of this module uses them afterwards
+    with pytest.raises(ZeroDivisionError), cluster_session(cpu_cluster(1)) as session:
+        spec = WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"})
+        workers = RayWorkerGroup(session, spec)
+        pids = workers.pids()
+        raise ZeroDivisionError
+    assert pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    environment.pop("RAY_ADDRESS", None)
+    code = f"import ray_workers; ray_workers.run_until_stopped({str(ready)!r})"
+    driver = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+    while not ready.exists():
+        assert driver.poll() is None, driver.communicate()[1]
+        time.sleep(0.1)
+    pids = json.loads(ready.read_text())
+    processes = [psutil.Process(pid) for pid in pids]
+    driver.send_signal(stop)
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode == {signal.SIGINT: -2, signal.SIGTERM: 143}[stop]
+    if stop == signal.SIGINT:
+        assert errors.strip().endswith("KeyboardInterrupt")
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from ray_workers import TwoArgumentError
+
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+from nemo_offload_rl.errors import DataError, WorkerDiedError
+
+ECHO = "ray_workers:EchoWorker"
+
+
+@pytest.fixture(scope="module")
+def group(cluster: VirtualCluster) -> Iterator[RayWorkerGroup]:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    yield workers
+    workers.shutdown()
+
+
+def test_results_come_back_by_rank_with_arguments_shared_or_per_rank(group: RayWorkerGroup) -> None:
+    assert group.world_size == 2
+    assert group.run_all("greet", 1, key="v") == [("hi", "0", (1,), {"key": "v"}), ("hi", "1", (1,), {"key": "v"})]
+    assert group.run_each("greet", [("a",), ("b",)]) == [("hi", "0", ("a",), {}), ("hi", "1", ("b",), {})]
+    assert group.join(group.start_all("greet")) == [("hi", "0", (), {}), ("hi", "1", (), {})]
+
+
+def test_workers_find_a_rendezvous_that_works(group: RayWorkerGroup) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    assert group.run_all("environment", names) == [
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+    ]
+    assert group.run_all("all_reduce") == [3.0, 3.0]
+
+
+def test_a_large_tensor_reaches_every_rank(group: RayWorkerGroup) -> None:
+    assert group.run_all("total", torch.ones(3_000_000)) == [3_000_000.0] * 2
+
+
+def test_an_error_of_one_rank_keeps_its_type_and_message_while_the_other_rank_hangs(cluster: VirtualCluster) -> None:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    with pytest.raises(DataError) as raised:
+        workers.run_all("raise_on", 1, "user")
+    assert type(raised.value) is DataError
+    assert str(raised.value) == "row 7 has no answer"
+    assert any("echo worker 1, raise_on" in note for note in raised.value.__notes__)
+    pids = workers.pids()
+    workers.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_error_with_its_own_arguments_keeps_its_type(cluster: VirtualCluster) -> None:
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
+    workers = RayWorkerGroup(cluster, spec)
+    with pytest.raises(TwoArgumentError) as raised:
+        workers.run_all("raise_on", 0, "bug")
+    assert raised.value.code == 3
+    workers.shutdown()
+
+
+def test_an_error_in_a_constructor_is_raised_by_the_first_call(cluster: VirtualCluster) -> None:
+    extra = [{}, {"fail": True}]
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, per_rank_kwargs=extra)
+    workers = RayWorkerGroup(cluster, spec)
+    with pytest.raises(DataError) as raised:
+        workers.run_all("greet")
+    assert str(raised.value) == "hi: cannot start"
+    workers.shutdown()
+
+
+def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: VirtualCluster) -> None:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    dead = workers.pids()[1]
+    with pytest.raises(WorkerDiedError, match=rf"^echo worker 1 died during die_on: process {dead}: .*unexpected"):
+        workers.run_all("die_on", 1)
+    with pytest.raises(WorkerDiedError, match="echo worker 1 died during greet"):
+        workers.run_all("greet")
+    workers.shutdown()
+
+
+def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCluster) -> None:
+    spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
+    workers = RayWorkerGroup(cluster, spec)
+    workers.wait_until_ready()
+    os.kill(workers.pids()[0], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="echo worker 0 died during greet"):
+        workers.run_all("greet")
+    workers.shutdown()
+
+
+def test_environment_variables_are_set_before_the_worker_is_built(cluster: VirtualCluster) -> None:
+    spec = WorkerSpec(
+        name="echo", factory=ECHO, kwargs={"greeting": "hi"}, env_vars={"RANK": "9", "EXTRA": "x"}, num_workers=1
+    )
+    workers = RayWorkerGroup(cluster, spec)
+    assert workers.run_all("environment", ["RANK", "EXTRA"]) == [{"RANK": "9", "EXTRA": "x"}]
+    workers.shutdown()
+    workers.shutdown()
