@@ -1,0 +1,43 @@
+import pickle
+
+import pytest
+import torch
+
+from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.data.batch import LossNorm, TrainBatch
+
+
+def make_batch(token_mask, sample_mask) -> TrainBatch:
+    mask = torch.tensor(token_mask, dtype=torch.float32)
+    return TrainBatch(
+        input_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        input_lengths=torch.full((mask.shape[0],), mask.shape[1]),
+        token_mask=mask,
+        sample_mask=torch.tensor(sample_mask, dtype=torch.float32),
+    )
+
+
+def test_loss_is_the_mean_over_counted_tokens_of_kept_samples():
+    logprobs = torch.tensor([[0.0, -1.0, -2.0], [0.0, -4.0, -8.0], [0.0, -100.0, -100.0]])
+    batch = make_batch([[0, 1, 1], [0, 0, 1], [0, 1, 1]], [1, 1, 0])
+    loss, metrics = NLLLoss()(logprobs, batch, LossNorm(num_valid_seqs=2.0, num_valid_tokens=3.0))
+    assert loss.item() == pytest.approx((1 + 2 + 8) / 3)
+    assert metrics["loss"].item() == loss.item()
+    assert not metrics["loss"].requires_grad
+
+
+def test_infinite_logprobs_at_padding_reach_neither_loss_nor_gradient():
+    logprobs = torch.tensor([[0.0, -1.0, float("-inf")]], requires_grad=True)
+    loss, _ = NLLLoss()(logprobs, make_batch([[0, 1, 0]], [1]), LossNorm(num_valid_seqs=1.0, num_valid_tokens=1.0))
+    loss.backward()
+    assert loss.item() == 1.0
+    assert logprobs.grad.tolist() == [[0.0, -1.0, 0.0]]
+
+
+def test_a_batch_without_counted_tokens_has_loss_zero():
+    loss, _ = NLLLoss()(torch.ones(1, 2), make_batch([[0, 1]], [0]), LossNorm(num_valid_seqs=0.0, num_valid_tokens=0.0))
+    assert loss.item() == 0.0
+
+
+def test_the_loss_survives_pickling():
+    assert pickle.loads(pickle.dumps(NLLLoss())) == NLLLoss()

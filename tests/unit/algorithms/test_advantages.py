@@ -1,0 +1,47 @@
+import math
+
+import pytest
+import torch
+
+from nemo_offload_rl.algorithms.advantages import group_advantages, leave_one_out_baseline
+
+REWARDS_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])
+
+
+def test_group_mean_baseline_without_normalization_centres_each_group():
+    advantages = group_advantages(REWARDS_PG, leave_one_out=False, normalize=False)
+    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, -1.0, 1.0]]
+
+
+def test_group_normalization_divides_by_the_sample_standard_deviation():
+    advantages = group_advantages(REWARDS_PG, leave_one_out=False, normalize=True)
+    # squared deviations 0.5625 + 3 * 0.0625 = 0.75, divided by 3: std 0.5
+    torch.testing.assert_close(advantages[0], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(advantages[1, 3], torch.tensor(1 / math.sqrt(2 / 3)), rtol=1e-5, atol=0)
+
+
+def test_leave_one_out_baseline_is_the_mean_of_the_others():
+    expected = torch.tensor([[0.0, 1 / 3, 1 / 3, 1 / 3], [1.0, 1.0, 4 / 3, 2 / 3]])
+    torch.testing.assert_close(leave_one_out_baseline(REWARDS_PG), expected)
+    advantages = group_advantages(REWARDS_PG, leave_one_out=True, normalize=False)
+    torch.testing.assert_close(advantages, REWARDS_PG - expected)
+
+
+def test_leave_one_out_advantages_are_the_centred_ones_times_g_over_g_minus_one():
+    centred = group_advantages(REWARDS_PG, leave_one_out=False, normalize=True)
+    torch.testing.assert_close(group_advantages(REWARDS_PG, leave_one_out=True, normalize=True), centred * 4 / 3)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7])
+def test_a_group_of_equal_rewards_gives_exactly_zero_even_where_its_mean_is_rounded(leave_one_out, normalize, reward):
+    rewards = torch.full((1, 7), reward)
+    advantages = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize)
+    assert advantages.tolist() == [[0.0] * 7]
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_a_group_of_one_gives_zero_and_no_nan(leave_one_out):
+    advantages = group_advantages(torch.tensor([[3.0]]), leave_one_out=leave_one_out, normalize=True)
+    assert advantages.tolist() == [[0.0]]
