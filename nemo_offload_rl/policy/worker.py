@@ -246,6 +246,7 @@ class PolicyWorker:
         """The next bucket of the refit, None after the last; only rank 0's holds bytes."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
+        self.residency.poll()
         return self._sender.next_bucket()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

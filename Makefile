@@ -1,0 +1,57 @@
+# make demo       a small model learns arithmetic by GRPO on this machine, set-up included (no GPU needed)
+# make test       lint, types and every CPU test, set-up included
+# make test-gpu   tests that need a GPU (see README.md for its set-up)
+# make setup      the virtual environment .venv for a machine without a GPU
+# make setup-gpu  the same for a machine with GPUs
+# make lock       make requirements/*.txt anew from pyproject.toml
+
+SHELL := /bin/bash
+UV := .tools/bin/uv
+PYTHON := .venv/bin/python
+# The newest Python 3.12 of pyenv, else one on the PATH that really runs (a pyenv shim of an inactive version does not),
+# else none: uv then looks for one itself.
+PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python 2>/dev/null \
+	| sort -rV) $$(command -v python3.12); do "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' \
+	2>/dev/null && echo "$$candidate" && break; done)
+LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python-version 3.12 --no-annotate \
+	--no-emit-index-url --quiet
+
+.PHONY: demo test lint test-cpu test-gpu setup setup-gpu lock clean
+
+demo: setup
+	$(PYTHON) examples/demo/run.py
+
+test: lint test-cpu
+
+lint: setup
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/codespell
+	.venv/bin/pyright
+
+test-cpu: setup
+	$(PYTHON) -m pytest -m "not gpu"
+
+test-gpu:
+	python3 -m pytest -m gpu
+
+setup: .venv/.cpu
+
+setup-gpu: .venv/.gpu
+
+.venv/.%: requirements/%.txt requirements/megatron.txt pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --no-project --python "$(or $(PYTHON312),3.12)" .venv
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --compile-bytecode -r requirements/$*.txt -r requirements/megatron.txt
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --editable .
+	touch $@
+
+$(UV):
+	python3 -m venv .tools
+	.tools/bin/python -m pip install --quiet uv==0.13.8
+
+lock: $(UV)
+	$(LOCK) --extra cpu --extra dev -o requirements/cpu.txt
+	$(LOCK) --extra gpu --extra dev -o requirements/gpu.txt
+
+clean:
+	rm -rf .venv .tools runs .pytest_cache .ruff_cache .hypothesis

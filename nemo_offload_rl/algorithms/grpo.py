@@ -1,0 +1,217 @@
+"""GRPO (arXiv 2402.03300) with colocated generation.
+
+One step, in order (docs/step.md has the memory side of it):
+1. refit: where the policy was trained since the last one, its weights go to the engine;
+2. generation and reward: a group of responses to each prompt, scored by the environments; the engine sleeps after it;
+3. logprobs: of the policy before the update, and of the frozen reference;
+4. advantages: within each group;
+5. training: one optimizer step for each global batch;
+6. validation, when due: refit, greedy answers to held-out prompts; a checkpoint, when due.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_offload_rl.algorithms.advantages import group_advantages
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.dynamic_sampling import sample_until_full
+from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
+from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.experience.rollouts import Decode, generate_groups, score_groups
+from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
+from nemo_offload_rl.generation.settings import GenerationSettings
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.progress import RunProgress
+from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
+from nemo_offload_rl.weight_sync.refit import refit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoParts:
+    """What a GRPO run is made of; `algorithms/grpo_setup.py` builds it."""
+
+    policy: Policy
+    engine: GenerationEngine
+    environments: Mapping[str, Environment]
+    loader: ShuffledLoader[Prompt]
+    validation_prompts: Sequence[Prompt]
+    decode: Decode
+    pad_id: int
+    width_multiple: int
+    checkpoints: CheckpointKeeper
+
+
+class GrpoTrainer:
+    """Runs the steps.
+
+    Args:
+        settings: The keys `grpo.*`.
+        loss: The keys `loss_fn.*`.
+        generation: The keys `policy.generation.*`.
+        parts: Policy, engine, data and environments.
+        run_logger: Gets every metric.
+        progress: Shows steps to a person.
+    """
+
+    def __init__(
+        self,
+        settings: GrpoSettings,
+        loss: ClippedPGLossSettings,
+        generation: GenerationSettings,
+        parts: GrpoParts,
+        run_logger: RunLogger,
+        progress: RunProgress,
+    ) -> None:
+        self._settings = settings
+        self._loss = ClippedPGLoss(loss)
+        self._needs_reference = loss.reference_policy_kl_penalty != 0
+        self._generation = generation
+        self._parts = parts
+        self._logger = run_logger
+        self._progress = progress
+        self._timer = PhaseTimer()
+        # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
+        self._engine_is_awake = False
+
+    def run(self) -> None:
+        """Train until the steps or epochs are used up."""
+        settings, loader = self._settings, self._parts.loader
+        last_step = min(settings.max_num_steps, settings.max_num_epochs * loader.batches_per_epoch)
+        step = self._parts.checkpoints.resume(self._parts.policy, loader)
+        if settings.val_at_start and step == 0:
+            accuracy = self.validate(0)
+            self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
+            self._progress.note(f"held-out accuracy before training: {accuracy:.1%}")
+        while step < last_step:
+            step += 1
+            self.step(step, is_last=step == last_step)
+
+    def step(self, step: int, is_last: bool) -> None:
+        """One step of the file header."""
+        parts, timer = self._parts, self._timer
+        rollouts, sampling = self._sample()
+        rewards = self._training_rewards(rollouts)
+        mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
+        batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
+
+        with timer.phase("logprobs"):
+            parts.policy.prepare_for_lp_inference()
+            prev_logprobs = parts.policy.get_logprobs(batch)
+        with timer.phase("reference_logprobs"):
+            reference_logprobs = self._reference_logprobs(batch)
+        with timer.phase("advantages"):
+            advantages = group_advantages(
+                rewards.reshape(rollouts.num_prompts, rollouts.group_size),
+                leave_one_out=self._settings.use_leave_one_out_baseline,
+                normalize=self._settings.normalize_rewards,
+            ).flatten()
+            training_batch = batch.with_policy_gradient_inputs(
+                advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
+            )
+        with timer.phase("training"):
+            parts.policy.prepare_for_training()
+            result = parts.policy.train(training_batch, self._loss)
+
+        accuracy = self.validate(step) if self._validation_is_due(step, is_last) else None
+        if parts.checkpoints.is_due(step, is_last):
+            with timer.phase("checkpoint"):
+                self._rest_engine()
+                parts.checkpoints.save(step, parts.policy, parts.loader, accuracy)
+        seconds = timer.drain()
+        self._logger.log(step, train_metrics(rollouts, result, seconds) | sampling, "train")
+        self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
+        self._logger.log(step, timing_metrics(seconds), "timing")
+        self._logger.commit()
+        self._progress.step_done(step, rollouts.rewards().mean().item(), seconds, accuracy)
+
+    def validate(self, step: int) -> float:
+        """Accuracy on held-out prompts with the present weights."""
+        settings = self._settings
+        prompts = self._parts.validation_prompts[: settings.max_val_samples]
+        batches = []
+        for start in range(0, len(prompts), settings.val_batch_size):
+            chunk = prompts[start : start + settings.val_batch_size]
+            batches.append(
+                self._rollouts(
+                    chunk, self._generation.val_sampling, settings.val_num_generations_per_prompt, "validation"
+                )
+            )
+        rollouts = RolloutBatch.concatenate(batches)
+        self._logger.log(step, validation_metrics(rollouts), "validation")
+        return rollouts.correct().float().mean().item()
+
+    # -- parts of a step -------------------------------------------------------------------------------------------
+
+    def _sample(self) -> tuple[RolloutBatch, dict[str, float]]:
+        """Rollouts to train on, the engine asleep afterwards; with dynamic sampling, what it cost."""
+        settings = self._settings
+
+        def draw() -> RolloutBatch:
+            prompts = next(self._parts.loader)
+            return self._rollouts(prompts, self._generation.sampling, settings.num_generations_per_prompt, "generation")
+
+        if settings.use_dynamic_sampling:
+            rollouts, stats = sample_until_full(
+                draw,
+                num_prompts=settings.num_prompts_per_step,
+                max_batches=settings.dynamic_sampling_max_gen_batches,
+            )
+            extra = {
+                "dynamic_sampling_batches": float(stats.num_batches),
+                "dynamic_sampling_constant_groups": float(stats.num_constant_groups),
+            }
+        else:
+            rollouts, extra = draw(), {}
+        with self._timer.phase("generation"):
+            self._rest_engine()
+        return rollouts, extra
+
+    def _rollouts(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, group_size: int, phase: str
+    ) -> RolloutBatch:
+        self._wake_engine()
+        with self._timer.phase(phase):
+            groups = generate_groups(self._parts.engine, prompts, sampling=sampling, group_size=group_size)
+        with self._timer.phase("reward"):
+            return score_groups(prompts, groups, environments=self._parts.environments, decode=self._parts.decode)
+
+    def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
+        """[B] rewards after scaling and shaping."""
+        scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
+        return shape_rewards(scaled, rollouts.response_lengths(), self._settings.reward_shaping)
+
+    def _reference_logprobs(self, batch: TokenBatch) -> Tensor | None:
+        return self._parts.policy.get_reference_logprobs(batch) if self._needs_reference else None
+
+    def _wake_engine(self) -> None:
+        """Have the engine awake with the policy's weights; generating again at once moves nothing."""
+        if not self._engine_is_awake:
+            with self._timer.phase("refit"):
+                refit(self._parts.policy, self._parts.engine)
+            self._engine_is_awake = True
+
+    def _rest_engine(self) -> None:
+        """Put the engine to sleep. Its weights are dropped, not kept: a refit comes before they are wanted again."""
+        if self._engine_is_awake:
+            self._engine_is_awake = False
+            self._parts.engine.finish_generation(discard_weights=True)
+
+    def _validation_is_due(self, step: int, is_last: bool) -> bool:
+        settings = self._settings
+        periodic = settings.val_period > 0 and step % settings.val_period == 0
+        return bool(self._parts.validation_prompts) and (periodic or (is_last and settings.val_at_end))

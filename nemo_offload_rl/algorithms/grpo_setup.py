@@ -1,0 +1,132 @@
+"""Builds what a GRPO run is made of, runs it, and takes it down again.
+
+The order: everything that can be wrong in the user's input is found before Ray starts; the engine starts first and
+sleeps while the policy is built into what memory is free; both start side by side where nothing is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.grpo import GrpoParts, GrpoTrainer
+from nemo_offload_rl.config.convert import GrpoConfig
+from nemo_offload_rl.data.datasets import load_prompts
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.data.settings import EnvSettings
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
+from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.environments.math import MathEnvironment
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.experience.rollouts import Decode
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.progress import RunProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MATH_TIMEOUT_S = 5.0
+
+
+def run_grpo(config: GrpoConfig) -> None:
+    """Run GRPO from a checked configuration.
+
+    Raises:
+        UserError: Something that the user can mend; a worker that died is one too.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    prompts = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    _check_validation(config, prompts)
+    loader = ShuffledLoader(
+        prompts.train,
+        batch_size=config.grpo.num_prompts_per_step,
+        shuffle=config.data.shuffle,
+        seed=config.grpo.seed,
+    )
+    num_steps = min(config.grpo.max_num_steps, config.grpo.max_num_epochs * loader.batches_per_epoch)
+    with ExitStack() as stack:
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved))
+        environments = stack.enter_context(_environments(config.env))
+        parts = stack.enter_context(_workers(config, tokenizer, loader, prompts.validation, environments))
+        progress = stack.enter_context(RunProgress(num_steps))
+        GrpoTrainer(config.grpo, config.loss_fn, config.generation, parts, run_logger, progress).run()
+
+
+@contextmanager
+def _workers(
+    config: GrpoConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    loader: ShuffledLoader[Prompt],
+    validation_prompts: Sequence[Prompt],
+    environments: Mapping[str, Environment],
+) -> Iterator[GrpoParts]:
+    # Ray takes seconds to import: bad input has been refused before.
+    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+    from nemo_offload_rl.distributed.policy_group import start_policy
+    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+
+    with cluster_session(config.cluster) as cluster:
+        engine = RayGenerationEngine(cluster, config.generation.vllm)
+        if config.cluster.device_type == "cuda":
+            engine.wait_until_ready()
+            engine.finish_generation(discard_weights=True)
+        keep_reference = config.loss_fn.reference_policy_kl_penalty != 0
+        policy = start_policy(cluster, config.policy, keep_reference)
+        engine.wait_until_ready()
+        engine.finish_generation(discard_weights=True)
+        policy.offload_after_refit()
+        pad_id = tokenizer.pad_token_id
+        assert isinstance(pad_id, int)
+        yield GrpoParts(
+            policy=policy,
+            engine=engine,
+            environments=environments,
+            loader=loader,
+            validation_prompts=validation_prompts,
+            decode=_decoder(tokenizer),
+            pad_id=pad_id,
+            width_multiple=config.policy.make_sequence_length_divisible_by,
+            checkpoints=CheckpointKeeper(config.checkpointing),
+        )
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return decode
+
+
+@contextmanager
+def _environments(settings: Mapping[str, EnvSettings]) -> Iterator[dict[str, Environment]]:
+    environments: dict[str, Environment] = {}
+    try:
+        for name, section in settings.items():
+            environments[name] = _environment(name, section)
+        yield environments
+    finally:
+        for environment in environments.values():
+            environment.close()
+
+
+def _environment(name: str, settings: EnvSettings) -> Environment:
+    match name:
+        case "arithmetic":
+            return ArithmeticEnvironment()
+        case "math":
+            return MathEnvironment(num_workers=settings.num_workers, timeout_s=MATH_TIMEOUT_S)
+        case _:
+            raise ConfigError(f"env.{name} is not an environment of this package; choose arithmetic or math")
+
+
+def _check_validation(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
+    wants = config.grpo.val_at_start or config.grpo.val_at_end or config.grpo.val_period > 0
+    if wants and not prompts.validation:
+        raise ConfigError(
+            "validation is asked for (grpo.val_period, val_at_start or val_at_end), but the data keep no validation "
+            "rows; set data.validation or a split_validation_size, or switch validation off"
+        )

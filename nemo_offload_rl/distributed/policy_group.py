@@ -1,0 +1,39 @@
+"""Policy workers as Ray actors."""
+
+from __future__ import annotations
+
+import os
+
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.settings import PolicySettings
+
+
+def start_policy(cluster: VirtualCluster, settings: PolicySettings, keep_reference: bool) -> Policy:
+    """One policy worker in every slot of the cluster, behind the driver's facade. The workers start while this returns.
+
+    Args:
+        cluster: Where the workers live; its end is theirs.
+        settings: The policy.
+        keep_reference: Keep the initial parameters for reference logprobs.
+    """
+    world_size = cluster.world_size
+    tp_size = settings.dtensor_cfg.tensor_parallel_size
+    on_gpu = cluster.settings.device_type == "cuda"
+    processes = [
+        ProcessInfo(rank=rank, world_size=world_size, init_method="env://", device="cuda:0" if on_gpu else "cpu")
+        for rank in range(world_size)
+    ]
+    # Ray gives a worker one thread for its share of a CPU. The engine rests while the policy computes.
+    threads = max(1, (os.cpu_count() or 1) // cluster.settings.workers_per_node)
+    spec = WorkerSpec(
+        name="policy",
+        factory="nemo_offload_rl.policy.worker:PolicyWorker",
+        kwargs={"settings": settings, "keep_reference": keep_reference},
+        per_rank_kwargs=[{"process": process} for process in processes],
+        env_vars={} if on_gpu else {"OMP_NUM_THREADS": str(threads)},
+    )
+    group = RayWorkerGroup(cluster, spec)
+    return Policy(group, settings, dp_size=world_size // tp_size, tp_size=tp_size)

@@ -1,0 +1,87 @@
+"""Which package may know which: the layers of docs/contributing.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "nemo_offload_rl"
+
+# What each package may import of this project, besides itself and the root's errors and settings.
+ALLOWED = {
+    "residency": set(),
+    "utils": {"errors"},
+    "data": {"errors"},
+    "environments": {"data", "errors"},
+    "weight_sync": {"errors", "generation", "policy"},
+    "generation": {"weight_sync", "data", "errors"},
+    "policy/backends": {"residency", "data", "errors", "policy"},
+    "policy": {"residency", "data", "errors", "weight_sync", "generation"},
+    "experience": {"data", "environments", "generation", "errors"},
+    "distributed": {"residency", "data", "errors", "policy", "generation", "weight_sync", "utils"},
+}
+HEAVY_AT_IMPORT = ("vllm", "ray", "transformers", "datasets", "megatron", "transformer_engine", "wandb", "matplotlib")
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_a_layer_imports_only_what_is_below_it(layer):
+    folder = PACKAGE / layer
+    own = layer.split("/")[0]
+    deeper = {PACKAGE / other for other in ALLOWED if other != layer and other.startswith(layer + "/")}
+    wrong = []
+    files = [path for path in folder.rglob("*.py") if not any(parent in deeper for parent in path.parents)]
+    assert files
+    for path in files:
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == "nemo_offload_rl" and len(parts) > 1 and parts[1] not in ALLOWED[layer] | {own}:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+def test_ray_is_imported_in_distributed_only():
+    wrong = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(name.split(".")[0] == "ray" for name in imports_of(path)) and path.parts[-2] != "distributed"
+    ]
+    assert not wrong
+
+
+def test_residency_knows_torch_and_the_standard_library_only():
+    wrong = []
+    for path in (PACKAGE / "residency").rglob("*.py"):
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            if top not in sys.stdlib_module_names | {"torch", "nemo_offload_rl", "__future__"}:
+                wrong.append(f"{path.name} imports {name}")
+    assert not wrong
+
+
+def test_importing_the_core_loads_no_engine_no_cluster_and_no_model_library():
+    script = (
+        "import sys, nemo_offload_rl.residency, nemo_offload_rl.weight_sync.interfaces, nemo_offload_rl.data.batch, "
+        "nemo_offload_rl.config, nemo_offload_rl.generation.interfaces; "
+        f"print([name for name in {HEAVY_AT_IMPORT!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_no_file_of_the_package_is_longer_than_a_reader_wants():
+    long = {str(path.relative_to(PACKAGE)): n for path in PACKAGE.rglob("*.py") if (n := len(path.open().readlines())) > 420}
+    assert not long
