@@ -70,9 +70,12 @@ def _one_line(error: ErrorDetails, path: str) -> str:
 
 
 def _wanted(path: str, error: ErrorDetails) -> str:
+    parent, _, index = path.rpartition(".")
     for key in walk_keys(GrpoMasterConfig):
         if _concrete(key.path, path) == path:
             return key.values
+        if index.isdigit() and key.path == parent:
+            return key.values.removeprefix("list of ").removesuffix(" or null")
     return error["msg"].removeprefix("Input should be ")
 
 

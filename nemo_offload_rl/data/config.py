@@ -75,7 +75,8 @@ class DataConfig(TypedDict):
     shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
     train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` says which keys follow.")]
     validation: Annotated[
-        DatasetConfig | None, doc("Validation prompts; null for the part that `train` keeps for validation.")
+        DatasetConfig | None,
+        doc("Validation prompts, with the keys of `data.train`; null for the part that `train` keeps for validation."),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
 

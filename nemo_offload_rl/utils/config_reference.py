@@ -60,13 +60,16 @@ def render(defaults_path: Path = DEFAULTS) -> str:
         for variant in variants:
             if len(variants) > 1:
                 lines += [f"With `dataset_name: {variant}`:", ""]
-            lines += _table((key for key in own if key.variant == variant and not key.is_section), defaults)
+            lines += _table(
+                (key for key in own if key.variant == variant and (not key.is_section or _is_repeated(key))), defaults
+            )
     lines += ["## Rules between keys", "", "All are checked before Ray starts.", ""]
     lines += [f"- {rule.__doc__}" for rule in (*AVAILABILITY_RULES, *RULES)]
     return "\n".join(lines) + "\n"
 
 
 def _is_repeated(section: KeyDoc) -> bool:
+    """`data.validation` takes what `data.train` takes: one row instead of its tables again."""
     return section.path == "data.validation"
 
 

@@ -64,6 +64,9 @@ def vllm_kwargs_set_no_key_of_their_own(cfg: GrpoMasterConfig) -> str | None:
         "seed": "grpo.seed",
         "logprobs_mode": "nothing, for it is always processed_logprobs",
         "enable_sleep_mode": "nothing, for the device decides",
+        "kv_cache_memory_bytes": f"{vllm}.kv_cache_memory_gib",
+        "worker_cls": "nothing, for refit needs its own",
+        "worker_extension_cls": "nothing, for refit needs its own",
     }
     taken |= {name: f"{vllm}.{name}" for name in generation["vllm_cfg"]}
     for name in generation["vllm_kwargs"]:

@@ -1,0 +1,223 @@
+"""Every rule is broken once, through the whole loading path, by overrides of a configuration that passes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.config.rules import AVAILABILITY_RULES, RULES, check_rules, training
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.config import load_config
+
+CPU = "examples/configs/grpo_arithmetic_cpu.yaml"
+MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
+PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
+
+# rule name -> overrides that break it, and words that its message must have
+BROKEN: dict[str, list[tuple[list[str], str]]] = {
+    "exactly_one_backend_is_enabled": [
+        (["policy.megatron_cfg.enabled=true"], "enable exactly one"),
+        (["policy.dtensor_cfg.enabled=false"], "neither of"),
+    ],
+    "megatron_backend_is_available": [
+        (["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"], "not available in this version")
+    ],
+    "rollouts_have_one_turn": [(["grpo.max_rollout_turns=2"], "set it to 1")],
+    "generation_is_colocated": [(["policy.generation.colocated.enabled=false"], "set it to true")],
+    "residency_is_always": [(["policy.residency=auto"], "set it to always")],
+    "sequences_are_not_split_over_devices": [(["policy.dtensor_cfg.context_parallel_size=2"], "set it to 1")],
+    "tensor_parallel_size_divides_the_world": [(["policy.dtensor_cfg.tensor_parallel_size=2"], "1 policy workers")],
+    "engine_tensor_parallel_size_divides_the_world": [
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "1 devices")
+    ],
+    "sequence_parallel_needs_tensor_parallel": [
+        (["policy.dtensor_cfg.sequence_parallel=true"], "tensor_parallel_size is 1")
+    ],
+    "sequence_parallel_needs_divisible_lengths": [
+        (
+            [
+                "policy.dtensor_cfg.sequence_parallel=true",
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+                "cluster.cpu_workers_per_node=2",
+                "policy.make_sequence_length_divisible_by=1",
+            ],
+            "no multiple of policy.dtensor_cfg.tensor_parallel_size 2",
+        )
+    ],
+    "host_held_training_excludes_offload_keys": [
+        (
+            ["policy.dtensor_cfg.cpu_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
+            "set one of them to false",
+        )
+    ],
+    "port_range_is_ascending": [(["cluster.master_port_range_low=30001"], "swap them")],
+    "rollouts_fill_whole_training_batches": [
+        (["policy.train_global_batch_size=96"], "does not divide the 128 responses")
+    ],
+    "training_batch_divides_over_workers": [(["cluster.cpu_workers_per_node=3"], "3 data-parallel workers")],
+    "micro_batch_divides_the_workers_share": [(["policy.train_micro_batch_size=48"], "128 responses of one worker")],
+    "packing_and_dynamic_batching_exclude_each_other": [
+        (["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"], "set one of them to false")
+    ],
+    "token_budgets_hold_the_longest_sequence": [
+        (
+            ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=16"],
+            "policy.dynamic_batching.logprob_mb_tokens 16 is below",
+        )
+    ],
+    "longest_sequence_is_divisible": [(["policy.make_sequence_length_divisible_by=5"], "no multiple of")],
+    "prompt_and_response_fit_the_policy": [(["policy.generation.max_new_tokens=9"], "= 33 tokens")],
+    "prompt_and_response_fit_the_engine": [(["policy.generation.vllm_cfg.max_model_len=31"], "max_model_len 31")],
+    "rollouts_are_not_greedy": [(["policy.generation.temperature=0"], "set it above 0")],
+    "cpu_engine_has_a_fixed_cache": [(["policy.generation.vllm_cfg.kv_cache_memory_gib=null"], "set it, for instance")],
+    "vllm_kwargs_set_no_key_of_their_own": [
+        (["+policy.generation.vllm_kwargs.max_model_len=8"], "use policy.generation.vllm_cfg.max_model_len"),
+        (["+policy.generation.vllm_kwargs.dtype=auto"], "use policy.generation.vllm_cfg.precision"),
+    ],
+    "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
+    "validation_has_prompts": [(["data.train.holdout=0"], "nothing to validate on")],
+    "leave_one_out_needs_two_responses": [
+        (["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=128"], "set it to 2 or more")
+    ],
+    "dynamic_sampling_needs_groups": [
+        (
+            [
+                "grpo.num_generations_per_prompt=1",
+                "grpo.num_prompts_per_step=128",
+                "grpo.use_leave_one_out_baseline=false",
+                "grpo.use_dynamic_sampling=true",
+            ],
+            "turn dynamic sampling off",
+        )
+    ],
+    "batch_multiplier_needs_dynamic_sampling": [(["grpo.batch_multiplier=2"], "set it to 1")],
+    "on_policy_ratio_needs_one_update_per_step": [
+        (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")
+    ],
+    "truncation_needs_importance_sampling": [(["loss_fn.truncated_importance_sampling_ratio=2"], "set that to true")],
+    "sequence_ratios_need_the_sequence_loss": [
+        (["loss_fn.sequence_level_importance_ratios=true"], "set token_level_loss to false")
+    ],
+    "overlong_buffer_is_within_the_response": [(["grpo.reward_shaping.enabled=true"], "lower it")],
+    "reward_ranges_are_ascending": [
+        (["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=1"], "target_min 1 is not below")
+    ],
+    "optimizer_can_be_built": [
+        (["policy.optimizer=null"], "set policy.optimizer.name"),
+        (["policy.optimizer.name=torch.optim.AdamWW"], "did you mean torch.optim.AdamW?"),
+        (["policy.optimizer.name=torch.optimm.AdamW"], "there is no module torch.optimm"),
+        (["policy.optimizer.name=apex.FusedAdam"], "only classes of torch.optim"),
+        (["+policy.optimizer.kwargs.weight_decai=1"], "did you mean weight_decay?"),
+    ],
+    "scheduler_phases_can_be_built": [
+        (["policy.scheduler=[{name: torch.optim.lr_scheduler.StepLR, kwargs: {}}]"], "has no step_size"),
+        (["policy.scheduler=[{name: torch.optim.lr_scheduler.StepLr, kwargs: {}}]"], "did you mean"),
+    ],
+    "scheduler_milestones_separate_the_phases": [
+        ([f"policy.scheduler=[{PHASE},{PHASE}]"], "2 phases and 0 milestones"),
+        ([f"policy.scheduler=[{PHASE},{PHASE},{PHASE},{{milestones: [9,5]}}]"], "ascending"),
+        ([f"policy.scheduler=[{PHASE},{{milestones: [9]}},{PHASE}]"], "last"),
+    ],
+    "megatron_optimizer_lives_in_one_place": [
+        (
+            [
+                f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true",
+                f"{MEGATRON_OPTIMIZER}.optimizer_offload_fraction=1",
+                f"{MEGATRON_OPTIMIZER}.offload_optimizer_states=true",
+            ],
+            "set one of them to false",
+        )
+    ],
+    "megatron_offload_fraction_is_positive": [
+        ([f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true"], "set a share above 0")
+    ],
+    "megatron_overlap_needs_cpu_offload": [
+        ([f"{MEGATRON_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"], "set that to true")
+    ],
+    "megatron_cpu_offload_needs_the_distributed_optimizer": [
+        (
+            [
+                f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true",
+                f"{MEGATRON_OPTIMIZER}.optimizer_offload_fraction=0.5",
+                f"{MEGATRON_OPTIMIZER}.use_distributed_optimizer=false",
+            ],
+            "set use_distributed_optimizer to true",
+        )
+    ],
+    "activation_offloading_names_its_modules": [
+        (["policy.megatron_cfg.fine_grained_activation_offloading=true"], "set it, for instance"),
+        (["policy.megatron_cfg.offload_modules=[attn_proj]"], "add core_attn"),
+        (
+            ["policy.megatron_cfg.offload_modules=[moe_act]", "policy.megatron_cfg.recompute_modules=[moe]"],
+            "remove one of them",
+        ),
+    ],
+    "megatron_sequence_parallel_needs_tensor_parallel": [
+        (["policy.megatron_cfg.sequence_parallel=true"], "tensor_model_parallel_size is 1")
+    ],
+    "checkpoint_metric_is_measured": [
+        (["checkpointing.enabled=true", "checkpointing.metric_name=accuracy"], "write train:NAME or val:NAME"),
+        (["checkpointing.enabled=true", "grpo.val_period=0"], "nothing is validated"),
+    ],
+    "wandb_has_its_section": [(["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set")],
+}
+
+CASES = [(name, overrides, words) for name, cases in BROKEN.items() for overrides, words in cases]
+
+
+def test_every_rule_is_listed_and_broken_here() -> None:
+    assert {rule.__name__ for rule in (*AVAILABILITY_RULES, *RULES)} == set(BROKEN)
+
+
+@pytest.mark.parametrize(("name", "overrides", "words"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
+def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str, overrides: list[str], words: str) -> None:
+    rule = {rule.__name__: rule for rule in (*AVAILABILITY_RULES, *RULES)}[name]
+    cfg = validate_keys(load_config(CPU, overrides))
+    message = rule(cfg)
+    assert message is not None
+    assert words in message
+    assert "\n" not in message
+    assert ";" in message, "the mend follows a semicolon"
+    with pytest.raises(ConfigError):
+        check_rules(cfg)
+
+
+def test_what_is_not_available_hides_what_follows_from_it() -> None:
+    overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null"]
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config(CPU, [*overrides, "policy.train_micro_batch_size=48"])
+    assert str(caught.value).count(";") == 1
+
+
+def test_several_broken_rules_stay_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="; also ") as caught:
+        load_grpo_config(CPU, ["policy.generation.temperature=0", "grpo.batch_multiplier=2"])
+    assert "\n" not in str(caught.value)
+
+
+def test_micro_batches_by_tokens_need_not_divide_the_batch() -> None:
+    load_grpo_config(CPU, ["policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=48"])
+
+
+def test_rules_accept_the_edges() -> None:
+    load_grpo_config(
+        CPU,
+        [
+            "grpo.num_generations_per_prompt=2",
+            "policy.train_global_batch_size=32",
+            "policy.generation.vllm_cfg.max_model_len=32",
+            f"policy.scheduler=[{PHASE},{PHASE},{{milestones: [5]}}]",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+            "data.train.holdout=0",
+        ],
+    )
+
+
+def test_the_training_rules_have_one_list() -> None:
+    functions = {n for n, f in inspect.getmembers(training, inspect.isfunction) if f.__module__ == training.__name__}
+    assert {rule.__name__ for rule in training.RULES} == {name for name in functions if not name.startswith("_")}

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.config import load_config
+
+CONFIGS = sorted(Path("examples/configs").rglob("grpo*.yaml"))
+MEGATRON = Path("examples/configs/grpo_math_1B_megatron.yaml")
+
+
+def test_there_are_configurations_to_check() -> None:
+    assert {path.name for path in CONFIGS} >= {
+        "grpo_math_1B.yaml",
+        "grpo_math_1B_megatron.yaml",
+        "grpo_arithmetic_cpu.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path != MEGATRON], ids=lambda path: path.stem)
+def test_a_shipped_configuration_passes_every_check(path: Path) -> None:
+    load_grpo_config(path)
+
+
+def test_the_megatron_exemplar_has_valid_keys_and_says_that_the_backend_comes_later() -> None:
+    validate_keys(load_config(MEGATRON))
+    with pytest.raises(
+        ConfigError, match=r"^policy\.megatron_cfg\.enabled is true, but the Megatron backend is not avail"
+    ):
+        load_grpo_config(MEGATRON)
+
+
+def test_the_exemplar_sets_every_required_key() -> None:
+    """So that `defaults: grpo_math_1B.yaml` is always enough to begin with."""
+    validate_keys(load_config("examples/configs/grpo_math_1B.yaml"))
+
+
+def test_files_that_configurations_name_exist() -> None:
+    for path in CONFIGS:
+        default = load_config(path)["data"]["default"]
+        for key in ("prompt_file", "system_prompt_file"):
+            assert default[key] is None or Path(default[key]).is_file(), f"{path}: data.default.{key}"

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.config import load_config, nearest_key
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write(
+        tmp_path,
+        "small.yaml",
+        """
+        policy:
+          length: 512
+          batch: 4
+          tokens: ${mul:${policy.length},${policy.batch}}
+          lr: 1e-8
+          betas: [0.9, 0.999]
+        logger:
+          wandb: {project: p}
+        phases:
+          - {name: a, kwargs: {x: 1}}
+          - {name: b, kwargs: {x: 2}}
+        """,
+    )
+
+
+def message(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_bare_exponent_is_a_float_in_yaml_and_on_the_command_line(small: Path) -> None:
+    assert load_config(small)["policy"]["lr"] == 1e-8
+    assert load_config(small, ["policy.lr=2e-6"])["policy"]["lr"] == 2e-6
+
+
+def test_resolvers_compute_with_overridden_values(small: Path) -> None:
+    assert load_config(small)["policy"]["tokens"] == 2048
+    assert load_config(small, ["policy.batch=3"])["policy"]["tokens"] == 1536
+
+
+def test_resolvers_keep_integers_integers(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.yaml", "a: ${div:8,2}\nb: ${div:1,2}\nc: ${add:1,2,3}\nd: ${max:1,5,2}\n")
+    values = load_config(path)
+    assert values == {"a": 4, "b": 0.5, "c": 6, "d": 5}
+    assert isinstance(values["a"], int)
+
+
+def test_a_child_goes_over_its_parent_and_keeps_the_rest(tmp_path: Path) -> None:
+    write(tmp_path, "base/parent.yaml", "a: {x: 1, y: 2}\nb: [1, 2]\n")
+    path = write(tmp_path, "child.yaml", "defaults: base/parent.yaml\na: {y: 3}\nb: [4]\n")
+    assert load_config(path) == {"a": {"x": 1, "y": 3}, "b": [4]}
+
+
+def test_of_several_parents_the_later_one_wins(tmp_path: Path) -> None:
+    write(tmp_path, "grand.yaml", "a: 0\nd: 0\n")
+    write(tmp_path, "one.yaml", "defaults: grand.yaml\na: 1\nb: 1\n")
+    write(tmp_path, "two.yaml", "a: 2\nc: 2\n")
+    path = write(tmp_path, "child.yaml", "defaults: [one.yaml, two.yaml]\nc: 3\n")
+    assert load_config(path) == {"a": 2, "b": 1, "c": 3, "d": 0}
+
+
+def test_a_marked_mapping_replaces_the_inherited_one(tmp_path: Path) -> None:
+    write(tmp_path, "parent.yaml", "data: {train: {name: hub, split: big}, other: 1}\n")
+    path = write(tmp_path, "child.yaml", "defaults: parent.yaml\ndata: {train: {_override_: true, name: local}}\n")
+    assert load_config(path) == {"data": {"train": {"name": "local"}, "other": 1}}
+
+
+def test_a_mark_survives_a_further_child(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "env: {math: {n: 1}}\n")
+    write(tmp_path, "b.yaml", "defaults: a.yaml\nenv: {_override_: true, sums: {n: 2}}\n")
+    path = write(tmp_path, "c.yaml", "defaults: b.yaml\nenv: {sums: {n: 3}}\n")
+    assert load_config(path) == {"env": {"sums": {"n": 3}}}
+
+
+def test_parents_in_a_circle_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "defaults: b.yaml\n")
+    path = write(tmp_path, "b.yaml", "defaults: a.yaml\n")
+    assert "b.yaml -> a.yaml -> b.yaml" in message(path)
+
+
+def test_the_same_parent_may_come_in_twice(tmp_path: Path) -> None:
+    write(tmp_path, "root.yaml", "a: 1\n")
+    write(tmp_path, "l.yaml", "defaults: root.yaml\nb: 1\n")
+    write(tmp_path, "r.yaml", "defaults: root.yaml\nc: 1\n")
+    path = write(tmp_path, "child.yaml", "defaults: [l.yaml, r.yaml]\n")
+    assert load_config(path) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_missing_file_names_the_nearest_one_in_its_folder(small: Path) -> None:
+    assert "did you mean" in message(small.with_name("smal.yaml"))
+    assert "small.yaml" in message(small.with_name("smal.yaml"))
+
+
+def test_a_missing_parent_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "child.yaml", "defaults: nowhere.yaml\n")
+    assert "nowhere.yaml: no such configuration file" in message(path)
+
+
+def test_broken_yaml_names_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "broken.yaml", "a: 1\nb: [1, 2\nc: 3\n")
+    assert "not valid YAML at line 3" in message(path)
+
+
+def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "twice.yaml", "a: 1\na: 2\n")
+    assert "duplicate key a" in message(path)
+
+
+def test_a_list_is_no_configuration(tmp_path: Path) -> None:
+    assert "is a mapping of sections" in message(write(tmp_path, "list.yaml", "- 1\n"))
+
+
+def test_an_unknown_reference_names_the_nearest_key(small: Path) -> None:
+    text = message(small, "policy.batch=${policy.lenght}")
+    assert text.startswith("policy.")
+    assert "did you mean policy.length" in text
+
+
+def test_a_mandatory_value_that_is_not_given_is_named(small: Path) -> None:
+    assert message(small, "policy.batch=???").startswith("policy.batch: needs a value")
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_a_new_key_without_plus_names_the_nearest_known_one(small: Path) -> None:
+    assert message(small, "policy.lenght=3") == "policy.lenght: unknown key; did you mean policy.length?"
+
+
+def test_a_key_in_the_wrong_section_is_found_in_its_own(small: Path) -> None:
+    assert "did you mean policy.length" in message(small, "logger.length=3")
+
+
+def test_a_key_like_no_other_lists_its_section(small: Path) -> None:
+    assert "logger.wandb has project" in message(small, "logger.wandb.qqq=3")
+
+
+def test_plus_adds_and_refuses_what_is_there(small: Path) -> None:
+    assert load_config(small, ["+policy.new.deep=1"])["policy"]["new"] == {"deep": 1}
+    assert "drop the +" in message(small, "+policy.batch=1")
+
+
+def test_two_plusses_add_or_change(small: Path) -> None:
+    changed = load_config(small, ["++policy.batch=8", "++policy.new=1"])["policy"]
+    assert (changed["batch"], changed["new"]) == (8, 1)
+
+
+def test_tilde_deletes_a_key_a_section_and_only_a_matching_value(small: Path) -> None:
+    assert "wandb" not in load_config(small, ["~logger.wandb"])["logger"]
+    assert "batch" not in load_config(small, ["~policy.tokens", "~policy.batch=4"])["policy"]
+    assert "its value is 4" in message(small, "~policy.batch=5")
+    assert "did you mean logger.wandb" in message(small, "~logger.wand")
+
+
+def test_list_entries_are_reached_by_index(small: Path) -> None:
+    assert load_config(small, ["phases.1.kwargs.x=7"])["phases"][1] == {"name": "b", "kwargs": {"x": 7}}
+    assert "phases.2.name: unknown key" in message(small, "phases.2.name=c")
+
+
+def test_a_list_is_replaced_and_a_mapping_is_merged(small: Path) -> None:
+    changed = load_config(small, ["policy.betas=[0.5]", "logger.wandb={name: n}"])
+    assert changed["policy"]["betas"] == [0.5]
+    assert changed["logger"]["wandb"] == {"project": "p", "name": "n"}
+
+
+def test_later_overrides_win(small: Path) -> None:
+    assert load_config(small, ["policy.batch=1", "policy.batch=2"])["policy"]["batch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("policy.batch", "Hydra's grammar"),
+        ("x y", "Hydra's grammar"),
+        ("policy.batch=1,2", "sweep"),
+        ("policy@x=1", "package"),
+        ("+policy.batch.deep=1", "nothing can be below it"),
+    ],
+)
+def test_malformed_overrides_end_in_one_line(small: Path, override: str, part: str) -> None:
+    assert part in message(small, override)
+
+
+def test_nearest_prefers_a_very_like_sibling_then_the_same_name_elsewhere() -> None:
+    known = ["grpo.val_batch_size", "grpo.seed", "policy.train_global_batch_size", "policy.seed"]
+    assert nearest_key("grpo.val_batchsize", known) == "grpo.val_batch_size"
+    assert nearest_key("grpo.train_global_batch_size", known) == "policy.train_global_batch_size"
+    assert nearest_key("polcy.seed", known) == "policy.seed"
+    assert nearest_key("grpo.zzz", known) is None

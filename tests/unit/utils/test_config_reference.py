@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_offload_rl.config.keys import known_keys
+from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.utils.config_reference import TARGET, main, render
+
+
+def test_the_committed_reference_is_up_to_date() -> None:
+    assert TARGET.read_text(encoding="utf-8") == render(), "run python -m nemo_offload_rl.utils.config_reference"
+    assert main(["--check"]) == 0
+
+
+def test_the_reference_names_every_key_once() -> None:
+    text = render()
+    for key in known_keys(GrpoMasterConfig):
+        if not key.startswith("data.validation."):
+            assert f"`{key}`" in text, key
+
+
+def test_defaults_are_shown_as_the_exemplar_writes_them(tmp_path: Path) -> None:
+    text = render()
+    assert "| `policy.train_global_batch_size` | integer >= 1 | `512` |" in text
+    assert "| `policy.logprob_batch_size` | integer >= 1 | `${policy.train_micro_batch_size}` |" in text
+    assert "| `policy.logprob_chunk_size` | integer >= 1 or null | `null` |" in text

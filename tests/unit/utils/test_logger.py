@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.settings import LoggerSettings, WandbSettings
+
+
+def settings(folder: Path, **changes: object) -> LoggerSettings:
+    values: dict[str, object] = {
+        "log_dir": str(folder),
+        "num_val_samples_to_print": 0,
+        "tensorboard_enabled": False,
+        "wandb_enabled": False,
+        "wandb": None,
+    }
+    return LoggerSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_step_is_one_line_whatever_was_logged_in_how_many_calls(tmp_path: Path) -> None:
+    with RunLogger(settings(tmp_path / "run"), {}) as logger:
+        logger.log(1, {"loss": 0.5, "count": 3}, "train")
+        logger.log(1, {"total_s": 2.0}, "timing")
+        logger.log(2, {"loss": torch.tensor(0.25)}, "train")
+    assert lines(tmp_path / "run") == [
+        {"step": 1, "train/loss": 0.5, "train/count": 3.0, "timing/total_s": 2.0},
+        {"step": 2, "train/loss": 0.25},
+    ]
+
+
+def test_a_committed_step_is_on_disk_while_the_run_goes_on(tmp_path: Path) -> None:
+    logger = RunLogger(settings(tmp_path), {})
+    logger.log(1, {"loss": 1.0}, "train")
+    logger.commit()
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 1.0}]
+    logger.close()
+    logger.close()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_the_open_step_is_written_when_the_run_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}) as logger:
+        logger.log(1, {"loss": 1.0}, "train")
+        _ = 1 / 0
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 1.0}]
+
+
+def test_values_that_json_lacks_become_null_and_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunLogger(settings(tmp_path), {}) as logger:
+        logger.log(4, {"loss": math.nan, "norm": math.inf, "kl": 0.0}, "train")
+    assert lines(tmp_path) == [{"step": 4, "train/loss": None, "train/norm": None, "train/kl": 0.0}]
+    assert "step 4: train/loss is nan" in caplog.text
+
+
+def test_older_metrics_are_renamed_and_kept(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        with RunLogger(settings(tmp_path), {}) as logger:
+            logger.log(1, {"x": value})
+    assert lines(tmp_path) == [{"step": 1, "x": 3.0}]
+    assert lines(tmp_path, "metrics.1.jsonl") == [{"step": 1, "x": 1.0}]
+    assert lines(tmp_path, "metrics.2.jsonl") == [{"step": 1, "x": 2.0}]
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with RunLogger(settings(tmp_path), {}, resume=True) as logger:
+            logger.log(step, {"x": 1.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_configuration_and_revision_are_stored(tmp_path: Path) -> None:
+    config = {"grpo": {"seed": 7, "lr": 1e-8}, "policy": {"betas": [0.9, 0.999], "top_k": None}}
+    RunLogger(settings(tmp_path), config).close()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == config
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["versions"]["torch"].startswith("2.")
+    assert record["git_revision"] is None or len(record["git_revision"]) == 40
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"logger\.log_dir .*file/run cannot be written"):
+        RunLogger(settings(tmp_path / "file" / "run"), {})
+
+
+def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+    with RunLogger(settings(tmp_path, tensorboard_enabled=True), {}) as logger:
+        for step in (1, 2):
+            logger.log(step, {"loss": step / 4}, "train")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
+    wandb = WandbSettings(project="p", name="n", mode="offline")
+    with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {"grpo": {"seed": 1}}) as logger:
+        logger.log(1, {"loss": 0.5}, "train")
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    # wandb's own process writes the file a moment after `finish` returned.
+    deadline = time.monotonic() + 30
+    while b"train/loss" not in (written := record.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert b"train/loss" in written
+
+
+def test_weights_and_biases_needs_its_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the section logger\.wandb is gone"):
+        RunLogger(settings(tmp_path, wandb_enabled=True), {})

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from nemo_offload_rl.utils.progress import RunProgress
+
+SECONDS = {"generation": 2.0, "training": 1.0, "training/optimizer": 0.5, "total": 4.0}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with RunProgress(10, console=Console(file=stream, width=40), clock=clock) as progress:
+        clock.now = 4.0
+        progress.step_done(1, reward=0.5, seconds=SECONDS, accuracy=0.25)
+        clock.now = 8.0
+        progress.step_done(2, reward=0.75, seconds=SECONDS)
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "step 1/10  reward 0.500  accuracy 25.0%  4.0 s (generation 50%, training 25%, other 25%)  36 s left",
+        "step 2/10  reward 0.750  accuracy 25.0%  4.0 s (generation 50%, training 25%, other 25%)  32 s left",
+    ]
+
+
+def test_on_a_terminal_there_is_a_table_and_a_bar() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=120)
+    with RunProgress(10, console=console) as progress:
+        progress.step_done(1, reward=0.5, seconds=SECONDS, accuracy=0.25)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert re.search(r"generation\s*│?\s*2\.00\s*│?\s*50%", text)
+    assert re.search(r"other\s*│?\s*1\.00\s*│?\s*25%", text)
+    assert "optimizer" not in text
+    assert "1/10" in text
+    assert "reward 0.500  accuracy 25.0%" in text
+
+
+def test_time_left_comes_from_the_steps_of_this_run_only() -> None:
+    clock = Clock()
+    progress = RunProgress(10, first_step=5, console=Console(file=io.StringIO()), clock=clock)
+    assert progress.seconds_left(5) is None
+    clock.now = 6.0
+    assert progress.seconds_left(7) == pytest.approx(9.0)
+
+
+def test_brackets_in_a_note_are_shown_as_they_are() -> None:
+    stream = io.StringIO()
+    with RunProgress(1, console=Console(file=stream)) as progress:
+        progress.note("answer [bold]7[/bold]")
+    assert stream.getvalue() == "answer [bold]7[/bold]\n"
