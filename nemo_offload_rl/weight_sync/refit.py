@@ -74,7 +74,7 @@ def refit(policy: RefitSource, engine: GenerationEngine) -> RefitReport:
     policy.offload_after_refit()
     engine.prepare_for_generation(["kv_cache"])
     report = RefitReport(num_tensors, num_buckets, num_bytes, stream_s, time.perf_counter() - begin_s)
-    logger.info(
+    logger.debug(
         "Refit: %d tensors, %.3f GiB in %d buckets, %.2f s of which %.2f s streaming",
         report.num_tensors,
         report.num_bytes / 2**30,
