@@ -33,7 +33,9 @@ class MathEnvironment:
     """
 
     def __init__(self, *, num_workers: int, timeout_s: float) -> None:
-        self._pool = GradingPool(is_equivalent, num_workers=num_workers, timeout_s=timeout_s) if num_workers else None
+        self._pool = None
+        if num_workers:
+            self._pool = GradingPool(is_equivalent, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
 
     def score(self, responses: Sequence[Response]) -> list[Score]:
         """One score for each response, in their order."""

@@ -1,0 +1,54 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.errors import DataError
+
+
+def make_loader(num_items=10, batch_size=3, shuffle=True, seed=5) -> ShuffledLoader[int]:
+    return ShuffledLoader(range(num_items), batch_size=batch_size, shuffle=shuffle, seed=seed)
+
+
+def test_an_epoch_gives_no_item_twice_and_the_next_epoch_has_another_order():
+    loader = make_loader(num_items=9)
+    first = [item for _ in range(3) for item in next(loader)]
+    assert sorted(first) == list(range(9))
+    assert loader.is_epoch_end
+    second = [item for _ in range(3) for item in next(loader)]
+    assert loader.epoch == 1
+    assert sorted(second) == list(range(9))
+    assert first != second
+
+
+def test_without_shuffling_every_epoch_keeps_the_order_and_skips_the_incomplete_batch():
+    loader = make_loader(shuffle=False)
+    assert [next(loader) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
+    assert loader.batches_per_epoch == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_before=st.integers(0, 12), num_after=st.integers(1, 8), seed=st.integers(0, 9))
+def test_a_loader_restored_from_its_state_goes_on_with_the_same_batches(num_before, num_after, seed):
+    loader = make_loader(seed=seed)
+    for _ in range(num_before):
+        next(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    restored = make_loader(seed=seed)
+    restored.load_state_dict(state)
+    assert [next(restored) for _ in range(num_after)] == [next(loader) for _ in range(num_after)]
+    assert restored.epoch == loader.epoch
+
+
+def test_a_state_of_other_data_is_refused():
+    state = make_loader(num_items=11).state_dict()
+    with pytest.raises(DataError, match="11 rows shuffled with seed 5, this one has 10 rows"):
+        make_loader().load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_items", [0, 2])
+def test_fewer_items_than_a_batch_are_an_error(num_items):
+    with pytest.raises(DataError, match=f"has {num_items} rows and one batch needs 3"):
+        make_loader(num_items=num_items)

@@ -1,0 +1,40 @@
+import pytest
+
+from nemo_offload_rl.environments.interfaces import Response
+from nemo_offload_rl.environments.math import MathEnvironment
+
+
+@pytest.fixture(scope="module")
+def environment():
+    made = MathEnvironment(num_workers=1, timeout_s=30.0)
+    yield made
+    made.close()
+
+
+def response(text: str, answer: str) -> Response:
+    return Response(prompt_text="", text=text, truncated=False, reference_answer=answer, metadata={})
+
+
+def test_answers_are_compared_as_mathematics(environment):
+    cases = [
+        ("so the answer is \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("\\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+        ("The final answer is 42.", "42", True),
+        ("\\boxed{41}", "42", False),
+        ("I do not know", "42", False),
+        ("", "42", False),
+        ("\\boxed{\\frac{}{", "42", False),
+    ]
+    scores = environment.score([response(text, answer) for text, answer, _ in cases])
+    assert [score.correct for score in scores] == [correct for _, _, correct in cases]
+    assert [score.reward for score in scores] == [float(correct) for _, _, correct in cases]
+
+
+def test_a_formula_that_sympy_never_finishes_costs_its_time_limit_and_no_more(caplog):
+    impatient = MathEnvironment(num_workers=1, timeout_s=2.0)
+    try:
+        scores = impatient.score([response("\\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{8}}}"), response("\\boxed{2}", "2")])
+    finally:
+        impatient.close()
+    assert [score.correct for score in scores] == [False, True]
+    assert "1 of 2 responses could not be graded in time" in caplog.text
