@@ -55,7 +55,7 @@ class PolicySettings:
 
     model_name: str
     hf_config_overrides: Mapping[str, Any]
-    precision: str  # "float32", "bfloat16" or "float16": the compute type; parameters and optimizer are float32
+    precision: str  # of compute: "float32", "bfloat16" or "float16" (without loss scaling); the rest is float32
     train_global_batch_size: int
     train_micro_batch_size: int
     logprob_batch_size: int

@@ -32,8 +32,8 @@ class ProcessInfo:
     Attributes:
         rank: This process, 0..world_size-1; rank = dp_rank * tensor_parallel_size + tp_rank.
         world_size: All processes of the policy.
-        init_method: What `torch.distributed.init_process_group` takes, e.g. "tcp://10.0.0.1:29500"; unused where the
-            process group exists already or `world_size` is 1.
+        init_method: What `torch.distributed.init_process_group` takes, e.g. "env://" where MASTER_ADDR and MASTER_PORT
+            are set; unused where the process group exists already or `world_size` is 1.
         device: This rank's torch device, e.g. "cpu" or "cuda:0".
     """
 
@@ -122,7 +122,10 @@ class PolicyBackend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, one at a time; a collective over all ranks."""
+        """Full tensors under their Hugging Face names, one at a time; a collective over all ranks.
+
+        A tensor may share memory with the parameter: copy it before the next optimizer step.
+        """
         ...
 
     def save(self, path: Path) -> None:

@@ -20,7 +20,9 @@ def test_a_row_above_the_budget_is_refused():
         plan_micro_batches([3, 12], max_tokens=10, round_to=1)
 
 
-@given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(64, 300), st.sampled_from([1, 8, 16]), st.data())
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(64, 300), st.sampled_from([1, 8, 16]), st.data()
+)
 def test_every_row_is_in_one_micro_batch_of_bounded_size_also_after_splitting(lengths, max_tokens, round_to, data):
     plan = plan_micro_batches(lengths, max_tokens, round_to)
     count = data.draw(st.integers(len(plan), len(lengths)))

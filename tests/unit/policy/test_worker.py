@@ -156,7 +156,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(folders):
 
 
 def test_bfloat16_is_for_compute_only(folders):
-    folder, model = folders("qwen3")
+    folder, _ = folders("qwen3")
     batch = make_batch()
     with make_worker(folder, precision="bfloat16") as worker:
         worker.prepare_for_lp_inference()
@@ -414,6 +414,7 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(folders):
         ({"context_parallel_size": 2}, "context_parallel_size"),
         ({"enabled": False}, "dtensor_cfg.enabled"),
         ({"precision": "int8"}, "precision=int8"),
+        ({"logprob_temperature": 0.0}, "temperature=0.0"),
         ({"tensor_parallel_size": 3}, "num_attention_heads=4"),
         ({"tensor_parallel_size": 2}, "does not divide the 1 policy workers"),
         ({"hf_config_overrides": {"rope_thetta": 1}}, "rope_thetta"),

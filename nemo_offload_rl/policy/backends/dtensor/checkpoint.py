@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -66,7 +67,7 @@ def _set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[f"{_rng_key()}/cuda"], device)
 
 
-def _optimizer_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+def _optimizer_entries(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     entries = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -99,13 +100,13 @@ def save_state(
 ) -> None:
     """Write parameters, optimizer, schedule and this rank's random state; every rank calls it."""
     device = parameters[0][1].device
-    names = {parameter: name for name, parameter in parameters}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     state: dict[str, Any] = {f"model/{name}": parameter.detach() for name, parameter in parameters}
     state |= _optimizer_entries(optimizer, names) | _rng_state(device)
     state["param_groups"] = _param_groups(optimizer)
     state["scheduler"] = scheduler.state_dict() if scheduler else None
     with written_whole(path) as folder:
-        dcp.save(state, checkpoint_id=folder)
+        save(state, checkpoint_id=folder)
 
 
 def load_state(
@@ -122,7 +123,7 @@ def load_state(
     device = parameters[0][1].device
     if any(key.startswith("optimizer/") for key in saved):
         _make_optimizer_state(optimizer)
-    names = {parameter: name for name, parameter in parameters}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     state: dict[str, Any] = {f"model/{name}": parameter.detach() for name, parameter in parameters}
     state |= _optimizer_entries(optimizer, names)
     missing = sorted(key for key in state if key not in saved)
@@ -137,7 +138,7 @@ def load_state(
     else:
         logger.warning("checkpoint %s has no random state for rank %d; it keeps its seed", path, dist.get_rank())
     state |= {"param_groups": _param_groups(optimizer), "scheduler": scheduler.state_dict() if scheduler else None}
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(values)
     if scheduler is not None and state["scheduler"] is not None:

@@ -43,7 +43,7 @@ def load_causal_lm(model_name: str, config: Any) -> Any:
     """
     transformers_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_name,
             config=config,
             dtype=torch.float32,
@@ -53,6 +53,7 @@ def load_causal_lm(model_name: str, config: Any) -> Any:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"The weights of policy.model_name={model_name} cannot be read: {error}") from error
+    model, info = loaded
     wrong = sorted(info["missing_keys"]) or sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(

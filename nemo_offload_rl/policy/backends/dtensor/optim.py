@@ -87,4 +87,4 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], tp_rank: int, device: t
 def scale_grads(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by a 0-dim factor."""
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]

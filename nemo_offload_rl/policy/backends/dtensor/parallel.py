@@ -37,7 +37,7 @@ def join_process_group(process: ProcessInfo) -> bool:
     kwargs: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
     if process.world_size == 1:
         # No port: a run on one device must not fail because another run listens on the same one.
-        kwargs["store"] = dist.HashStore()
+        kwargs["store"] = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     else:
         kwargs["init_method"] = process.init_method
     dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)

@@ -1,0 +1,98 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from policy_cases import NLL, assert_equal, full_params, make_batch, make_settings
+from tiny_models import save_model_folder
+
+from nemo_offload_rl.distributed.local import LocalWorkerGroup
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
+from nemo_offload_rl.policy.worker import PolicyWorker
+
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+
+
+@dataclass
+class RecordingGroup:
+    """Ranks that remember which rows they were given and give each row's first token back as its logprobs."""
+
+    world_size: int
+
+    def __post_init__(self):
+        self.given = {}
+
+    def run_each(self, method, per_rank_args):
+        self.given[method] = [batch for batch, *_ in per_rank_args]
+        if method == "train":
+            return [TrainResult([float(rank)], [0.0], [0.0]) for rank in range(self.world_size)]
+        return [batch.input_ids.float() for batch, *_ in per_rank_args]
+
+
+def test_each_global_batch_is_dealt_out_in_runs_of_neighbours():
+    assert deal_rows(num_rows=12, rows_per_step=6, dp_size=2) == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+    assert deal_rows(num_rows=4, rows_per_step=4, dp_size=1) == [[0, 1, 2, 3]]
+
+
+def test_added_rows_count_for_nothing():
+    padded = pad_rows(make_batch(num_rows=5), 4)
+    assert padded.sample_mask.tolist() == [1, 0, 1, 1, 1, 0, 0, 0]
+    assert pad_rows(padded, 4) is padded
+
+
+def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_order():
+    group = RecordingGroup(world_size=4)
+    policy = Policy(group, make_settings("unused", train_global_batch_size=4), dp_size=2, tp_size=2)
+    batch = make_batch(num_rows=8)
+    assert policy.train(batch, NLL()).loss == [0.0]
+    for rank, rows in enumerate([[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]):
+        assert torch.equal(group.given["train"][rank].input_ids, batch.input_ids[rows])
+
+    odd = make_batch(num_rows=7)
+    assert torch.equal(policy.get_logprobs(odd), odd.input_ids.float())
+    assert [len(shard) for shard in group.given["get_logprobs"]] == [4, 4, 4, 4]
+
+
+def test_batches_that_do_not_divide_are_refused():
+    policy = Policy(RecordingGroup(4), make_settings("unused", train_global_batch_size=6), dp_size=4, tp_size=1)
+    with pytest.raises(ConfigError, match="train_global_batch_size=6"):
+        policy.train(make_batch(num_rows=8), NLL())
+    with pytest.raises(ConfigError, match="4 data-parallel ranks"):
+        policy.train(make_batch(num_rows=6), NLL())
+    with pytest.raises(ValueError, match="4 workers"):
+        Policy(RecordingGroup(4), make_settings("unused"), dp_size=3, tp_size=1)
+
+
+def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
+    save_model_folder(tmp_path / "model", 0)
+    settings = make_settings(tmp_path / "model", train_global_batch_size=4)
+    batch = make_batch()
+    worker, plain = (PolicyWorker(settings, ONE_RANK, keep_reference=True) for _ in range(2))
+    policy = Policy(LocalWorkerGroup(worker), settings, dp_size=1, tp_size=1)
+
+    policy.prepare_for_lp_inference()
+    plain.prepare_for_lp_inference()
+    assert torch.equal(policy.get_logprobs(batch), plain.get_logprobs(batch))
+    assert torch.equal(policy.get_reference_logprobs(batch), policy.get_logprobs(batch))
+    policy.prepare_for_training()
+    plain.prepare_for_training()
+    result = policy.train(batch, NLL())
+    assert len(result.loss) == 2
+    assert result == plain.train(batch, NLL())
+    assert policy.evaluate(batch, NLL()).loss[0] < result.loss[0]
+    policy.save_checkpoint(tmp_path / "saved")
+    policy.load_checkpoint(tmp_path / "saved")
+    assert_equal(full_params(worker), full_params(plain))
+    policy.offload_before_refit()
+    policy.start_refit()
+    buckets = 0
+    while policy.next_bucket() is not None:
+        buckets += 1
+    assert buckets > 0
+    policy.offload_after_refit()
+    assert len(policy.residency_reports()[0]) > 4
+    policy.shutdown()
+    policy.shutdown()
+    plain.shutdown()

@@ -1,0 +1,169 @@
+"""Two and four ranks on gloo: data-parallel, tensor-parallel and both, against plain Hugging Face in each process.
+
+Starting processes costs seconds, so each `check_*` runs in one set of them and makes several workers.
+"""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import (
+    NLL,
+    RaisesAt,
+    assert_close,
+    assert_equal,
+    full_grads,
+    full_optimizer,
+    full_params,
+    hf_logprobs,
+    hf_loss_and_grads,
+    make_batch,
+    make_settings,
+    run_ranks,
+    save_family,
+    shard,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
+from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
+from nemo_offload_rl.policy.worker import PolicyWorker
+
+
+@contextmanager
+def make_worker(process, folder, *, keep_reference=False, **changes):
+    worker = PolicyWorker(make_settings(folder, **changes), process, keep_reference)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def equals_hugging_face(process, folder, **changes):
+    """Loss, gradients, their norm, logprobs and refit tensors of a fresh worker."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = make_batch()
+    expected_loss, expected_grads = hf_loss_and_grads(model, batch)
+    with make_worker(process, folder, **changes) as worker:
+        mine = shard(batch, worker)
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(mine), hf_logprobs(model, mine).detach(), rtol=0, atol=1e-5)
+        worker.prepare_for_training()
+        loss, metrics = worker.forward_backward(mine, NLL())
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert metrics["seqs"] == 7
+        assert metrics["logprob_min"] == pytest.approx(float(hf_logprobs(model, batch).detach().min()), rel=1e-5)
+        assert_close(full_grads(worker), expected_grads)
+        expected_norm = torch.nn.utils.get_total_norm(expected_grads.values())
+        backend = worker._backend
+        norm = global_grad_norm(backend._trainable(), backend._tp_rank, backend.device)
+        assert float(norm) == pytest.approx(float(expected_norm), rel=1e-5)
+        worker.zero_grad()
+        worker.offload_before_refit()
+        assert_equal(dict(worker.named_weights()), load_file(Path(folder) / "model.safetensors"))
+
+
+def goes_on_bit_by_bit(process, folder, **changes):
+    """Steps with every phase between them, a reference pass that fails and a resume from disk, against none of it."""
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    tp = changes.get("tensor_parallel_size", 1)
+    with make_worker(process, folder, max_grad_norm=0.5, **changes) as worker:
+        worker.prepare_for_training()
+        results = [worker.train(shard(batch, worker), NLL()) for batch in batches]
+        params, optimizer = full_params(worker), full_optimizer(worker)
+
+    saved = Path(folder).parent / f"saved-{tp}"
+    with make_worker(
+        process,
+        folder,
+        keep_reference=True,
+        max_grad_norm=0.5,
+        use_pinned_optimizer_offload=False,
+        offload_optimizer_states_for_logprob=True,
+        **changes,
+    ) as worker:
+        worker.prepare_for_lp_inference()
+        first = worker.get_logprobs(shard(batches[0], worker))
+        worker.prepare_for_training()
+        with pytest.raises(ArithmeticError):
+            worker.train(shard(batches[0], worker), RaisesAt(call=2))
+        assert worker.train(shard(batches[0], worker), NLL()) == results[0]
+        worker.offload_before_refit()
+        worker.offload_after_refit()
+        worker.prepare_for_lp_inference()
+        assert torch.equal(worker.get_reference_logprobs(shard(batches[0], worker)), first)
+        hook = worker._backend._model.causal_lm.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.get_reference_logprobs(shard(batches[0], worker))
+        hook.remove()
+        worker.prepare_for_training()
+        assert worker.train(shard(batches[1], worker), NLL()) == results[1]
+        worker.offload_after_refit()
+        worker.save_checkpoint(saved)
+        worker.export_hf(saved.with_suffix(".hf"))
+
+    with make_worker(process, folder, max_grad_norm=0.5, **changes) as worker:
+        worker.load_checkpoint(saved)
+        worker.prepare_for_training()
+        exported = load_file(saved.with_suffix(".hf") / "model.safetensors")
+        assert_equal(exported, full_params(worker))
+        assert worker.train(shard(batches[2], worker), NLL()) == results[2]
+        assert_equal(full_params(worker), params)
+        assert_equal(full_optimizer(worker), optimizer)
+
+
+def loads_under_another_layout(process, folder, saved):
+    """What two tensor-parallel ranks wrote, read by two data-parallel ones."""
+    states = []
+    for tensor_parallel_size in (1, 2):
+        with make_worker(process, folder, tensor_parallel_size=tensor_parallel_size) as worker:
+            worker.load_checkpoint(saved)
+            states.append((full_params(worker), full_optimizer(worker)))
+    assert_equal(states[0][0], states[1][0])
+    assert_equal(states[0][1], states[1][1])
+
+
+def check_data_parallel(process, root):
+    equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True)
+    # Ranks whose rows differ in length need the same number of micro-batches.
+    dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
+    equals_hugging_face(process, f"{root}/llama-tied", dynamic_batching=dynamic, logprob_chunk_size=3)
+    goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
+
+
+def check_tensor_parallel(process, root):
+    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied"):
+        equals_hugging_face(process, f"{root}/{family}", tensor_parallel_size=2)
+    equals_hugging_face(
+        process, f"{root}/qwen3-tied", tensor_parallel_size=2, activation_checkpointing=True, logprob_chunk_size=3
+    )
+    goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2)
+    loads_under_another_layout(process, f"{root}/qwen3", Path(root) / "saved-2")
+
+
+def check_both(process, root):
+    equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
+    fused = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "fused": True})
+    goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied"):
+        save_family(path / family, family)
+    return path
+
+
+def test_two_data_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
+    run_ranks(2, tmp_path, check_data_parallel, str(root))
+
+
+def test_two_tensor_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
+    run_ranks(2, tmp_path, check_tensor_parallel, str(root))
+
+
+def test_data_and_tensor_parallel_ranks_together_equal_hugging_face(root, tmp_path):
+    run_ranks(4, tmp_path, check_both, str(root))
