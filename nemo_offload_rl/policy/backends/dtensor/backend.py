@@ -48,8 +48,8 @@ def check_settings(settings: PolicySettings) -> None:
             raise ConfigError(f"{key} is not supported by the DTensor backend yet; set it to {only_value}.")
     if settings.logprob_temperature <= 0:
         raise ConfigError(
-            f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set it "
-            "above 0."
+            f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
+            "it above 0."
         )
     if settings.precision not in COMPUTE_DTYPES:
         raise ConfigError(f"policy.precision={settings.precision} is unknown; use one of {', '.join(COMPUTE_DTYPES)}.")
