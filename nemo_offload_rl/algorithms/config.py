@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict
 
-from nemo_offload_rl.utils.schema import closed, doc
+from nemo_offload_rl.schema import closed, doc
 
 
 @closed
@@ -61,7 +61,11 @@ class GrpoSectionConfig(TypedDict):
         int, doc("Generation batches that dynamic sampling may spend on one step before it is an error.", ge=1)
     ]
     batch_multiplier: Annotated[
-        float, doc("With dynamic sampling: prompts of each generation batch, as a multiple of the step's.", ge=1)
+        float,
+        doc(
+            "Prompts of each generation batch of dynamic sampling, in steps. Only 1 is available now.",
+            ge=1,
+        ),
     ]
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
@@ -103,5 +107,5 @@ class ClippedPGLossConfig(TypedDict):
         bool, doc("Average over all tokens of the global batch; false averages within each response first.")
     ]
     force_on_policy_ratio: Annotated[
-        bool, doc("The ratio is exactly 1 in value and the policy's own logprobs are not recomputed before training.")
+        bool, doc("The ratio is exactly 1 in value: the present logprobs stand for those before the step.")
     ]

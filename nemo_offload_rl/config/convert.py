@@ -141,7 +141,11 @@ def to_generation_settings(generation: GenerationConfig, model_name: str, seed: 
         "seed": None,
     }
     rollout = {key: generation[key] for key in ("temperature", "top_p", "top_k")}
-    validation = {key: generation[f"val_{key}"] for key in ("temperature", "top_p", "top_k")}
+    validation = {
+        "temperature": generation["val_temperature"],
+        "top_p": generation["val_top_p"],
+        "top_k": generation["val_top_k"],
+    }
     vllm = {**generation["vllm_cfg"], "vllm_kwargs": generation["vllm_kwargs"], "model_name": model_name, "seed": seed}
     return GenerationSettings(
         backend=generation["backend"],

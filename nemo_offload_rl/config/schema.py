@@ -7,7 +7,8 @@ from typing import Annotated, TypedDict
 from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.data.config import DataConfig, EnvConfig
 from nemo_offload_rl.policy.config import PolicyConfig
-from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig, closed, doc
+from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 
 @closed

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 from pydantic import Field
 
-from nemo_offload_rl.utils.schema import closed, doc
+from nemo_offload_rl.schema import closed, doc
 
 
 class TaskKeys(TypedDict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from nemo_offload_rl.utils.schema import closed, doc
+from nemo_offload_rl.schema import closed, doc
 
 
 @closed

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Tag
 
 from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.utils.schema import closed, doc
+from nemo_offload_rl.schema import closed, doc
 
 
 @closed
@@ -63,13 +63,14 @@ class DTensorConfig(TypedDict):
         int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
     ]
     sequence_parallel: Annotated[
-        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism.")
+        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism. Not available yet.")
     ]
     activation_checkpointing: Annotated[
         bool, doc("Recompute activations in the backward pass instead of keeping them.")
     ]
     cpu_offload: Annotated[
-        bool, doc("FSDP2 keeps parameters, gradients and optimizer on the host and computes the update there.")
+        bool,
+        doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
     ]
 
 
@@ -109,7 +110,7 @@ class PolicyConfig(TypedDict):
         list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")
     ]
     dynamic_batching: Annotated[BatchingConfig, doc("Group responses of like length into one micro-batch.")]
-    sequence_packing: Annotated[BatchingConfig, doc("Put several responses into one row.")]
+    sequence_packing: Annotated[BatchingConfig, doc("Put several responses into one row. Not available yet.")]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, doc("The Megatron backend.")]]
     refit_buffer_size_gib: Annotated[

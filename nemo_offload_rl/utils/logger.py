@@ -145,6 +145,7 @@ class WandbSink:
     def __init__(self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any]) -> None:
         try:
             import wandb
+            from wandb.errors import Error as WandbError
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
@@ -159,7 +160,7 @@ class WandbSink:
                 mode=mode,
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except wandb.errors.Error as error:
+        except WandbError as error:
             raise ConfigError(
                 f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
                 "logger.wandb.mode=offline"

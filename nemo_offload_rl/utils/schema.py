@@ -1,23 +1,10 @@
-"""Building blocks of the YAML border, and the TypedDicts of the keys that belong to no algorithm.
-
-A TypedDict key is written `name: Annotated[type, doc("purpose, values, unit", ge=1)]`. pydantic checks types and
-limits, `nemo_offload_rl.utils.config_reference` writes docs/configuration.md from the texts, and unknown keys are
-refused by `closed`. Defaults are in YAML only.
-"""
+"""The YAML keys `logger.*`, `cluster.*` and `checkpointing.*`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
-from pydantic import ConfigDict, Field, with_config
-
-closed = with_config(ConfigDict(extra="forbid"))
-"""Class decorator: keys that the TypedDict does not name are an error."""
-
-
-def doc(text: str, **limits: Any) -> Any:
-    """Describe a key: purpose, values and unit, and `ge`, `gt`, `le` or `lt` limits that pydantic enforces."""
-    return Field(description=text, **limits)
+from nemo_offload_rl.schema import closed, doc
 
 
 @closed

@@ -11,16 +11,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "nemo_offload_rl"
 
-# What each package may import of this project, besides itself and the root's errors and settings.
+# What each package may import of this project, besides itself; `schema` are the building blocks of the YAML keys.
 ALLOWED = {
     "residency": set(),
-    "utils": {"errors"},
-    "data": {"errors"},
+    "utils": {"errors", "schema"},
+    "data": {"errors", "schema"},
     "environments": {"data", "errors"},
     "weight_sync": {"errors", "generation", "policy"},
-    "generation": {"weight_sync", "data", "errors"},
+    "generation": {"weight_sync", "data", "errors", "schema"},
     "policy/backends": {"residency", "data", "errors", "policy"},
-    "policy": {"residency", "data", "errors", "weight_sync", "generation"},
+    "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
     "experience": {"data", "environments", "generation", "errors"},
     "distributed": {"residency", "data", "errors", "policy", "generation", "weight_sync", "utils"},
 }

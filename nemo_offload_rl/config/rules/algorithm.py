@@ -28,17 +28,6 @@ def dynamic_sampling_needs_groups(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def batch_multiplier_needs_dynamic_sampling(cfg: GrpoMasterConfig) -> str | None:
-    """A batch multiplier other than 1 needs dynamic sampling."""
-    grpo = cfg["grpo"]
-    if grpo["batch_multiplier"] != 1 and not grpo["use_dynamic_sampling"]:
-        return (
-            f"grpo.batch_multiplier is {grpo['batch_multiplier']:g}, but only dynamic sampling generates more than a "
-            "step needs; set it to 1 or grpo.use_dynamic_sampling to true"
-        )
-    return None
-
-
 def on_policy_ratio_needs_one_update_per_step(cfg: GrpoMasterConfig) -> str | None:
     """A forced on-policy ratio needs exactly one update for each step."""
     rollouts = cfg["grpo"]["num_prompts_per_step"] * cfg["grpo"]["num_generations_per_prompt"]
@@ -98,7 +87,6 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     leave_one_out_needs_two_responses,
     dynamic_sampling_needs_groups,
-    batch_multiplier_needs_dynamic_sampling,
     on_policy_ratio_needs_one_update_per_step,
     truncation_needs_importance_sampling,
     sequence_ratios_need_the_sequence_loss,

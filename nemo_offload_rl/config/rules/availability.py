@@ -65,6 +65,39 @@ def sequences_are_not_split_over_devices(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def sequence_parallelism_is_off(cfg: GrpoMasterConfig) -> str | None:
+    """Sequence parallelism is not available yet."""
+    if cfg["policy"]["dtensor_cfg"]["sequence_parallel"]:
+        return _unavailable("policy.dtensor_cfg.sequence_parallel")
+    return None
+
+
+def host_held_training_is_off(cfg: GrpoMasterConfig) -> str | None:
+    """FSDP2's CPU offload is not available yet."""
+    if cfg["policy"]["dtensor_cfg"]["cpu_offload"]:
+        return _unavailable("policy.dtensor_cfg.cpu_offload")
+    return None
+
+
+def sequence_packing_is_off(cfg: GrpoMasterConfig) -> str | None:
+    """Sequence packing is not available yet; dynamic batching is."""
+    if cfg["policy"]["sequence_packing"]["enabled"]:
+        return _unavailable("policy.sequence_packing.enabled")
+    return None
+
+
+def batch_multiplier_is_one(cfg: GrpoMasterConfig) -> str | None:
+    """Generation batches larger than a step are not available yet."""
+    multiplier = cfg["grpo"]["batch_multiplier"]
+    if multiplier != 1:
+        return f"grpo.batch_multiplier is {multiplier:g}, but only 1 is available in this version; set it to 1"
+    return None
+
+
+def _unavailable(key: str) -> str:
+    return f"{key} is true, but this is not available in this version; set it to false"
+
+
 RULES: tuple[Rule, ...] = (
     exactly_one_backend_is_enabled,
     megatron_backend_is_available,
@@ -72,4 +105,8 @@ RULES: tuple[Rule, ...] = (
     generation_is_colocated,
     residency_is_always,
     sequences_are_not_split_over_devices,
+    sequence_parallelism_is_off,
+    host_held_training_is_off,
+    sequence_packing_is_off,
+    batch_multiplier_is_one,
 )

@@ -93,7 +93,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "turn dynamic sampling off",
         )
     ],
-    "batch_multiplier_needs_dynamic_sampling": [(["grpo.batch_multiplier=2"], "set it to 1")],
+    "sequence_parallelism_is_off": [(["policy.dtensor_cfg.sequence_parallel=true"], "set it to false")],
+    "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
+    "sequence_packing_is_off": [(["policy.sequence_packing.enabled=true"], "set it to false")],
+    "batch_multiplier_is_one": [(["grpo.batch_multiplier=2"], "set it to 1")],
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")
     ],
@@ -194,7 +197,7 @@ def test_what_is_not_available_hides_what_follows_from_it() -> None:
 
 def test_several_broken_rules_stay_in_one_line() -> None:
     with pytest.raises(ConfigError, match="; also ") as caught:
-        load_grpo_config(CPU, ["policy.generation.temperature=0", "grpo.batch_multiplier=2"])
+        load_grpo_config(CPU, ["policy.generation.temperature=0", "data.train.holdout=0"])
     assert "\n" not in str(caught.value)
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_offload_rl.config.keys import known_keys
+from nemo_offload_rl.config.reference import TARGET, main, render
 from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.utils.config_reference import TARGET, main, render
 
 
 def test_the_committed_reference_is_up_to_date() -> None:
-    assert TARGET.read_text(encoding="utf-8") == render(), "run python -m nemo_offload_rl.utils.config_reference"
+    assert TARGET.read_text(encoding="utf-8") == render(), "run python -m nemo_offload_rl.config.reference"
     assert main(["--check"]) == 0
 
 

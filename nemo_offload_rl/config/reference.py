@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: `python -m nemo_offload_rl.utils.config_reference [--check]`, in the repository root.
+"""Writes docs/configuration.md: `python -m nemo_offload_rl.config.reference [--check]`, in the repository root.
 
 Texts and types come from the TypedDicts, defaults from examples/configs/grpo_math_1B.yaml (interpolations as they are
 written there), rules from the docstrings of the rule functions.
@@ -26,7 +26,7 @@ TARGET = Path("docs/configuration.md")
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m nemo_offload_rl.utils.config_reference`; change the TypedDicts or the exemplar. -->
+<!-- Written by `python -m nemo_offload_rl.config.reference`; change the TypedDicts or the exemplar. -->
 
 A run is configured by one YAML file and overrides on the command line:
 
@@ -103,14 +103,14 @@ def _cell(text: str | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m nemo_offload_rl.utils.config_reference`."""
+    """Entry of `python -m nemo_offload_rl.config.reference`."""
     parser = argparse.ArgumentParser(description="Write the configuration reference.")
     parser.add_argument("--check", action="store_true", help="only check that the file is up to date")
     parsed = parser.parse_args(argv)
     text = render()
     if parsed.check:
         if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
-            raise ConfigError(f"{TARGET} is out of date; run python -m nemo_offload_rl.utils.config_reference")
+            raise ConfigError(f"{TARGET} is out of date; run python -m nemo_offload_rl.config.reference")
         return 0
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(text, encoding="utf-8")
