@@ -59,9 +59,7 @@ def load_prompts(
     if not train.train:
         raise DataError("data.train has no rows to train on; lower split_validation_size or add rows")
     if settings.validation is None:
-        return Splits(
-            train=encode(train.train, settings.train), validation=encode(train.validation, settings.train)
-        )
+        return Splits(train=encode(train.train, settings.train), validation=encode(train.validation, settings.train))
     validation = load_rows(settings.validation)
     return Splits(
         train=encode(train.train, settings.train),

@@ -1,0 +1,81 @@
+"""Makes the demo's model and tokenizer: a small Qwen3 with random weights that reads and writes single characters.
+
+Usage: python examples/demo/make_model.py --output runs/demo/model [--seed 42]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, END, USER, ASSISTANT = "<pad>", "<end>", "<user>", "<assistant>"
+CHARACTERS = "0123456789+-*=, "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+VOCAB_SIZE = 64  # a round number for the matrix product; the ids above the characters are never trained
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, and four for padding, the end, and the two speakers."""
+    special = [PAD, END, USER, ASSISTANT]
+    vocab = {token: index for index, token in enumerate([*special, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=64,
+    )
+
+
+def make_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Three layers of width 128, 0.6 million parameters in float32, drawn from `seed`."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def write_model_folder(path: Path, seed: int) -> None:
+    """Write weights, configuration and tokenizer, as Hugging Face and vLLM load them."""
+    tokenizer = make_tokenizer()
+    make_model(seed, tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the weights")
+    arguments = parser.parse_args()
+    write_model_folder(arguments.output, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

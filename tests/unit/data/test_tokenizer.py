@@ -1,0 +1,43 @@
+import pytest
+from tiny_models import make_tokenizer
+
+from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.errors import DataError
+
+
+def settings(path, chat_template=None) -> TokenizerSettings:
+    return TokenizerSettings(name=str(path), chat_template=chat_template, chat_template_kwargs=None)
+
+
+def test_a_saved_tokenizer_comes_back_and_the_configured_template_replaces_its_own(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(settings(tmp_path)).chat_template == make_tokenizer().chat_template
+    assert load_tokenizer(settings(tmp_path, "mine")).chat_template == "mine"
+
+
+def test_padding_falls_back_to_the_end_token(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(settings(tmp_path))
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_of_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*; set policy\.tokenizer\.name") as error:
+        load_tokenizer(settings(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_chat_template_or_an_end_is_an_error(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        load_tokenizer(settings(tmp_path / "endless"))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(DataError, match="no chat template"):
+        load_tokenizer(settings(tmp_path / "bare"))

@@ -1,0 +1,151 @@
+"""Rollouts with a scripted engine: the engine itself is tested with vLLM elsewhere."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
+from nemo_offload_rl.environments.interfaces import Response, Score
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.experience.metrics import rollout_metrics
+from nemo_offload_rl.experience.rollouts import collect_rollouts
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+
+END = 0
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in token_ids if token != END)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(ord(character) for character in text)
+
+
+class ScriptedEngine:
+    """Answers each prompt with the texts that the script has for it; `...` at the end means cut at the limit."""
+
+    def __init__(self, script: dict[str, list[str]]) -> None:
+        self.script = script
+        self.calls: list[tuple[SamplingSettings, int]] = []
+
+    def generate(self, prompts, sampling, num_samples=1):
+        self.calls.append((sampling, num_samples))
+        return [[self.complete(text) for text in self.script[decode(prompt)]] for prompt in prompts]
+
+    @staticmethod
+    def complete(text: str) -> Completion:
+        cut = text.endswith("...")
+        token_ids = list(encode(text.removesuffix("..."))) + ([] if cut else [END])
+        logprobs = [-0.1 * (position + 1) for position in range(len(token_ids))]
+        return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="length" if cut else "stop")
+
+
+def prompt(text: str, answer: str, env_name: str = "arithmetic") -> Prompt:
+    return Prompt(token_ids=encode(text), text=text, reference_answer=answer, env_name=env_name)
+
+
+def collect(engine, prompts, environments=None, group_size=2) -> RolloutBatch:
+    return collect_rollouts(
+        engine,
+        prompts,
+        sampling=SamplingSettings(max_new_tokens=8),
+        group_size=group_size,
+        environments=environments or {"arithmetic": ArithmeticEnvironment()},
+        decode=decode,
+    )
+
+
+def make_batch() -> RolloutBatch:
+    engine = ScriptedEngine({"1+1=": ["2", "3"], "2+3=": ["5", "5..."], "9+9=": ["18", "9+9=18"]})
+    return collect(engine, [prompt("1+1=", "2"), prompt("2+3=", "5"), prompt("9+9=", "18")])
+
+
+def test_rollouts_come_group_by_group_in_the_order_of_the_prompts_with_rewards_of_their_own():
+    batch = make_batch()
+    assert [rollout.prompt.text for rollout in batch.rollouts] == ["1+1="] * 2 + ["2+3="] * 2 + ["9+9="] * 2
+    assert batch.rewards_PG().tolist() == [[1, 0], [1, 0], [1, 1]]
+    assert batch.truncated().tolist() == [False, False, False, True, False, False]
+    assert batch.response_lengths().tolist() == [2, 2, 2, 1, 3, 7]
+
+
+def test_the_engine_is_called_once_with_the_group_size():
+    engine = ScriptedEngine({"1+1=": ["2"] * 4})
+    collect(engine, [prompt("1+1=", "2")], group_size=4)
+    assert [num_samples for _, num_samples in engine.calls] == [4]
+
+
+def test_each_prompt_is_scored_by_the_environment_that_it_names():
+    class Half:
+        def score(self, responses: Sequence[Response]) -> list[Score]:
+            assert {response.reference_answer for response in responses} == {"x"}
+            return [Score(reward=0.5, correct=False) for _ in responses]
+
+        def close(self) -> None: ...
+
+    engine = ScriptedEngine({"1+1=": ["2", "2"], "?": ["a", "b"]})
+    prompts = [prompt("?", "x", "half"), prompt("1+1=", "2"), prompt("?", "x", "half")]
+    batch = collect(engine, prompts, {"arithmetic": ArithmeticEnvironment(), "half": Half()})
+    assert batch.rewards_PG().tolist() == [[0.5, 0.5], [1, 1], [0.5, 0.5]]
+
+
+def test_an_environment_that_is_not_configured_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"'chess' is named by data but not a key of env \(known: arithmetic\)"):
+        collect(ScriptedEngine({"1+1=": ["2", "2"]}), [prompt("1+1=", "2", "chess")])
+
+
+def test_collation_counts_response_tokens_and_keeps_the_samplers_logprobs_at_them():
+    tensors = make_batch().collate(pad_id=7)
+    assert tensors.input_ids[0].tolist() == [*encode("1+1=2"), END, 7, 7, 7, 7, 7]
+    assert tensors.token_mask[0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
+    assert tensors.generation_logprobs[0, 3:7].tolist() == pytest.approx([0.0, -0.1, -0.2, 0.0])
+    assert tensors.input_lengths.tolist() == [6, 6, 6, 5, 7, 11]
+
+
+def test_tokens_that_an_environment_wrote_are_in_the_sequence_but_not_in_the_loss():
+    rollout = Rollout(
+        prompt=prompt("ab", "x"),
+        segments=(
+            Segment(token_ids=(1, 2), logprobs=(-1.0, -2.0)),
+            Segment(token_ids=(3,), logprobs=None),
+            Segment(token_ids=(4,), logprobs=(-4.0,)),
+        ),
+        response_text="",
+        reward=0.0,
+        correct=False,
+        truncated=False,
+    )
+    sequence = rollout.sequence()
+    assert list(sequence.token_ids) == [*encode("ab"), 1, 2, 3, 4]
+    assert list(sequence.token_mask) == [0, 0, 1, 1, 0, 1]
+    assert list(sequence.generation_logprobs) == [0, 0, -1.0, -2.0, 0, -4.0]
+    assert rollout.num_response_tokens == 3
+
+
+def test_groups_can_be_selected_and_joined_again():
+    batch = make_batch()
+    joined = RolloutBatch.concatenate([batch.select_groups([2]), batch.select_groups([0, 1])])
+    assert joined == batch.select_groups([2, 0, 1])
+    assert batch.select_groups([]).num_prompts == 0
+
+
+def test_an_incomplete_group_is_refused():
+    with pytest.raises(ValueError, match="3 rollouts are not whole groups of 2"):
+        RolloutBatch(rollouts=make_batch().rollouts[:3], group_size=2)
+
+
+def test_metrics_are_those_counted_by_hand():
+    metrics = rollout_metrics(make_batch())
+    assert metrics == pytest.approx(
+        {
+            "reward": 4 / 6,
+            "accuracy": 4 / 6,
+            "mean_response_tokens": 17 / 6,
+            "max_response_tokens": 7,
+            "truncation_rate": 1 / 6,
+            "constant_group_rate": 1 / 3,
+            "pass_rate": 1.0,
+        }
+    )
