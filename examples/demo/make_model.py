@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PAD, END, USER, ASSISTANT = "<pad>", "<end>", "<user>", "<assistant>"
+PAD, END = "<pad>", "<end>"
+SPECIAL = [PAD, END, "<user>", "<assistant>"]
 CHARACTERS = "0123456789+-*=, "
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -24,21 +25,20 @@ VOCAB_SIZE = 64  # a round number for the matrix product; the ids above the char
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character, and four for padding, the end, and the two speakers."""
-    special = [PAD, END, USER, ASSISTANT]
-    vocab = {token: index for index, token in enumerate([*special, *CHARACTERS])}
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT],
+        additional_special_tokens=SPECIAL[2:],
         chat_template=CHAT_TEMPLATE,
         model_max_length=64,
     )
 
 
-def make_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(seed: int) -> Qwen3ForCausalLM:
     """Three layers of width 128, 0.6 million parameters in float32, drawn from `seed`."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -51,8 +51,8 @@ def make_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalL
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=SPECIAL.index(PAD),
+        eos_token_id=SPECIAL.index(END),
         bos_token_id=None,
         dtype="float32",
     )
@@ -63,9 +63,8 @@ def make_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalL
 
 def write_model_folder(path: Path, seed: int) -> None:
     """Write weights, configuration and tokenizer, as Hugging Face and vLLM load them."""
-    tokenizer = make_tokenizer()
-    make_model(seed, tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    make_model(seed).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
 
 
 def main() -> None:
