@@ -18,7 +18,7 @@ def is_equivalent(response_text: str, reference_answer: str) -> bool:
     """
     import math_verify  # heavy (sympy)
 
-    # math-verify's own time limits are alarms that cannot interrupt C code (0 switches them off); the pool kills the process instead.
+    # math-verify's own time limits, which 0 switches off, cannot interrupt C code; the pool kills the process instead.
     reference = math_verify.parse(f"\\boxed{{{reference_answer}}}", parsing_timeout=0)
     answer = math_verify.parse(response_text, parsing_timeout=0)
     return bool(math_verify.verify(reference, answer, timeout_seconds=0))
