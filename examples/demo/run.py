@@ -1,0 +1,171 @@
+"""The demo: a small model learns to carry. Everything happens on this machine, without a GPU.
+
+1. Make a small Qwen3-shaped model with random weights, and its tokenizer.
+2. Warm it up by imitating demonstrations of additions, most of them by somebody who forgets to carry.
+3. Train it with GRPO: a policy worker and a vLLM engine as colocated Ray actors, reward 1 for a right answer.
+4. Print what it learned, where the time went and what was moved; draw it.
+
+    python examples/demo/run.py --seed 42 grpo.max_num_steps=80
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.utils.cli import run_main, set_up_logging
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+CONFIG = Path(__file__).parents[1] / "configs" / "grpo_arithmetic_cpu.yaml"
+WARM_UP_STEPS = 350
+WARM_UP_BATCH_SIZE = 128
+WARM_UP_LEARNING_RATE = 2e-3
+FORGETFUL_SHARE = 0.75
+
+
+def main() -> None:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the GRPO configuration")
+    arguments = parser.parse_args()
+    set_up_logging(logging.WARNING)
+    begin = time.perf_counter()
+
+    from make_model import write_model_folder
+    from rich.console import Console
+
+    from nemo_offload_rl.config import load_grpo_config
+
+    console = Console(soft_wrap=True)
+    run_dir = arguments.run_dir
+    shutil.rmtree(run_dir, ignore_errors=True)
+    console.print(f"1/4  a small Qwen3-shaped model with random weights -> {run_dir / 'random'}")
+    write_model_folder(run_dir / "random", arguments.seed)
+    overrides = [
+        f"grpo.seed={arguments.seed}",
+        f"policy.model_name={run_dir / 'warmed_up'}",
+        f"logger.log_dir={run_dir / 'grpo'}",
+        f"checkpointing.checkpoint_dir={run_dir / 'checkpoints'}",
+        *arguments.overrides,
+    ]
+
+    console.print("2/4  warm-up: imitating demonstrations, most of which forget to carry")
+    warm_up(run_dir, arguments.seed, console)
+    warmed_up_s = time.perf_counter() - begin
+
+    console.print("3/4  GRPO: a policy worker and a vLLM engine as colocated Ray actors (starting takes a while)")
+    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+
+    run_grpo(load_grpo_config(CONFIG, overrides))
+
+    from nemo_offload_rl.report import write_report
+
+    page = write_report(run_dir / "grpo")
+    console.print("4/4  what came of it")
+    console.print(summary_table(run_dir / "grpo", warmed_up_s, time.perf_counter() - begin))
+    console.print(f"charts: {page}")
+
+
+def warm_up(run_dir: Path, seed: int, console: Any) -> None:
+    """Supervised fine-tuning of `run_dir`/random into `run_dir`/warmed_up, in this process."""
+    from demonstrations import demonstrate
+
+    from nemo_offload_rl.algorithms.sft import CollateSettings, sft_train
+    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.data.datasets import load_rows, prompt_encoder
+    from nemo_offload_rl.data.loader import ShuffledLoader
+    from nemo_offload_rl.data.tokenizer import load_tokenizer
+    from nemo_offload_rl.distributed.local import LocalWorkerGroup
+    from nemo_offload_rl.policy.backends.base import ProcessInfo
+    from nemo_offload_rl.policy.interfaces import TrainResult
+    from nemo_offload_rl.policy.policy import Policy
+    from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+    from nemo_offload_rl.policy.worker import PolicyWorker
+
+    random_model = run_dir / "random"
+    config = load_grpo_config(CONFIG, [f"policy.model_name={random_model}", f"grpo.seed={seed}"])
+    tokenizer = load_tokenizer(config.tokenizer)
+    encoder = prompt_encoder(config.data.train, config.data, tokenizer, None)
+    rows = demonstrate(load_rows(config.data.train).train, forgetful_share=FORGETFUL_SHARE, seed=seed)
+    demonstrations = [encoder.demonstration(next(rows)) for _ in range(WARM_UP_STEPS * WARM_UP_BATCH_SIZE)]
+    loader = ShuffledLoader(demonstrations, batch_size=WARM_UP_BATCH_SIZE, shuffle=False, seed=seed)
+    linear = "torch.optim.lr_scheduler.LinearLR"
+    settings = replace(
+        config.policy,
+        train_global_batch_size=WARM_UP_BATCH_SIZE,
+        train_micro_batch_size=WARM_UP_BATCH_SIZE,
+        optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": WARM_UP_LEARNING_RATE, "betas": (0.9, 0.95)}),
+        scheduler=(
+            SchedulerSettings(name=linear, kwargs={"start_factor": 0.05, "total_iters": 20}, until_step=20),
+            SchedulerSettings(
+                name=linear,
+                kwargs={"start_factor": 1.0, "end_factor": 0.05, "total_iters": WARM_UP_STEPS - 20},
+                until_step=None,
+            ),
+        ),
+    )
+
+    def show(step: int, result: TrainResult) -> None:
+        if step % 50 == 0:
+            console.print(f"     step {step}/{WARM_UP_STEPS}  loss {result.loss[-1]:.3f} per token")
+
+    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
+    policy = Policy(LocalWorkerGroup(worker), settings, dp_size=1, tp_size=1)
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
+    collate = CollateSettings(pad_id=pad_id, multiple=1, max_length=settings.max_total_sequence_length)
+    sft_train(policy, loader, num_steps=WARM_UP_STEPS, collate=collate, on_step=show)
+    policy.export_hf((run_dir / "warmed_up").absolute())
+    tokenizer.save_pretrained(run_dir / "warmed_up")
+    policy.shutdown()
+
+
+def summary_table(log_dir: Path, warmed_up_s: float, total_s: float) -> Any:
+    """Accuracy before and after, reward and KL along the way, seconds by phase, bytes moved."""
+    from rich.table import Table
+
+    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["step"] > 0]
+    accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
+    table = Table(show_header=False, title="demo", title_justify="left")
+    table.add_row("held-out accuracy, greedy, before GRPO", f"{accuracies[0]:.1%}")
+    table.add_row("held-out accuracy, greedy, after GRPO", f"{accuracies[-1]:.1%}", style="bold")
+    marks = sorted({0, len(steps) // 4, len(steps) // 2, 3 * len(steps) // 4, len(steps) - 1})
+    for key, label in (("train/reward_mean", "mean reward"), ("train/kl", "KL to the warmed-up model")):
+        table.add_row(f"{label} at step {', '.join(str(i + 1) for i in marks)}", _series(steps, key, marks))
+    mult_prob_error = sum(step["train/token_mult_prob_error"] for step in steps) / len(steps)
+    table.add_row("token_mult_prob_error, engine against policy", f"{mult_prob_error:.6f}")
+    phases = [key for key in steps[0] if key.startswith("timing/") and key != "timing/total_s"]
+    for phase in sorted(phases, key=lambda key: -_mean(steps, key)):
+        if "/" not in phase.removeprefix("timing/"):
+            table.add_row(f"seconds per step, {phase.removeprefix('timing/')[:-2]}", f"{_mean(steps, phase):.3f}")
+    table.add_row("seconds per step, total", f"{_mean(steps, 'timing/total_s'):.3f}")
+    mib = 2**20
+    for key in ("bytes_out", "bytes_in", "bytes_clean", "bytes_freed"):
+        table.add_row(f"residency, MiB per step, {key[6:]}", f"{_mean(steps, 'residency/' + key) / mib:.2f}")
+    table.add_row("residency, seconds per step", f"{_mean(steps, 'residency/exposed_s'):.4f}")
+    table.add_row("warm-up / whole demo, seconds", f"{warmed_up_s:.0f} / {total_s:.0f}")
+    return table
+
+
+def _series(steps: list[dict[str, float]], key: str, marks: list[int]) -> str:
+    return ", ".join(f"{steps[i][key]:.3f}" for i in marks)
+
+
+def _mean(steps: list[dict[str, float]], key: str) -> float:
+    values = [step[key] for step in steps if key in step]
+    return sum(values) / len(steps)
+
+
+if __name__ == "__main__":
+    run_main(main)
