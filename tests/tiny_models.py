@@ -32,6 +32,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def qwen3_config(*, tied: bool = False, num_layers: int = 2, hidden_size: int = 64) -> Qwen3Config:
     """Grouped-query attention 4/2 with heads of 32, the smallest that vLLM's CPU attention takes."""
     return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,

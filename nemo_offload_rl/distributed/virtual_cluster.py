@@ -45,7 +45,7 @@ class VirtualCluster:
 
     def __init__(self, settings: ClusterSettings, num_colocated_groups: int = 2) -> None:
         self.settings = settings
-        self._share = 1.0 / num_colocated_groups
+        self._num_colocated_groups = num_colocated_groups
         self._groups: list[Callable[[], None]] = []
         self._next_port = settings.master_port_range_low
         self._placement_group = _reserve(settings)
@@ -72,12 +72,12 @@ class VirtualCluster:
     def actor_options(self, slot: int, env_vars: dict[str, str]) -> dict[str, Any]:
         """Ray options of a worker in `slot`; with GPUs it sees only its slot's one, as `cuda:0`."""
         options: dict[str, Any] = {
-            "num_cpus": self._share,
+            "num_cpus": 1.0 / self._num_colocated_groups,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement_group, self._bundles[slot][0]),
             "runtime_env": {"env_vars": env_vars},
         }
         if self.settings.device_type == "cuda":
-            options["num_gpus"] = self._share
+            options["num_gpus"] = 1.0 / self._num_colocated_groups
         return options
 
     def rendezvous(self) -> tuple[str, int]:
@@ -93,13 +93,24 @@ class VirtualCluster:
         return address, port
 
     def register(self, shutdown: Callable[[], None]) -> None:
-        """Have `shutdown` called when the cluster ends, latest first."""
+        """Admit a worker group; `shutdown` is called when the cluster ends, latest group first.
+
+        Raises:
+            RuntimeError: All shares of the slots are taken; Ray would let the group wait forever.
+        """
+        if len(self._groups) == self._num_colocated_groups:
+            raise RuntimeError(f"Each slot is shared by {self._num_colocated_groups} worker groups at most")
         self._groups.append(shutdown)
+
+    def unregister(self, shutdown: Callable[[], None]) -> None:
+        """Let another group take the place of one that has ended."""
+        if shutdown in self._groups:
+            self._groups.remove(shutdown)
 
     def shutdown(self) -> None:
         """End every worker and give the slots back; safe to call twice."""
-        while self._groups:
-            self._groups.pop()()
+        for shutdown in reversed(self._groups.copy()):
+            shutdown()
         self._remove_placement_group()
 
     def _remove_placement_group(self) -> None:
@@ -185,7 +196,7 @@ def _check_resources(settings: ClusterSettings) -> None:
             per_node = "gpus_per_node" if on_gpu else "cpu_workers_per_node"
             raise ConfigError(
                 f"cluster.{per_node}={settings.workers_per_node} on cluster.num_nodes={settings.num_nodes} needs "
-                f"{count} {resource}s, but the Ray cluster has {found}; lower cluster.{per_node} or join a larger cluster"
+                f"{count} {resource}s, but the Ray cluster has {found}; lower cluster.{per_node} or join a larger one"
             )
 
 

@@ -78,8 +78,10 @@ class RayWorkerGroup:
         num_workers = cluster.world_size if spec.num_workers is None else spec.num_workers
         if not 1 <= num_workers <= cluster.world_size:
             raise ValueError(f"{spec.name}: {num_workers} workers do not fit {cluster.world_size} slots")
+        self._cluster = cluster
+        cluster.register(self.shutdown)
         address, port = cluster.rendezvous()
-        self._actors = []
+        self._actors: list[Any] = []
         for rank in range(num_workers):
             on_gpu = cluster.settings.device_type == "cuda"
             env_vars = {
@@ -100,7 +102,6 @@ class RayWorkerGroup:
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._is_busy = False
         self._building: PendingCall | None = PendingCall("build", refs)
-        cluster.register(self.shutdown)
 
     @property
     def world_size(self) -> int:
@@ -114,6 +115,8 @@ class RayWorkerGroup:
             WorkerDiedError: A process ended.
             Exception: What a worker's constructor raised.
         """
+        if not self._actors:
+            raise RuntimeError(f"The {self._spec.name} workers were shut down")
         building, self._building = self._building, None
         if building is not None:
             self.join(building)
@@ -160,6 +163,7 @@ class RayWorkerGroup:
         """Let idle workers end by themselves, kill them all and wait until their processes are gone."""
         if not self._actors or not ray.is_initialized():
             return
+        self._cluster.unregister(self.shutdown)
         actors, self._actors = self._actors, []
         processes = self._local_processes()
         if self._building is None and not self._is_busy:

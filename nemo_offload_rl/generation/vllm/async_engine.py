@@ -90,11 +90,12 @@ class AsyncVllmEngine(VllmEngineBase):
     async def _one(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int, position: int
     ) -> list[Completion]:
+        from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         params = sampling_params(sampling, num_samples, position)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        request = {"prompt_token_ids": list(prompt)}
+        request = TokensPrompt(prompt_token_ids=list(prompt))
         completions: list[Completion] = []
         async for output in self._engine.generate(request, params, f"request-{next(self._request_ids)}"):
             completions = [completion_from_output(sample) for sample in output.outputs]

@@ -19,7 +19,7 @@ from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
-ALL_TAGS = ("weights", "kv_cache")
+ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 
 
 class VllmEngineBase(ABC):

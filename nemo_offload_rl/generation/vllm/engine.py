@@ -53,8 +53,10 @@ class VllmEngine(VllmEngineBase):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int
     ) -> list[list[Completion]]:
+        from vllm import TokensPrompt
+
         outputs = self._engine.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
             [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
             use_tqdm=False,
         )

@@ -56,6 +56,8 @@ def sampling_params(sampling: SamplingSettings, num_samples: int, position: int)
 def completion_from_output(output: CompletionOutput) -> Completion:
     """Tokens with the sampler's logprob of each; the token that ended the response is among them."""
     token_ids = list(output.token_ids)
-    assert output.logprobs is not None
-    logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    logprobs = []
+    for token, entry in zip(token_ids, output.logprobs or (), strict=True):
+        assert entry is not None
+        logprobs.append(entry[token].logprob)
     return Completion(token_ids, logprobs, output.finish_reason or "abort")

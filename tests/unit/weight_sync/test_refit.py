@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nemo_offload_rl.policy.backends.base import WeightSpec
+from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.refit import refit
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+TENSORS = {str(i): torch.full((100,), float(i)) for i in range(5)}
+
+
+class Policy:
+    """Sends `TENSORS` one by one and writes down what happened."""
+
+    def __init__(self, events: list[str], fail_at: int | None = None, stop_at: int | None = None) -> None:
+        specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
+        self._sender = SharedMemorySender(specs, 400)
+        self._events = events
+        self._fail_at = fail_at
+        self._stop_at = stop_at
+        self.filled = [threading.Event() for _ in range(6)]
+        self._index = 0
+
+    def offload_before_refit(self) -> None:
+        self._events.append("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self._events.append("offload_after_refit")
+
+    def start_refit(self) -> None:
+        self._events.append("start_refit")
+        self._index = 0
+        self._sender.start(iter(TENSORS.items()))
+
+    def next_bucket(self) -> WeightBucket | None:
+        if self._index == self._fail_at:
+            raise ZeroDivisionError("policy")
+        if self._index == self._stop_at:
+            return None
+        bucket = self._sender.next_bucket()
+        self.filled[self._index].set()
+        self._index += 1
+        return bucket
+
+
+class Engine:
+    """Copies buckets, each only after the policy has filled the next one."""
+
+    def __init__(self, events: list[str], policy: Policy, fail_at: int | None = None) -> None:
+        self._events = events
+        self._policy = policy
+        self._fail_at = fail_at
+        self._receiver = SharedMemoryReceiver()
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        self._events.append(f"wake {tags}")
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        if bucket.index == self._fail_at:
+            raise ConnectionError("engine")
+        assert self._policy.filled[bucket.index + 1].wait(20), "the next bucket was not filled during the load"
+        self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
+
+    def finish_refit(self) -> None:
+        self._events.append("finish_refit")
+
+
+def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies_the_present_one() -> None:
+    events: list[str] = []
+    policy = Policy(events)
+    engine = Engine(events, policy)
+    report = refit(policy, engine)  # type: ignore[arg-type]
+    assert events == [
+        "offload_before_refit",
+        "wake ['weights']",
+        "start_refit",
+        "finish_refit",
+        "offload_after_refit",
+        "wake ['kv_cache']",
+    ]
+    assert {name: tensor.tolist() for name, tensor in engine.loaded.items()} == {
+        name: tensor.tolist() for name, tensor in TENSORS.items()
+    }
+    assert (report.num_tensors, report.num_buckets, report.num_bytes) == (5, 5, 2000)
+
+
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_a_failure_of_the_engine_ends_the_refit_before_it_is_finished(index: int) -> None:
+    events: list[str] = []
+    policy = Policy(events)
+    with pytest.raises(ConnectionError, match="engine"):
+        refit(policy, Engine(events, policy, fail_at=index))  # type: ignore[arg-type]
+    assert events[-1] == "start_refit"
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_failure_of_the_policy_ends_the_refit_before_it_is_finished(index: int) -> None:
+    events: list[str] = []
+    policy = Policy(events, fail_at=index)
+    for event in policy.filled:
+        event.set()
+    with pytest.raises(ZeroDivisionError, match="policy"):
+        refit(policy, Engine(events, policy))  # type: ignore[arg-type]
+    assert events[-1] == "start_refit"
+
+
+def test_a_policy_that_stops_early_is_not_taken_for_a_refit() -> None:
+    events: list[str] = []
+    policy = Policy(events, stop_at=3)
+    for event in policy.filled:
+        event.set()
+    with pytest.raises(RefitError, match="stopped sending after 3 buckets"):
+        refit(policy, Engine(events, policy))  # type: ignore[arg-type]
+    assert events[-1] == "start_refit"
