@@ -32,6 +32,19 @@ def test_each_worker_group_gets_another_port(cluster: VirtualCluster) -> None:
     assert cluster.rendezvous() != cluster.rendezvous()
 
 
+def test_more_groups_than_shares_are_refused_instead_of_waiting_forever(cluster: VirtualCluster) -> None:
+    spec = WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"}, num_workers=1)
+    groups = [RayWorkerGroup(cluster, spec) for _ in range(4)]
+    with pytest.raises(RuntimeError, match="shared by 4 worker groups at most"):
+        RayWorkerGroup(cluster, spec)
+    groups.pop().shutdown()
+    groups.append(RayWorkerGroup(cluster, spec))
+    for group in groups:
+        group.shutdown()
+    with pytest.raises(RuntimeError, match="echo workers were shut down"):
+        groups[0].run_all("greet")
+
+
 def test_a_range_without_a_free_port_names_the_keys() -> None:
     with pytest.raises(ConfigError, match=r"No port from 5 to 4 is free.*master_port_range_low"):
         find_free_port(5, 4)
