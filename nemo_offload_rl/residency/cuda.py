@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,21 +39,26 @@ class _Piece:
 class CudaTransfer:
     """Copies on a side stream, with an event after every chunk of them."""
 
-    def __init__(self, stream: torch.cuda.Stream, pieces: Sequence[_Piece], num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.num_bytes = 0
         self._stream = stream
-        self._num_copies = sum(len(piece.copies) for piece in pieces)
+        self._num_copies = 0
         self._started = torch.cuda.Event(enable_timing=True)
         self._chunks: list[tuple[int, torch.cuda.Event]] = []  # copies finished when the event has passed
         self._num_passed = 0
         self._reached: torch.cuda.Event | None = None
         self._started.record(stream)
 
-    def mark(self, num_copies: int) -> None:
-        """Note on the stream that the first `num_copies` have been asked for."""
+    def add(self, piece: _Piece) -> None:
+        """Count copies that the stream has been asked for."""
+        self._num_copies += len(piece.copies)
+        self.num_bytes += sum(copy.host.numel() for copy in piece.copies)
+
+    def mark(self) -> None:
+        """Note on the stream that everything added so far has been asked for."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
-        self._chunks.append((num_copies, event))
+        self._chunks.append((self._num_copies, event))
 
     def num_finished(self) -> int:
         while self._num_passed < len(self._chunks) and self._chunks[self._num_passed][1].query():
@@ -62,6 +68,10 @@ class CudaTransfer:
     @property
     def finished(self) -> bool:
         return self.num_finished() == self._num_copies
+
+    def wait_some(self) -> None:
+        if self._num_passed < len(self._chunks):
+            self._chunks[self._num_passed][1].synchronize()
 
     def wait_host(self) -> float:
         start = time.perf_counter()
@@ -135,7 +145,7 @@ class CudaDevice:
     def copy_out(self, copies: Sequence[Copy]) -> Transfer:
         return self._copy(copies, self._out, to_host=True)
 
-    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._in, to_host=False)
 
     def new_arena(self, pinned: bool) -> HostArena:
@@ -149,27 +159,31 @@ class CudaDevice:
             logger.warning("%s Going on with pageable memory, whose copies are several times slower.", error)
             return PageableRegion(num_bytes)
 
-    def _copy(self, copies: Sequence[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
-        num_bytes = sum(copy.host.numel() for copy in copies)
-        if not copies:
+    def _copy(self, copies: Iterable[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
+        pending = iter(copies)
+        first = next(pending, None)
+        if first is None:
             return FinishedTransfer(0, 0, 0.0)
-        if not all(copy.host.is_pinned() for copy in (copies[0], copies[-1])):
-            return self._copy_blocking(copies, num_bytes, to_host)
-        pieces = list(pieces_of(copies))
+        copies = chain([first], pending)
+        if not first.host.is_pinned():
+            return self._copy_blocking(copies, to_host)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        transfer = CudaTransfer(stream, pieces, num_bytes)
-        num_asked = 0
+        transfer = CudaTransfer(stream)
         unmarked_bytes = 0
-        with torch.cuda.stream(stream):
-            for piece in pieces:
-                self._cross(piece, stream, to_host)
-                num_asked += len(piece.copies)
-                unmarked_bytes += piece.host.numel()
-                if unmarked_bytes >= CHUNK_BYTES:
-                    transfer.mark(num_asked)
-                    unmarked_bytes = 0
-            if unmarked_bytes:
-                transfer.mark(num_asked)
+        try:
+            with torch.cuda.stream(stream):
+                for piece in pieces_of(copies):
+                    self._cross(piece, stream, to_host)
+                    transfer.add(piece)
+                    unmarked_bytes += piece.host.numel()
+                    if unmarked_bytes >= CHUNK_BYTES:
+                        transfer.mark()
+                        unmarked_bytes = 0
+        except BaseException:
+            stream.synchronize()
+            raise
+        if unmarked_bytes:
+            transfer.mark()
         return transfer
 
     def _cross(self, piece: _Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
@@ -191,15 +205,18 @@ class CudaDevice:
             staging.copy_(piece.host, non_blocking=True)
             torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _copy_blocking(self, copies: Sequence[Copy], num_bytes: int, to_host: bool) -> FinishedTransfer:
+    def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         start = time.perf_counter()
+        num_bytes = num_copies = 0
         for copy in copies:
             (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
+            num_bytes += copy.host.numel()
+            num_copies += 1
         torch.cuda.current_stream(self.device).synchronize()
-        return FinishedTransfer(num_bytes, len(copies), time.perf_counter() - start)
+        return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
 
 
-def pieces_of(copies: Sequence[Copy]) -> Iterator[_Piece]:
+def pieces_of(copies: Iterable[Copy]) -> Iterator[_Piece]:
     """Join small copies that lie side by side in host memory, in order, into pieces of at most the staging size."""
     run: list[Copy] = []
     for copy in copies:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class Transfer(Protocol):
     @property
     def finished(self) -> bool:
         """Whether all copies are known to have finished."""
+        ...
+
+    def wait_some(self) -> None:
+        """Block until more copies have finished than `num_finished` said last, or all."""
         ...
 
     def wait_host(self) -> float:
@@ -103,8 +107,11 @@ class Device(Protocol):
         """Start copying device to host."""
         ...
 
-    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
-        """Start copying host to device."""
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        """Start copying host to device. `copies` may allocate as it is iterated: earlier copies are under way then.
+
+        If the iteration raises, no copy is under way when this does.
+        """
         ...
 
     def new_arena(self, pinned: bool) -> HostArena:
@@ -124,6 +131,9 @@ class FinishedTransfer:
 
     def num_finished(self) -> int:
         return self.num_copies
+
+    def wait_some(self) -> None:
+        return None
 
     def wait_host(self) -> float:
         return 0.0
@@ -163,25 +173,24 @@ class CpuDevice:
         return available_bytes()
 
     def copy_out(self, copies: Sequence[Copy]) -> Transfer:
-        start = time.perf_counter()
-        for copy in copies:
-            copy.host.copy_(copy.device)
-        return self._finished(copies, start)
+        return _copy_now((copy.host, copy.device) for copy in copies)
 
-    def copy_in(self, copies: Sequence[Copy]) -> Transfer:
-        start = time.perf_counter()
-        for copy in copies:
-            copy.device.copy_(copy.host)
-        return self._finished(copies, start)
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        return _copy_now((copy.device, copy.host) for copy in copies)
 
     def new_arena(self, pinned: bool) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.
         return HostArena()
 
-    @staticmethod
-    def _finished(copies: Sequence[Copy], start: float) -> FinishedTransfer:
-        num_bytes = sum(copy.host.numel() for copy in copies)
-        return FinishedTransfer(num_bytes, len(copies), time.perf_counter() - start)
+
+def _copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
+    start = time.perf_counter()
+    num_bytes = num_copies = 0
+    for target, source in pairs:
+        target.copy_(source)
+        num_bytes += source.numel()
+        num_copies += 1
+    return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
 
 
 class SimulatedDevice(CpuDevice):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,8 +83,13 @@ class GroupState:
         """Wait for copies under way and give up the memory of those that left; returns the seconds waited."""
         if self._flight is None:
             return 0.0
-        waited = self._flight.transfer.wait_host()
-        self.release_finished()
+        start = time.perf_counter()
+        while self._flight.num_released < len(self._flight.to_release):
+            # Memory is given up while later copies still run.
+            self._flight.transfer.wait_some()
+            self.release_finished()
+        self._flight.transfer.wait_host()
+        waited = time.perf_counter() - start
         self._finish()
         return waited
 
@@ -161,9 +167,12 @@ class GroupState:
             self._finish()
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        for key, record in absent.items():
-            self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
-        transfer = self._device.copy_in([_copy(record, self.mirror) for record in absent.values()])
+        def allocated() -> Iterator[Copy]:
+            for key, record in absent.items():
+                self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
+                yield _copy(record, self.mirror)
+
+        transfer = self._device.copy_in(allocated())
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, [])
         if transfer.finished:
