@@ -11,7 +11,7 @@ from nemo_offload_rl.residency.errors import (
     OpenStepError,
     ResidencyError,
 )
-from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, peak_bytes
+from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, choose_resident, peak_bytes
 from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
 from nemo_offload_rl.residency.host_memory import HostBudget, read_host_budget
 from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
@@ -44,6 +44,7 @@ __all__ = [
     "TensorGroup",
     "TransitionReport",
     "adam_state_bytes",
+    "choose_resident",
     "local_tensor",
     "make_device",
     "optimizer_tensors",

@@ -102,6 +102,8 @@ class CudaDevice:
         host_budget_bytes: Bound on pinned and pageable host memory together, None to read it from the machine.
     """
 
+    asynchronous = True
+
     def __init__(self, device: torch.device, host_budget_bytes: int | None = None) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._out = torch.cuda.Stream(self.device)
@@ -141,6 +143,11 @@ class CudaDevice:
     def free_bytes(self) -> int:
         reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + reusable
+
+    def drain_peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def copy_out(self, copies: Sequence[Copy]) -> Transfer:
         return self._copy(copies, self._out, to_host=True)

@@ -71,6 +71,11 @@ class Transfer(Protocol):
 class Device(Protocol):
     """Memory of one accelerator, as the residency manager uses it."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether copies run beside the device's work."""
+        ...
+
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
         ...
@@ -101,6 +106,10 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Memory that could still be allocated."""
+        ...
+
+    def drain_peak_bytes(self) -> int:
+        """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
         ...
 
     def copy_out(self, copies: Sequence[Copy]) -> Transfer:
@@ -151,6 +160,8 @@ class FinishedTransfer:
 class CpuDevice:
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
+    asynchronous = False
+
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "cpu"
 
@@ -171,6 +182,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def drain_peak_bytes(self) -> int:
+        return 0
 
     def copy_out(self, copies: Sequence[Copy]) -> Transfer:
         return _copy_now((copy.host, copy.device) for copy in copies)

@@ -51,3 +51,18 @@ STEP_PHASES = (
 def adam_state_bytes(param_bytes: int, param_itemsize: int = 4, state_itemsize: int = 4) -> int:
     """Bytes of Adam's exp_avg and exp_avg_sq for parameters of `param_bytes`."""
     return 2 * (param_bytes // param_itemsize) * state_itemsize
+
+
+def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
+    """Groups that may stay on the device beside the engine: the largest first, as far as the room goes.
+
+    Args:
+        sizes_bytes: Candidates and their sizes.
+        room_bytes: Device memory that neither the engine nor the reserve claims.
+    """
+    chosen: set[str] = set()
+    for name, size in sorted(sizes_bytes.items(), key=lambda item: -item[1]):
+        if size <= room_bytes:
+            chosen.add(name)
+            room_bytes -= size
+    return frozenset(chosen)

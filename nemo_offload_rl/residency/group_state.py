@@ -73,6 +73,11 @@ class GroupState:
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether copies out are under way, whose memory is still to be given up."""
+        return self._flight is not None and self.location is not Placement.DEVICE
+
     def wait_arrival(self) -> None:
         """Have the device run nothing more before the group's copies have arrived."""
         if self._flight is not None and self.location is Placement.DEVICE:
@@ -102,15 +107,15 @@ class GroupState:
         return report
 
     def release_finished(self) -> bool:
-        """Give up the memory of copies out that have finished; whether there was any."""
+        """Give up the memory of copies out that have finished; whether those are all of them."""
         flight = self._flight
-        if flight is None or not flight.to_release:
+        if flight is None:
             return False
-        finished = flight.transfer.num_finished()
+        finished = min(flight.transfer.num_finished(), len(flight.to_release))
         for storage in flight.to_release[flight.num_released : finished]:
             self._device.release(storage)
-        progressed, flight.num_released = finished > flight.num_released, finished
-        return progressed
+        flight.num_released = finished
+        return finished == len(flight.to_release)
 
     def account(self) -> None:
         """Add the seconds of finished copies to their reports."""
@@ -162,8 +167,7 @@ class GroupState:
             if key not in dirty_keys:
                 report.group(self.group.name).bytes_clean += record.storage.nbytes()
                 self._device.release(record.storage)
-        self.release_finished()
-        if self._flight.num_released == len(dirty):
+        if self.release_finished():
             self._finish()
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:

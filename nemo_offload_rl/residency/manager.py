@@ -24,22 +24,11 @@ from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
 from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import GRADS, OPTIMIZER, PARAMS, ResidencyPlan
+from nemo_offload_rl.residency.plan import PREFETCHED, SETTLED, TOUCHED, ResidencyPlan
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
+from nemo_offload_rl.residency.work_memory import WorkMemory
 
 logger = logging.getLogger(__name__)
-
-# What a phase reads or writes from its first kernel on. A group that arrives earlier is waited for only here.
-TOUCHED: Mapping[Phase, frozenset[str]] = {
-    Phase.TRAINING: frozenset({PARAMS, GRADS}),
-    Phase.OPTIM_STEP: frozenset({PARAMS, GRADS, OPTIMIZER}),
-    Phase.LP_INFERENCE: frozenset({PARAMS}),
-    Phase.REFIT: frozenset({PARAMS}),
-    Phase.GENERATION: frozenset(),
-}
-
-# Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
-SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
 
 
 class ResidencyManager:
@@ -50,10 +39,17 @@ class ResidencyManager:
         groups: The groups, in the order in which a storage that several of them list is counted.
         device: The device; everything is on it until the first `enter`.
         arena: Host memory for all groups. None takes a page-locked and a pageable one from the device.
+        overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
     """
 
     def __init__(
-        self, *, plan: ResidencyPlan, groups: Sequence[StateGroup], device: Device, arena: HostArena | None = None
+        self,
+        *,
+        plan: ResidencyPlan,
+        groups: Sequence[StateGroup],
+        device: Device,
+        arena: HostArena | None = None,
+        overlap: bool = True,
     ) -> None:
         unknown = [group.name for group in groups if group.name not in plan.table]
         if unknown:
@@ -69,6 +65,8 @@ class ResidencyManager:
         }
         self._snapshots: dict[str, tuple[str, HostMirror]] = {}
         self._ledger = Ledger()
+        self._overlap = overlap and device.asynchronous
+        self._work = WorkMemory(device)
         self._open_step = False
         self._num_steps = 0
         self._failure: str | None = None
@@ -85,17 +83,35 @@ class ResidencyManager:
         wanted = {name: self.plan.placement(name, phase) for name in self._states}
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
-        if phase is not self.phase:
+        is_new = phase is not self.phase
+        if is_new:
+            self._work.end(self.phase)
             self._apply(wanted, report)
         for name, state in self._states.items():
             if name in TOUCHED[phase]:
                 state.wait_arrival()
         self.phase = phase
-        if phase in SETTLED:
+        if not self._overlap or phase in SETTLED:
             self.settle()
+        if is_new and self._overlap:
+            self._work.begin(sum(self.device_bytes().values()))
+            if phase in PREFETCHED:
+                self._prefetch(PREFETCHED[phase], report, [n for n, p in wanted.items() if p is Placement.UNCHANGED])
         self._ledger.add(report)
         logger.debug("%s", report.line())
         return report
+
+    def prefetch(self, phase: Phase) -> None:
+        """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
+
+        How much that work needs is known once a phase has been passed through; until then nothing is prefetched, and
+        the copies are waited for when `phase` is entered.
+        """
+        if self._overlap and self.phase is not None:
+            report = TransitionReport(self.phase, phase)
+            self._prefetch(phase, report, list(self._states))
+            if report.groups:
+                self._ledger.add(report)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -126,9 +142,10 @@ class ResidencyManager:
 
     def poll(self) -> None:
         """Hand over the memory of copies that have finished. Call between pieces of other work; does not block."""
-        released = [state.release_finished() for state in self._states.values()]
-        if any(released):
-            self._device.trim()
+        for state in self._states.values():
+            if state.is_leaving and state.release_finished():
+                state.settle_and_charge()
+                self._trim_unless_leaving()
 
     def settle(self) -> None:
         """Wait for every copy under way and hand over all memory that was to be freed."""
@@ -144,6 +161,15 @@ class ResidencyManager:
         for state in self._states.values():
             state.account()
         return self._ledger
+
+    def _prefetch(self, phase: Phase, report: TransitionReport, allowed: Sequence[str]) -> None:
+        records = self._records()
+        for name in allowed:
+            state = self._states[name]
+            wanted = state.location is Placement.HOST and self.plan.placement(name, phase) is Placement.DEVICE
+            if wanted and self._work.has_room(self.phase, state.mirror.num_bytes):
+                state.arrive(records[name], report)
+                self._work.add(state.mirror.num_bytes)
 
     # -- snapshots
 
@@ -209,6 +235,7 @@ class ResidencyManager:
             yield
         finally:
             self._apply({name: before[name] for name in wanted}, report)
+            self.settle()
             self._ledger.add(report)
 
     # -- memory
@@ -335,9 +362,15 @@ class ResidencyManager:
                 if state.location is not Placement.DEVICE:
                     state.settle()
         if leaving:
-            self._device.trim()
+            self._trim_unless_leaving()
         for name in arriving:
             self._states[name].arrive(records[name], report)
+
+    def _trim_unless_leaving(self) -> None:
+        # Giving memory back to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
+        # while a group is leaving, it would make the caller wait for what was to be hidden.
+        if not any(state.is_leaving for state in self._states.values()):
+            self._device.trim()
 
     def _observe(self, records: Mapping[str, Mapping[int, StorageRecord]]) -> None:
         self._device.observe(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +24,7 @@ from nemo_offload_rl.residency.errors import ResidencyError
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
-NUM_TOUCH_THREADS = 8
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+MAX_TOUCH_THREADS = 16
 _MPOL_PREFERRED = 1
 _MBIND_SYSCALL = {"x86_64": 237, "aarch64": 235}
 _CUDA_SUCCESS = 0
@@ -107,13 +107,10 @@ class PinnedRegion:
             logger.warning("binding host memory to NUMA node %d failed (errno %d)", node, ctypes.get_errno())
 
     def _touch(self) -> None:
-        share = -(-self._size // NUM_TOUCH_THREADS // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        starts = range(self._address, self._address + self._size, share)
-        with ThreadPoolExecutor(NUM_TOUCH_THREADS) as pool:
-            list(pool.map(lambda start: _populate(start, min(share, self._address + self._size - start)), starts))
-
-
-def _populate(address: int, num_bytes: int) -> None:
-    """Back a range with memory now. ctypes lets go of the interpreter lock meanwhile."""
-    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)) != 0:
-        ctypes.memset(address, 0, num_bytes)
+        num_threads = min(MAX_TOUCH_THREADS, os.cpu_count() or 1)
+        share = -(-self._size // num_threads // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        end = self._address + self._size
+        starts = range(self._address, end, share)
+        with ThreadPoolExecutor(num_threads) as pool:
+            # memset lets go of the interpreter lock. MADV_POPULATE_WRITE does the same at half the speed (measured).
+            list(pool.map(lambda start: ctypes.memset(start, 0, min(share, end - start)), starts))

@@ -10,6 +10,21 @@ from nemo_offload_rl.residency.phase import Phase, Placement
 
 PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
 
+# What a phase reads or writes from its first kernel on. A group that arrives earlier is waited for only here.
+TOUCHED: Mapping[Phase, frozenset[str]] = {
+    Phase.TRAINING: frozenset({PARAMS, GRADS}),
+    Phase.OPTIM_STEP: frozenset({PARAMS, GRADS, OPTIMIZER}),
+    Phase.LP_INFERENCE: frozenset({PARAMS}),
+    Phase.REFIT: frozenset({PARAMS}),
+    Phase.GENERATION: frozenset(),
+}
+
+# Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
+SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
+
+# While in the first phase, what the second one needs may come already, if there is room.
+PREFETCHED: Mapping[Phase, Phase] = {Phase.LP_INFERENCE: Phase.TRAINING}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencySettings:
@@ -21,6 +36,7 @@ class ResidencySettings:
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
         offload_optimizer_states: The optimizer is on the device inside the optimizer step only.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
+        resident_groups: Groups that stay on the device for refit and generation, since there is room beside the engine.
     """
 
     colocated: bool
@@ -28,6 +44,7 @@ class ResidencySettings:
     offload_optimizer_states_for_logprob: bool
     offload_optimizer_states: bool = False
     optimizer_cpu_offload: bool = False
+    resident_groups: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -69,18 +86,21 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
             "host for good, the second brings it to the device for every step. Set one of them to false."
         )
     device, host, freed, same = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
+
     # Without colocation nobody waits for this device's memory, so nothing leaves it for refit or generation.
-    away = host if settings.colocated else same
+    def away(group: str) -> Placement:
+        return host if settings.colocated and group not in settings.resident_groups else same
+
     drop = freed if settings.colocated else same
     optimizer_row = (
         host if settings.offload_optimizer_states else device,
         device,
         host if settings.offload_optimizer_states_for_logprob else same,
-        away,
-        away,
+        away(OPTIMIZER),
+        away(OPTIMIZER),
     )
     rows = {
-        PARAMS: (device, device, device, device if settings.colocated else same, away),
+        PARAMS: (device, device, device, device if settings.colocated else same, away(PARAMS)),
         GRADS: (device, device, freed, drop, drop),
         OPTIMIZER: (host,) * len(Phase) if settings.optimizer_cpu_offload else optimizer_row,
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context

@@ -1,0 +1,50 @@
+"""How much device memory each phase's own work takes beside the state groups, learned from the phases as they pass."""
+
+from __future__ import annotations
+
+import logging
+
+from nemo_offload_rl.residency.device import Device
+from nemo_offload_rl.residency.phase import Phase
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 1 << 30
+MARGIN = 1.1  # later batches may be somewhat larger than those seen
+
+
+class WorkMemory:
+    """Says whether there is room to prefetch beside a phase's work.
+
+    Args:
+        device: Whose peaks are read. Where it knows none, the work seems to need nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held_bytes = 0
+        self._needed_bytes: dict[Phase, int] = {}
+
+    def begin(self, held_bytes: int) -> None:
+        """A phase begins with `held_bytes` of state groups on the device."""
+        self._held_bytes = held_bytes
+        self._device.drain_peak_bytes()
+
+    def add(self, num_bytes: int) -> None:
+        """More of the groups came to the device during the phase."""
+        self._held_bytes += num_bytes
+
+    def end(self, phase: Phase | None) -> None:
+        """The phase ends; remember the most that its work took."""
+        needed = max(0, self._device.drain_peak_bytes() - self._held_bytes)
+        if phase is not None:
+            self._needed_bytes[phase] = max(needed, self._needed_bytes.get(phase, 0))
+
+    def has_room(self, phase: Phase | None, num_bytes: int) -> bool:
+        """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
+        if phase is None or phase not in self._needed_bytes:
+            return False
+        room = self._device.free_bytes() - int(MARGIN * self._needed_bytes[phase]) - RESERVE_BYTES
+        if num_bytes > room:
+            logger.debug("no room to prefetch %d bytes in %s: %d bytes", num_bytes, phase, room)
+        return num_bytes <= room

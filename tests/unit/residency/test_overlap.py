@@ -1,0 +1,92 @@
+"""What may run beside copies, on a device that makes every missing wait visible."""
+
+from __future__ import annotations
+
+from deferred_device import DeferredDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_training import Training, assert_bitwise_equal
+
+from nemo_offload_rl.residency import Phase, Placement
+from nemo_offload_rl.residency.work_memory import WorkMemory
+
+MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
+
+
+@settings(max_examples=80, deadline=None)
+@given(moves=MOVES, for_logprob=st.booleans(), streamed=st.booleans())
+def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(moves, for_logprob, streamed):
+    flags = {"offload_optimizer_states_for_logprob": for_logprob, "offload_optimizer_states": streamed}
+    moved, plain = Training(device=DeferredDevice(), **flags), Training()
+    for move in moves:
+        if move == "step":
+            moved.step()
+            plain.step()
+        elif move == "poll":
+            moved.manager.poll()
+        elif move == "prefetch":
+            moved.manager.prefetch(Phase.OPTIM_STEP)
+        else:
+            moved.manager.enter(move)
+    moved.manager.enter(Phase.TRAINING)
+    with moved.manager.during(Phase.OPTIM_STEP):
+        assert_bitwise_equal(moved.contents(), plain.contents())
+
+
+def cycle(training: Training) -> None:
+    training.step()
+    for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+        training.manager.enter(phase)
+
+
+def test_the_optimizer_comes_back_during_logprobs_once_their_memory_is_known():
+    training = Training(device=DeferredDevice())
+    cycle(training)
+    assert training.manager.location("optimizer") is Placement.HOST
+    cycle(training)
+    assert training.manager.location("optimizer") is Placement.DEVICE
+
+
+def test_nothing_is_prefetched_where_the_plan_wants_the_optimizer_on_the_host():
+    training = Training(device=DeferredDevice(), offload_optimizer_states_for_logprob=True)
+    cycle(training)
+    cycle(training)
+    assert training.manager.location("optimizer") is Placement.HOST
+
+
+def test_nothing_is_prefetched_without_room_beside_the_work():
+    training = Training(device=DeferredDevice(free_bytes=1 << 20))
+    cycle(training)
+    cycle(training)
+    assert training.manager.location("optimizer") is Placement.HOST
+
+
+def test_leaving_memory_is_kept_until_its_copy_has_finished_and_generation_waits_for_all():
+    training = Training(device=DeferredDevice())
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    assert training.manager.device_bytes()["optimizer"] > 0
+    training.manager.enter(Phase.GENERATION)
+    assert sum(training.manager.device_bytes().values()) == 0
+
+
+class PeakDevice(DeferredDevice):
+    """Reports a peak that the test sets."""
+
+    peak_bytes = 0
+
+    def drain_peak_bytes(self) -> int:
+        peak, self.peak_bytes = self.peak_bytes, 0
+        return peak
+
+
+def test_room_is_what_is_free_less_the_work_seen_with_a_margin_and_a_reserve():
+    gib = 1 << 30
+    device = PeakDevice(free_bytes=10 * gib)
+    work = WorkMemory(device)
+    work.begin(held_bytes=3 * gib)
+    device.peak_bytes = 5 * gib
+    work.end(Phase.LP_INFERENCE)
+    assert work.has_room(Phase.LP_INFERENCE, int(6.7 * gib))
+    assert not work.has_room(Phase.LP_INFERENCE, int(6.9 * gib))
+    assert not work.has_room(Phase.TRAINING, 1)
