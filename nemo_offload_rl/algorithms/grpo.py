@@ -11,16 +11,18 @@ One step, in order (docs/step.md has the memory side of it):
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import group_advantages
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.dynamic_sampling import sample_until_full
-from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, sample_lines, train_metrics, validation_metrics
 from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
@@ -54,6 +56,7 @@ class GrpoParts:
     pad_id: int
     width_multiple: int
     checkpoints: CheckpointKeeper
+    num_samples_to_print: int
 
 
 class GrpoTrainer:
@@ -88,14 +91,21 @@ class GrpoTrainer:
         # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
         self._engine_is_awake = False
 
-    def run(self) -> None:
-        """Train until the steps or epochs are used up."""
-        settings, loader = self._settings, self._parts.loader
-        last_step = min(settings.max_num_steps, settings.max_num_epochs * loader.batches_per_epoch)
-        step = self._parts.checkpoints.resume(self._parts.policy, loader)
-        if settings.val_at_start and step == 0:
-            accuracy = self.validate(0)
+    def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
+        """Train until `last_step`.
+
+        Args:
+            last_step: Number of the last step, from 1.
+            resume_from: Where to go on; None starts with the first step.
+        """
+        settings, step = self._settings, 0
+        if resume_from is not None:
+            self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
+            step = resume_from.step
+        elif settings.val_at_start:
+            accuracy = self.validate(0)["accuracy"]
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
+            self._logger.commit()
             self._progress.note(f"held-out accuracy before training: {accuracy:.1%}")
         while step < last_step:
             step += 1
@@ -104,7 +114,7 @@ class GrpoTrainer:
     def step(self, step: int, is_last: bool) -> None:
         """One step of the file header."""
         parts, timer = self._parts, self._timer
-        rollouts, sampling = self._sample()
+        rollouts, sampling = self._sample(step)
         rewards = self._training_rewards(rollouts)
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
@@ -127,43 +137,46 @@ class GrpoTrainer:
             parts.policy.prepare_for_training()
             result = parts.policy.train(training_batch, self._loss)
 
-        accuracy = self.validate(step) if self._validation_is_due(step, is_last) else None
+        about_step = train_metrics(rollouts, result, timer.seconds()) | sampling
+        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         if parts.checkpoints.is_due(step, is_last):
             with timer.phase("checkpoint"):
                 self._rest_engine()
-                parts.checkpoints.save(step, parts.policy, parts.loader, accuracy)
+                parts.checkpoints.save(step, parts.policy, parts.loader, {"train": about_step, "val": validation})
         seconds = timer.drain()
-        self._logger.log(step, train_metrics(rollouts, result, seconds) | sampling, "train")
+        self._logger.log(step, about_step, "train")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.log(step, timing_metrics(seconds), "timing")
         self._logger.commit()
-        self._progress.step_done(step, rollouts.rewards().mean().item(), seconds, accuracy)
+        self._progress.step_done(step, about_step["reward_mean"], seconds, validation.get("accuracy"))
 
-    def validate(self, step: int) -> float:
-        """Accuracy on held-out prompts with the present weights."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Answer held-out prompts with the present weights; logs the metrics, shows samples, returns the metrics."""
         settings = self._settings
         prompts = self._parts.validation_prompts[: settings.max_val_samples]
         batches = []
         for start in range(0, len(prompts), settings.val_batch_size):
+            sampling = self._seeded(self._generation.val_sampling, f"validation:{step}:{start}")
             chunk = prompts[start : start + settings.val_batch_size]
-            batches.append(
-                self._rollouts(
-                    chunk, self._generation.val_sampling, settings.val_num_generations_per_prompt, "validation"
-                )
-            )
+            batches.append(self._rollouts(chunk, sampling, settings.val_num_generations_per_prompt, "validation"))
         rollouts = RolloutBatch.concatenate(batches)
-        self._logger.log(step, validation_metrics(rollouts), "validation")
-        return rollouts.correct().float().mean().item()
+        metrics = validation_metrics(rollouts)
+        self._logger.log(step, metrics, "validation")
+        for line in sample_lines(rollouts, self._parts.num_samples_to_print):
+            self._progress.note(line)
+        return metrics
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def _sample(self) -> tuple[RolloutBatch, dict[str, float]]:
+    def _sample(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Rollouts to train on, the engine asleep afterwards; with dynamic sampling, what it cost."""
         settings = self._settings
+        draws = itertools.count()
 
         def draw() -> RolloutBatch:
             prompts = next(self._parts.loader)
-            return self._rollouts(prompts, self._generation.sampling, settings.num_generations_per_prompt, "generation")
+            sampling = self._seeded(self._generation.sampling, f"{step}:{next(draws)}")
+            return self._rollouts(prompts, sampling, settings.num_generations_per_prompt, "generation")
 
         if settings.use_dynamic_sampling:
             rollouts, stats = sample_until_full(
@@ -189,6 +202,11 @@ class GrpoTrainer:
             groups = generate_groups(self._parts.engine, prompts, sampling=sampling, group_size=group_size)
         with self._timer.phase("reward"):
             return score_groups(prompts, groups, environments=self._parts.environments, decode=self._parts.decode)
+
+    def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
+        """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""
+        digest = hashlib.blake2b(f"{self._settings.seed}:{call}".encode(), digest_size=8).digest()
+        return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
         """[B] rewards after scaling and shaping."""

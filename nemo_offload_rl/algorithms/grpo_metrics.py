@@ -40,6 +40,15 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     return {name: metrics[name] for name in ("accuracy", "reward", "mean_response_tokens", "truncation_rate")}
 
 
+def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
+    """The first responses to the first prompts as text, one a line, for a person to read."""
+    return [
+        f"  {'right' if rollout.correct else 'wrong'}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
+        f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"
+        for rollout in rollouts.rollouts[:: rollouts.group_size][:num_samples]
+    ]
+
+
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
     """Bytes summed over ranks; seconds of the slowest rank."""
     by_rank = [totals(list(reports)) for reports in reports_by_rank]

@@ -23,6 +23,9 @@ from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.environments.math import MathEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode
+from nemo_offload_rl.generation.interfaces import GenerationEngine
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 
@@ -38,6 +41,7 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can mend; a worker that died is one too.
     """
+    check_model_folder(config.policy.model_name)
     tokenizer = load_tokenizer(config.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)
@@ -48,22 +52,38 @@ def run_grpo(config: GrpoConfig) -> None:
         seed=config.grpo.seed,
     )
     num_steps = min(config.grpo.max_num_steps, config.grpo.max_num_epochs * loader.batches_per_epoch)
+    checkpoints = CheckpointKeeper(config.checkpointing)
+    resume_from = checkpoints.newest()
+    if resume_from is not None and resume_from.step >= num_steps:
+        raise ConfigError(
+            f"{resume_from.folder} is as far as this run of {num_steps} steps goes; raise grpo.max_num_steps to go on, "
+            "or change checkpointing.checkpoint_dir to start anew"
+        )
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
     with ExitStack() as stack:
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved))
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         environments = stack.enter_context(_environments(config.env))
-        parts = stack.enter_context(_workers(config, tokenizer, loader, prompts.validation, environments))
-        progress = stack.enter_context(RunProgress(num_steps))
-        GrpoTrainer(config.grpo, config.loss_fn, config.generation, parts, run_logger, progress).run()
+        policy, engine = stack.enter_context(_workers(config))
+        progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
+        parts = GrpoParts(
+            policy=policy,
+            engine=engine,
+            environments=environments,
+            loader=loader,
+            validation_prompts=prompts.validation,
+            decode=_decoder(tokenizer),
+            pad_id=pad_id,
+            width_multiple=config.policy.make_sequence_length_divisible_by,
+            checkpoints=checkpoints,
+            num_samples_to_print=config.logger.num_val_samples_to_print,
+        )
+        trainer = GrpoTrainer(config.grpo, config.loss_fn, config.generation, parts, run_logger, progress)
+        trainer.run(num_steps, resume_from)
 
 
 @contextmanager
-def _workers(
-    config: GrpoConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    loader: ShuffledLoader[Prompt],
-    validation_prompts: Sequence[Prompt],
-    environments: Mapping[str, Environment],
-) -> Iterator[GrpoParts]:
+def _workers(config: GrpoConfig) -> Iterator[tuple[Policy, GenerationEngine]]:
     # Ray takes seconds to import: bad input has been refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.policy_group import start_policy
@@ -79,19 +99,7 @@ def _workers(
         engine.wait_until_ready()
         engine.finish_generation(discard_weights=True)
         policy.offload_after_refit()
-        pad_id = tokenizer.pad_token_id
-        assert isinstance(pad_id, int)
-        yield GrpoParts(
-            policy=policy,
-            engine=engine,
-            environments=environments,
-            loader=loader,
-            validation_prompts=validation_prompts,
-            decode=_decoder(tokenizer),
-            pad_id=pad_id,
-            width_multiple=config.policy.make_sequence_length_divisible_by,
-            checkpoints=CheckpointKeeper(config.checkpointing),
-        )
+        yield policy, engine
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
