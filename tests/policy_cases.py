@@ -27,9 +27,7 @@ PAD_ID = 256
 class NLL:
     """Mean negative logprob over the tokens of the global batch."""
 
-    def __call__(
-        self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         weights_BS = batch.token_mask * batch.sample_mask.unsqueeze(1)
         loss = -(logprobs_BS * weights_BS).sum() / norm.num_valid_tokens
         lowest = logprobs_BS.detach().min()
@@ -60,6 +58,7 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         sequence_parallel=False,
         activation_checkpointing=False,
         cpu_offload=False,
+        offload_optimizer_states=False,
     )
     settings = PolicySettings(
         model_name=str(model_name),
@@ -79,6 +78,9 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         sequence_packing=off,
         dtensor_cfg=dtensor,
         refit_buffer_size_gib=0.0001,
+        residency="always",
+        residency_overrides={},
+        engine_memory_share=0.0,
         use_pinned_optimizer_offload=True,
         offload_optimizer_states_for_logprob=False,
         colocated=True,
@@ -209,9 +211,7 @@ def _rank_main(rank: int, world_size: int, tmp_path: str, path: str, name: str, 
     process = ProcessInfo(
         rank=rank, world_size=world_size, init_method=f"file://{tmp_path}/{name}.rendezvous", device="cpu"
     )
-    torch.distributed.init_process_group(
-        "gloo", init_method=process.init_method, rank=rank, world_size=world_size
-    )
+    torch.distributed.init_process_group("gloo", init_method=process.init_method, rank=rank, world_size=world_size)
     getattr(module, name)(process, *args)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -115,10 +115,12 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
 
 def to_policy_settings(policy: PolicyConfig, seed: int) -> PolicySettings:
     """The keys `policy.*` that a DTensor worker reads."""
-    elsewhere = {"tokenizer", "generation", "megatron_cfg", "residency", "scheduler"}
+    elsewhere = {"tokenizer", "generation", "megatron_cfg", "scheduler"}
     values: dict[str, Any] = {key: value for key, value in policy.items() if key not in elsewhere}
     values["scheduler"] = _scheduler_phases(policy)
     values["logprob_temperature"] = policy["generation"]["temperature"]
+    generation = policy["generation"]
+    values["engine_memory_share"] = generation["vllm_cfg"]["gpu_memory_utilization"]
     values["colocated"] = policy["generation"]["colocated"]["enabled"]
     values["seed"] = seed
     return freeze(PolicySettings, values, "policy")

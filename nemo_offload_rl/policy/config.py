@@ -72,6 +72,13 @@ class DTensorConfig(TypedDict):
         bool,
         doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
     ]
+    offload_optimizer_states: Annotated[
+        bool,
+        doc(
+            "Keep the optimizer on the device inside the optimizer step only: it returns beside the last micro-batch "
+            "where there is room and leaves beside the next forward pass. The update stays on the device."
+        ),
+    ]
 
 
 @closed
@@ -118,7 +125,15 @@ class PolicyConfig(TypedDict):
     ]
     residency: Annotated[
         Literal["always", "auto"],
-        doc("`always` moves every state group as the residency table says. `auto` (by free memory) comes later."),
+        doc(
+            "`always` moves every state group as the residency table says. `auto` leaves groups on the device during "
+            "generation when they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan is "
+            "logged once."
+        ),
+    ]
+    residency_overrides: Annotated[
+        dict[Literal["params", "optimizer"], Literal["device", "host"]],
+        doc("Groups whose place during refit and generation is fixed, whatever `residency` says; {} for none."),
     ]
     use_pinned_optimizer_offload: Annotated[
         bool,

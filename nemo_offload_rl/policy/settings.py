@@ -37,6 +37,7 @@ class DTensorSettings:
     sequence_parallel: bool
     activation_checkpointing: bool
     cpu_offload: bool
+    offload_optimizer_states: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,9 @@ class PolicySettings:
     sequence_packing: BatchingSettings
     dtensor_cfg: DTensorSettings
     refit_buffer_size_gib: float
+    residency: str  # "always" or "auto"
+    residency_overrides: Mapping[str, str]  # group -> "device" or "host"
+    engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
     use_pinned_optimizer_offload: bool
     offload_optimizer_states_for_logprob: bool
     colocated: bool  # generation shares this worker's devices

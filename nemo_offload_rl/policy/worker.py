@@ -10,7 +10,6 @@ Every rank makes the same calls, since each of them gathers over all ranks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,24 +22,12 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
+from nemo_offload_rl.policy.residency_setup import REFERENCE, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import (
-    Phase,
-    Placement,
-    ResidencyManager,
-    ResidencySettings,
-    TransitionReport,
-    adam_state_bytes,
-    make_device,
-    resolve_plan,
-)
+from nemo_offload_rl.residency import Phase, TransitionReport
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
-
-logger = logging.getLogger(__name__)
-
-REFERENCE = "reference"
 
 
 class PolicyWorker:
@@ -55,37 +42,8 @@ class PolicyWorker:
     def __init__(self, settings: PolicySettings, process: ProcessInfo, keep_reference: bool) -> None:
         self._settings = settings
         self._backend = build_backend(settings, process)
-        plan = resolve_plan(
-            ResidencySettings(
-                colocated=settings.colocated,
-                use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
-                offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
-            )
-        )
-        device = make_device(self._backend.device)
-        self.residency = ResidencyManager(plan=plan, groups=self._backend.state_groups(), device=device)
+        self.residency = build_manager(settings, self._backend, keep_reference)
         self._sender: BucketSender | None = None
-        self._reserve_host_memory(keep_reference)
-        if keep_reference:
-            self.residency.snapshot("params", REFERENCE)
-        if process.rank == 0:
-            logger.info("residency plan:\n%s", plan.render(self.residency.device_bytes()))
-
-    def _reserve_host_memory(self, keep_reference: bool) -> None:
-        params_bytes = self.residency.device_bytes()["params"]
-        expected = {"params": params_bytes}
-        if "adam" in self._settings.optimizer.name.lower():
-            expected["optimizer"] = adam_state_bytes(params_bytes)
-        plan = self.residency.plan
-        expected = {
-            name: num_bytes
-            for name, num_bytes in expected.items()
-            if any(plan.placement(name, phase) is Placement.HOST for phase in Phase)
-        }
-        if keep_reference:
-            # A swapped-in reference pushes the policy's own parameters to the host.
-            expected |= {REFERENCE: params_bytes, "params": params_bytes}
-        self.residency.reserve(expected)
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -160,11 +118,22 @@ class PolicyWorker:
         norm = self._loss_norm(batch)
         self.residency.step_opened()
         try:
-            return self._backend.forward_backward(self._trim(micro_batches), loss_fn, norm)
+            return self._backend.forward_backward(self._paced(self._trim(micro_batches)), loss_fn, norm)
         except BaseException:
             # Part of the gradients is there; using them would be a wrong step.
             self.zero_grad()
             raise
+
+    def _paced(self, micro_batches: Sequence[TrainBatch]) -> Iterator[TrainBatch]:
+        """The micro-batches, with the residency's turn before each.
+
+        Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
+        """
+        for index, micro_batch in enumerate(micro_batches):
+            self.residency.poll()
+            if index == len(micro_batches) - 1:
+                self.residency.prefetch(Phase.OPTIM_STEP)
+            yield micro_batch
 
     def optim_step(self) -> StepResult:
         """Use the gradients; closes the training step."""

@@ -140,6 +140,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
     def free_bytes(self) -> int:
         reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + reusable

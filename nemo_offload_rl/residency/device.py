@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.arena import HostArena
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
-from nemo_offload_rl.residency.host_memory import available_bytes, resident_bytes
+from nemo_offload_rl.residency.host_memory import available_bytes, memory_total_bytes, resident_bytes
 from nemo_offload_rl.residency.storage import storage_key
 
 
@@ -104,6 +104,10 @@ class Device(Protocol):
         """Memory in use on the device, by everyone."""
         ...
 
+    def total_bytes(self) -> int:
+        """Memory of the whole device."""
+        ...
+
     def free_bytes(self) -> int:
         """Memory that could still be allocated."""
         ...
@@ -180,6 +184,9 @@ class CpuDevice:
     def used_bytes(self) -> int:
         return resident_bytes()
 
+    def total_bytes(self) -> int:
+        return memory_total_bytes()
+
     def free_bytes(self) -> int:
         return available_bytes()
 
@@ -223,6 +230,9 @@ class SimulatedDevice(CpuDevice):
 
     def used_bytes(self) -> int:
         return sum(self._sizes.values())
+
+    def total_bytes(self) -> int:
+        return self.capacity_bytes
 
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes()

@@ -38,10 +38,19 @@ def _read_limit(path: Path) -> int | None:
 
 def available_bytes() -> int:
     """Memory that the machine could give to new work, as the kernel estimates it."""
+    return _meminfo_bytes("MemAvailable")
+
+
+def memory_total_bytes() -> int:
+    """Memory of the machine."""
+    return _meminfo_bytes("MemTotal")
+
+
+def _meminfo_bytes(name: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable line")
+    raise OSError(f"/proc/meminfo has no line {name}")
 
 
 def resident_bytes() -> int:

@@ -47,13 +47,6 @@ def generation_is_colocated(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def residency_is_always(cfg: GrpoMasterConfig) -> str | None:
-    """Residency by free memory is not available yet."""
-    if cfg["policy"]["residency"] == "auto":
-        return "policy.residency is auto, but choosing by free memory is not available yet; set it to always"
-    return None
-
-
 def sequences_are_not_split_over_devices(cfg: GrpoMasterConfig) -> str | None:
     """Context parallelism is not available yet."""
     size = cfg["policy"]["dtensor_cfg"]["context_parallel_size"]
@@ -103,7 +96,6 @@ RULES: tuple[Rule, ...] = (
     megatron_backend_is_available,
     rollouts_have_one_turn,
     generation_is_colocated,
-    residency_is_always,
     sequences_are_not_split_over_devices,
     sequence_parallelism_is_off,
     host_held_training_is_off,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -86,9 +86,13 @@ class PolicyBackend(Protocol):
         ...
 
     def forward_backward(
-        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self, micro_batches: Iterable[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
-        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks.
+
+        The next micro-batch is asked for when the one before it has been handed to the device: what its iterator does
+        runs beside that.
+        """
         ...
 
     def evaluate(

@@ -27,7 +27,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "rollouts_have_one_turn": [(["grpo.max_rollout_turns=2"], "set it to 1")],
     "generation_is_colocated": [(["policy.generation.colocated.enabled=false"], "set it to true")],
-    "residency_is_always": [(["policy.residency=auto"], "set it to always")],
     "sequences_are_not_split_over_devices": [(["policy.dtensor_cfg.context_parallel_size=2"], "set it to 1")],
     "tensor_parallel_size_divides_the_world": [(["policy.dtensor_cfg.tensor_parallel_size=2"], "1 policy workers")],
     "engine_tensor_parallel_size_divides_the_world": [

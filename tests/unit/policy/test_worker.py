@@ -205,8 +205,42 @@ def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(folders):
             )
             assert_equal(params, resident_params)
             assert_equal(optimizer, resident_optimizer)
-    params, _ = run(cycled=True, colocated=False)
-    assert_equal(params, resident_params)
+    for changes in ({"colocated": False}, {"offload_optimizer_states": True}, {"residency": "auto"}):
+        params, optimizer = run(cycled=True, **changes)
+        assert_equal(params, resident_params)
+        assert_equal(optimizer, resident_optimizer)
+
+
+def test_groups_stay_beside_the_engine_when_told_to_or_when_they_fit_and_not_otherwise(folders):
+    folder, _ = folders("qwen3-tied")
+
+    def during_generation(**changes) -> dict[str, int]:
+        with make_worker(folder, **changes) as worker:
+            worker.prepare_for_training()
+            worker.train(make_batch(), NLL())
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            return worker.residency.device_bytes()
+
+    away = during_generation()
+    assert away["params"] == away["optimizer"] == 0
+    kept = during_generation(residency_overrides={"optimizer": "device"})
+    assert kept["params"] == 0 < kept["optimizer"]
+    fitting = during_generation(residency="auto", engine_memory_share=0.1)
+    assert fitting["params"] > 0 and fitting["optimizer"] > 0
+    assert during_generation(residency="auto", engine_memory_share=1.0) == away
+    mixed = during_generation(residency="auto", engine_memory_share=0.1, residency_overrides={"params": "host"})
+    assert mixed["params"] == 0 < mixed["optimizer"]
+
+
+def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(folders):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder, offload_optimizer_states=True) as worker:
+        worker.prepare_for_training()
+        for _ in range(2):
+            worker.train(make_batch(), NLL())
+            assert worker.residency.device_bytes()["optimizer"] == 0
+            assert worker.residency.host_bytes()["optimizer"] > 0
 
 
 def test_parameters_and_optimizer_leave_the_device_while_the_engine_generates(folders):

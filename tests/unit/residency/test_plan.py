@@ -4,7 +4,7 @@ import pytest
 from toy_training import settings
 
 from nemo_offload_rl.residency import Phase, Placement, resolve_plan
-from nemo_offload_rl.residency.estimator import adam_state_bytes
+from nemo_offload_rl.residency.estimator import adam_state_bytes, choose_resident
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
@@ -53,6 +53,21 @@ def test_the_printed_table_has_every_group_phase_and_size():
 def test_only_the_optimizers_host_copy_depends_on_the_pinning_key():
     assert "optimizer" in resolve_plan(settings()).pinned_groups
     assert resolve_plan(settings(use_pinned_optimizer_offload=False)).pinned_groups == {"params", "reference"}
+
+
+def test_the_largest_groups_stay_as_far_as_the_room_goes():
+    sizes = {"params": 6, "optimizer": 12}
+    assert choose_resident(sizes, 18) == {"params", "optimizer"}
+    assert choose_resident(sizes, 17) == {"optimizer"}
+    assert choose_resident(sizes, 11) == {"params"}
+    assert choose_resident(sizes, 5) == set()
+
+
+def test_a_resident_group_stays_for_refit_and_generation_and_the_others_leave():
+    plan = resolve_plan(settings(resident_groups=frozenset({"optimizer"})))
+    assert plan.placement("optimizer", Phase.GENERATION) is U
+    assert plan.placement("optimizer", Phase.REFIT) is U
+    assert plan.placement("params", Phase.GENERATION) is H
 
 
 def test_adam_keeps_two_float32_moments_for_a_parameter_of_any_width():

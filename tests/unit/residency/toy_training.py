@@ -35,7 +35,7 @@ class ToyModel(nn.Module):
         return self.second(torch.tanh(self.norm(self.first(x)))) * self.scale
 
 
-def settings(**changes: bool) -> ResidencySettings:
+def settings(**changes: bool | frozenset[str]) -> ResidencySettings:
     values = {"colocated": True, "use_pinned_optimizer_offload": True, "offload_optimizer_states_for_logprob": False}
     return ResidencySettings(**{**values, **changes})
 

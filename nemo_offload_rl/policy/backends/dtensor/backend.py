@@ -7,7 +7,7 @@ calls every parameter is sharded: gathered copies would hold old weights after a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -135,7 +135,7 @@ class DTensorBackend:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self, micro_batches: Iterable[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._model.train()

@@ -140,9 +140,7 @@ def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
 
 
-def apply_fsdp(
-    root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype
-) -> FSDPModule:
+def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> FSDPModule:
     """Shard parameters over `mesh` (1-D): one unit per layer, the rest in the root.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.

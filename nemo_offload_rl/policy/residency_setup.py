@@ -1,0 +1,85 @@
+"""From a policy's settings and backend to its residency manager: sizes, the resolved plan, host memory."""
+
+from __future__ import annotations
+
+import logging
+
+from nemo_offload_rl.policy.backends.base import PolicyBackend
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import (
+    Device,
+    Phase,
+    Placement,
+    ResidencyManager,
+    ResidencySettings,
+    adam_state_bytes,
+    choose_resident,
+    make_device,
+    resolve_plan,
+    unique_storages,
+)
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+# CUDA contexts and communication buffers of both processes, fragmentation.
+SHARED_RESERVE_BYTES = 6 << 30
+
+
+def build_manager(settings: PolicySettings, backend: PolicyBackend, keep_reference: bool) -> ResidencyManager:
+    """The manager of one rank, with its host memory reserved and the reference taken.
+
+    Raises:
+        HostBudgetError: The state does not fit into host memory.
+    """
+    device = make_device(backend.device)
+    groups = backend.state_groups()
+    params_bytes = sum(
+        record.storage.nbytes()
+        for group in groups
+        if group.name == "params"
+        for record in unique_storages(group.tensors()).values()
+    )
+    sizes = {"params": params_bytes}
+    if "adam" in settings.optimizer.name.lower():
+        sizes["optimizer"] = adam_state_bytes(params_bytes)
+    plan = resolve_plan(
+        ResidencySettings(
+            colocated=settings.colocated,
+            use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
+            offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
+            offload_optimizer_states=settings.dtensor_cfg.offload_optimizer_states,
+            resident_groups=resident_groups(settings, sizes, device),
+        )
+    )
+    manager = ResidencyManager(plan=plan, groups=groups, device=device)
+    expected = {
+        name: size for name, size in sizes.items() if any(plan.placement(name, p) is Placement.HOST for p in Phase)
+    }
+    if keep_reference:
+        # A swapped-in reference pushes the policy's own parameters to the host.
+        expected |= {REFERENCE: params_bytes, "params": params_bytes}
+    manager.reserve(expected)
+    if keep_reference:
+        manager.snapshot("params", REFERENCE)
+    if backend.rank_info.rank == 0:
+        logger.info("residency plan of each rank:\n%s", plan.render(sizes))
+    return manager
+
+
+def resident_groups(settings: PolicySettings, sizes_bytes: dict[str, int], device: Device) -> frozenset[str]:
+    """Groups that stay on the device while the engine generates: those told to, and with `auto` those that fit.
+
+    Args:
+        settings: `residency`, `residency_overrides` and the engine's share of the device.
+        sizes_bytes: The groups' sizes.
+        device: Whose memory is shared.
+    """
+    overrides = settings.residency_overrides
+    kept = {name for name, place in overrides.items() if place == "device"}
+    if settings.residency == "auto":
+        candidates = {name: size for name, size in sizes_bytes.items() if name not in overrides}
+        engine_bytes = int(settings.engine_memory_share * device.total_bytes())
+        room = device.total_bytes() - engine_bytes - SHARED_RESERVE_BYTES - sum(sizes_bytes[name] for name in kept)
+        kept |= choose_resident(candidates, max(0, room))
+    return frozenset(kept)
