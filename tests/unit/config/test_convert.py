@@ -12,7 +12,7 @@ from nemo_offload_rl.data.settings import ArithmeticSettings, ResponseDatasetSet
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.settings import SchedulerSettings
 
-CPU = "examples/configs/grpo_arithmetic_cpu.yaml"
+CPU = "tests/unit/config/cpu.yaml"
 GPU = "examples/configs/grpo_math_1B.yaml"
 
 

@@ -40,6 +40,7 @@ DERIVED: dict[type, dict[str, str]] = {
         "colocated": "policy.generation.colocated.enabled",
         "seed": "grpo.seed",
         "logprob_temperature": "policy.generation.temperature",
+        "engine_memory_share": "policy.generation.vllm_cfg.gpu_memory_utilization",
     },
     SchedulerSettings: {"until_step": "policy.scheduler[].milestones"},
     VllmSettings: {

@@ -12,7 +12,7 @@ from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
 
-CPU = "examples/configs/grpo_arithmetic_cpu.yaml"
+CPU = "tests/unit/config/cpu.yaml"
 MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
 PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
 

@@ -11,7 +11,7 @@ from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
 
-CPU = "examples/configs/grpo_arithmetic_cpu.yaml"
+CPU = "tests/unit/config/cpu.yaml"
 
 
 @cache
