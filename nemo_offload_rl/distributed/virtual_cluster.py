@@ -8,15 +8,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _RESERVE_TIMEOUT_S = 120.0
+_DAEMON_END_S = 1.0
 
 
 class VirtualCluster:
@@ -136,19 +140,25 @@ def cluster_session(
     """
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
+    daemons: list[psutil.Process] = []
     try:
         if started_here:
+            others = set(psutil.Process().children())
             _init_ray(settings, log_to_driver)
+            daemons = [child for child in psutil.Process().children() if child not in others]
         # Inside, because ray.init installs a handler of its own, under which the driver aborts.
         with _sigterm_as_exit():
             cluster = VirtualCluster(settings, num_colocated_groups)
             yield cluster
     finally:
         with _deaf_to_stop_signals():
-            if cluster is not None:
-                cluster.shutdown()
-            if started_here:
-                ray.shutdown()
+            if sys.exception() is not None and _any_ended(daemons):
+                _end_without_ray()
+            else:
+                if cluster is not None:
+                    cluster.shutdown()
+                if started_here:
+                    ray.shutdown()
 
 
 def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
@@ -229,6 +239,34 @@ def _sigterm_as_exit() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _any_ended(daemons: list[psutil.Process]) -> bool:
+    """Whether Ray's daemons end too: `timeout` and batch systems send their signal to all processes of a job.
+
+    Some end at once, others then wait for each other for minutes.
+    """
+    ended, _ = psutil.wait_procs(daemons, timeout=_DAEMON_END_S)
+    return bool(ended)
+
+
+def _end_without_ray() -> None:
+    """Kill what is left of the local cluster. Without its daemons each call of Ray waits a minute for them.
+
+    Ray's library crashes at the end of a process that did not call `ray.shutdown`, so that end is cut short.
+    """
+    atexit.register(_exit_as_terminated)
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_DAEMON_END_S)
+
+
+def _exit_as_terminated() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager

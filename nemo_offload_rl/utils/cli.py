@@ -14,6 +14,7 @@ from nemo_offload_rl.errors import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 _OVERRIDES_HELP = """\
 overrides, applied in order:
@@ -63,8 +64,8 @@ def parse_launch_arguments(
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script and end the process.
 
-    A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130.
-    Everything else is a bug and keeps its traceback and status 1.
+    A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130,
+    SIGTERM the line `terminated` and status 143. Everything else is a bug and keeps its traceback and status 1.
 
     Args:
         main: The script; what it returns is the exit status, None meaning 0.
@@ -77,6 +78,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         _last_line("interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as left:
+        if left.code == EXIT_TERMINATED:
+            _last_line("terminated")
+        raise
     sys.exit(status)
 
 
