@@ -1,4 +1,5 @@
-# make demo       a small model learns arithmetic by GRPO on this machine, set-up included (no GPU needed)
+# make demo       a small model learns arithmetic by GRPO on this machine, set-up included (no GPU needed);
+#                 SEED=43 make demo for another seed
 # make test       lint, types and every CPU test, set-up included
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
@@ -8,6 +9,7 @@
 SHELL := /bin/bash
 UV := .tools/bin/uv
 PYTHON := .venv/bin/python
+SEED ?= 42
 # The newest Python 3.12 of pyenv, else one on the PATH that really runs (a pyenv shim of an inactive version does not),
 # else none: uv then looks for one itself.
 PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python 2>/dev/null \
@@ -19,7 +21,7 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 .PHONY: demo test lint test-cpu test-gpu setup setup-gpu lock clean
 
 demo: setup
-	$(PYTHON) examples/demo/run.py
+	$(PYTHON) examples/demo/run.py --seed $(SEED)
 
 test: lint test-cpu
 

@@ -5,7 +5,9 @@
 3. Train it with GRPO: a policy worker and a vLLM engine as colocated Ray actors, reward 1 for a right answer.
 4. Print what it learned, where the time went and what was moved; draw it.
 
-    python examples/demo/run.py --seed 42 grpo.max_num_steps=80
+    make demo
+    SEED=43 make demo
+    python examples/demo/run.py --seed 42 --run-dir runs/demo grpo.max_num_steps=80
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ def main() -> None:
 
     from make_model import write_model_folder
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
     from nemo_offload_rl.config import load_grpo_config
 
+    disable_progress_bar()
     console = Console(soft_wrap=True)
     run_dir = arguments.run_dir
     shutil.rmtree(run_dir, ignore_errors=True)
-    console.print(f"1/4  a small Qwen3-shaped model with random weights -> {run_dir / 'random'}")
+    console.print(f"1/4  making a Qwen3-shaped model of 0.6 million random weights and its tokenizer in {run_dir}")
     write_model_folder(run_dir / "random", arguments.seed)
     overrides = [
         f"grpo.seed={arguments.seed}",
@@ -59,11 +63,14 @@ def main() -> None:
         *arguments.overrides,
     ]
 
-    console.print("2/4  warm-up: imitating demonstrations, most of which forget to carry")
+    console.print("2/4  warm-up by imitation: three of four demonstrations forget to carry (about a minute)")
     warm_up(run_dir, arguments.seed, console)
     warmed_up_s = time.perf_counter() - begin
 
-    console.print("3/4  GRPO: a policy worker and a vLLM engine as colocated Ray actors (starting takes a while)")
+    console.print(
+        "3/4  GRPO: a policy worker and a vLLM engine as colocated Ray actors; a right answer is worth 1\n"
+        "     starting Ray, vLLM and the worker takes 20 to 60 seconds, the 80 steps then 2 to 5 minutes"
+    )
     from nemo_offload_rl.algorithms.grpo_setup import run_grpo
 
     run_grpo(load_grpo_config(CONFIG, overrides))
@@ -73,7 +80,8 @@ def main() -> None:
     page = write_report(run_dir / "grpo")
     console.print("4/4  what came of it")
     console.print(summary_table(run_dir / "grpo", warmed_up_s, time.perf_counter() - begin))
-    console.print(f"charts: {page}")
+    console.print(f"charts: {page.absolute()}")
+    console.print(f"every number of every step: {(run_dir / 'grpo' / 'metrics.jsonl').absolute()}")
 
 
 def warm_up(run_dir: Path, seed: int, console: Any) -> None:
@@ -104,7 +112,9 @@ def warm_up(run_dir: Path, seed: int, console: Any) -> None:
         config.policy,
         train_global_batch_size=WARM_UP_BATCH_SIZE,
         train_micro_batch_size=WARM_UP_BATCH_SIZE,
-        optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": WARM_UP_LEARNING_RATE, "betas": (0.9, 0.95)}),
+        optimizer=OptimizerSettings(
+            name="torch.optim.AdamW", kwargs={"lr": WARM_UP_LEARNING_RATE, "betas": (0.9, 0.95)}
+        ),
         scheduler=(
             SchedulerSettings(name=linear, kwargs={"start_factor": 0.05, "total_iters": 20}, until_step=20),
             SchedulerSettings(
@@ -130,7 +140,7 @@ def warm_up(run_dir: Path, seed: int, console: Any) -> None:
     policy.shutdown()
 
 
-def summary_table(log_dir: Path, warmed_up_s: float, total_s: float) -> Any:
+def summary_table(log_dir: Path, warmed_up_s: float, whole_s: float) -> Any:
     """Accuracy before and after, reward and KL along the way, seconds by phase, bytes moved."""
     from rich.table import Table
 
@@ -141,20 +151,24 @@ def summary_table(log_dir: Path, warmed_up_s: float, total_s: float) -> Any:
     table.add_row("held-out accuracy, greedy, before GRPO", f"{accuracies[0]:.1%}")
     table.add_row("held-out accuracy, greedy, after GRPO", f"{accuracies[-1]:.1%}", style="bold")
     marks = sorted({0, len(steps) // 4, len(steps) // 2, 3 * len(steps) // 4, len(steps) - 1})
-    for key, label in (("train/reward_mean", "mean reward"), ("train/kl", "KL to the warmed-up model")):
-        table.add_row(f"{label} at step {', '.join(str(i + 1) for i in marks)}", _series(steps, key, marks))
+    for key, label in (("train/reward_mean", "mean reward"), ("train/kl", "KL to the start")):
+        table.add_row(f"{label}, steps {', '.join(str(i + 1) for i in marks)}", _series(steps, key, marks))
     mult_prob_error = sum(step["train/token_mult_prob_error"] for step in steps) / len(steps)
     table.add_row("token_mult_prob_error, engine against policy", f"{mult_prob_error:.6f}")
-    phases = [key for key in steps[0] if key.startswith("timing/") and key != "timing/total_s"]
+    phases = {key for step in steps for key in step if key.startswith("timing/") and key.count("/") == 1}
+    total_s = _mean(steps, "timing/total_s")
     for phase in sorted(phases, key=lambda key: -_mean(steps, key)):
-        if "/" not in phase.removeprefix("timing/"):
-            table.add_row(f"seconds per step, {phase.removeprefix('timing/')[:-2]}", f"{_mean(steps, phase):.3f}")
-    table.add_row("seconds per step, total", f"{_mean(steps, 'timing/total_s'):.3f}")
+        mean_s = _mean(steps, phase)
+        table.add_row(f"seconds per step, {phase[7:-2]}", f"{mean_s:.3f}  ({mean_s / total_s:.0%})")
     mib = 2**20
-    for key in ("bytes_out", "bytes_in", "bytes_clean", "bytes_freed"):
-        table.add_row(f"residency, MiB per step, {key[6:]}", f"{_mean(steps, 'residency/' + key) / mib:.2f}")
-    table.add_row("residency, seconds per step", f"{_mean(steps, 'residency/exposed_s'):.4f}")
-    table.add_row("warm-up / whole demo, seconds", f"{warmed_up_s:.0f} / {total_s:.0f}")
+    for key, label in (
+        ("bytes_out", "copied to the host"),
+        ("bytes_in", "copied to the device"),
+        ("bytes_clean", "left without a copy"),
+    ):
+        table.add_row(f"residency, MiB per step, {label}", f"{_mean(steps, 'residency/' + key) / mib:.2f}")
+    table.add_row("residency, seconds per step", f"{_mean(steps, 'residency/exposed_s'):.3f}")
+    table.add_row("seconds, warm-up / whole demo", f"{warmed_up_s:.0f} / {whole_s:.0f}")
     return table
 
 

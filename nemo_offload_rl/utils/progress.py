@@ -8,7 +8,6 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from nemo_offload_rl.utils.timer import TOTAL, shares
 
@@ -18,7 +17,7 @@ _SHOWN_PHASES = 3
 class RunProgress:
     """Shows the progress of a run.
 
-    On a terminal: a bar with reward, accuracy and time left, and above it a table for each step. Otherwise one plain
+    On a terminal: a bar with reward, accuracy and time left, and above it two lines for each step. Otherwise one plain
     line for each step, so that a log file stays readable.
 
     Args:
@@ -80,7 +79,7 @@ class RunProgress:
         if self._bar is None:
             self._write_line(step, figures, seconds)
             return
-        self._console.print(step_table(step, figures, seconds))
+        self.note(step_summary(step, figures, seconds))
         self._bar.update(self._task, completed=step, figures=figures)
 
     def note(self, text: str) -> None:
@@ -104,14 +103,9 @@ class RunProgress:
         self.note("  ".join(parts))
 
 
-def step_table(step: int, figures: str, seconds: Mapping[str, float]) -> Table:
-    """Seconds and share of each phase of a step, the longest first."""
-    table = Table(title=f"step {step}  {figures}", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    share_of = shares(seconds)
-    for name, share in sorted(share_of.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{share * seconds[TOTAL]:.2f}", f"{share:.0%}")
-    table.add_row(TOTAL, f"{seconds[TOTAL]:.2f}", "", style="bold")
-    return table
+def step_summary(step: int, figures: str, seconds: Mapping[str, float]) -> str:
+    """Two lines: the step's figures, and seconds and share of each phase, the longest first."""
+    phases = sorted(shares(seconds).items(), key=lambda item: -item[1])
+    total = seconds[TOTAL]
+    listed = "  ".join(f"{name} {share * total:.2f} s {share:.0%}" for name, share in phases)
+    return f"step {step}  {figures}  {total:.2f} s\n    {listed}"
