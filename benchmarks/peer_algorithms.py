@@ -158,9 +158,10 @@ class DeepSpeed(Algorithm):
         if not self.host:
             masters = {name: tensor for name, tensor in self.state.items() if name.startswith("master/")}
             flat = torch.empty(sum(t.numel() for t in masters.values()), dtype=torch.float32, pin_memory=pin)
-            offset = 0
+            names, offset = set(masters), 0
+            del masters  # it would keep device memory through the first cycle
             for name, tensor in self.state.items():
-                if name in masters:
+                if name in names:
                     self.host[name] = flat[offset : offset + tensor.numel()].view(tensor.shape)
                     offset += tensor.numel()
                 else:

@@ -158,7 +158,7 @@ def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['size']:>5} {row['algorithm']:28} {row['prepare_s']:8.2f} {first['offload_s']:8.2f} {offload:8.3f} "
         f"{size / offload / GB:7.1f} {reload:8.3f} {size / reload / GB:7.1f} "
-        f"{min(c['freed_bytes'] for c in row['cycles']) / size:6.1%} {row['pinned_bytes'] / size:7.2f} "
+        f"{row['cycles'][-1]['freed_bytes'] / size:6.1%} {row['pinned_bytes'] / size:7.2f} "
         f"{'equal' if row['values_equal'] else 'WRONG'}"
     )
 

@@ -80,6 +80,7 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         refit_buffer_size_gib=0.0001,
         residency="always",
         residency_overrides={},
+        residency_overlap=True,
         engine_memory_share=0.0,
         use_pinned_optimizer_offload=True,
         offload_optimizer_states_for_logprob=False,

@@ -135,6 +135,10 @@ class PolicyConfig(TypedDict):
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
         doc("Groups whose place during refit and generation is fixed, whatever `residency` says; {} for none."),
     ]
+    residency_overlap: Annotated[
+        bool,
+        doc("Let copies run beside compute. false waits for each one where it starts: for measuring and debugging."),
+    ]
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(

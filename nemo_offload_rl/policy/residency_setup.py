@@ -52,7 +52,7 @@ def build_manager(settings: PolicySettings, backend: PolicyBackend, keep_referen
             resident_groups=resident_groups(settings, sizes, device),
         )
     )
-    manager = ResidencyManager(plan=plan, groups=groups, device=device)
+    manager = ResidencyManager(plan=plan, groups=groups, device=device, overlap=settings.residency_overlap)
     expected = {
         name: size for name, size in sizes.items() if any(plan.placement(name, p) is Placement.HOST for p in Phase)
     }

@@ -74,6 +74,7 @@ class PolicySettings:
     residency: str  # "always" or "auto"
     residency_overrides: Mapping[str, str]  # group -> "device" or "host"
     engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
+    residency_overlap: bool
     use_pinned_optimizer_offload: bool
     offload_optimizer_states_for_logprob: bool
     colocated: bool  # generation shares this worker's devices

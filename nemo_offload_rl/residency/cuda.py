@@ -152,7 +152,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._out, to_host=True)
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:

@@ -116,8 +116,8 @@ class Device(Protocol):
         """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
         ...
 
-    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
-        """Start copying device to host."""
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
+        """Start copying device to host. Earlier copies are under way while `copies` is still iterated."""
         ...
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
@@ -193,7 +193,7 @@ class CpuDevice:
     def drain_peak_bytes(self) -> int:
         return 0
 
-    def copy_out(self, copies: Sequence[Copy]) -> Transfer:
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return _copy_now((copy.host, copy.device) for copy in copies)
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:

@@ -125,6 +125,12 @@ class GroupState:
                 flight.report.exposed_s += flight.transfer.exposed_s()
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
+    def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
+        transfer, dirty = self._copy_dirty(records, report)
+        if dirty:
+            self._flight = _Flight(transfer, report, [])
+
     def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Bring the host copy up to date while the group stays on the device."""
         transfer, _ = self._copy_dirty(records, report)
@@ -134,14 +140,14 @@ class GroupState:
     def copy_to(self, mirror: HostMirror, records: Mapping[int, StorageRecord]) -> None:
         """Copy the device contents into another mirror."""
         mirror.cover(records)
-        self._device.copy_out([_copy(record, mirror) for record in records.values()]).wait_host()
+        self._device.copy_out(_copy(record, mirror) for record in records.values()).wait_host()
         mirror.mark_clean(records, 0)
 
     def copy_from(
         self, mirror: HostMirror, records: Mapping[int, StorageRecord], report: TransitionReport, charged_to: str
     ) -> None:
         """Overwrite the device contents with a mirror's."""
-        transfer = self._device.copy_in([_copy(record, mirror) for record in records.values()])
+        transfer = self._device.copy_in(_copy(record, mirror) for record in records.values())
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self._unaccounted.append(_Flight(transfer, report, []))
@@ -152,7 +158,7 @@ class GroupState:
         """Start copying out what changed since its last copy."""
         self.mirror.cover(records)
         dirty = [record for key, record in records.items() if not self.mirror.is_clean(key, self.generation)]
-        transfer = self._device.copy_out([_copy(record, self.mirror) for record in dirty])
+        transfer = self._device.copy_out(_copy(record, self.mirror) for record in dirty)
         self.mirror.mark_clean((record.key for record in dirty), self.generation)
         report.group(self.group.name).bytes_out += transfer.num_bytes
         return transfer, dirty

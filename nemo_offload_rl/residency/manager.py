@@ -24,7 +24,7 @@ from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
 from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import PREFETCHED, SETTLED, TOUCHED, ResidencyPlan
+from nemo_offload_rl.residency.plan import PREFETCHED, READ_BEFORE, SETTLED, TOUCHED, ResidencyPlan
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
@@ -95,6 +95,8 @@ class ResidencyManager:
             self.settle()
         if is_new and self._overlap:
             self._work.begin(sum(self.device_bytes().values()))
+            for name in self._leaving_next(phase):
+                self._states[name].start_refresh(self._records()[name], report)
             if phase in PREFETCHED:
                 self._prefetch(PREFETCHED[phase], report, [n for n, p in wanted.items() if p is Placement.UNCHANGED])
         self._ledger.add(report)
@@ -161,6 +163,18 @@ class ResidencyManager:
         for state in self._states.values():
             state.account()
         return self._ledger
+
+    def _leaving_next(self, phase: Phase) -> list[str]:
+        """Groups that `phase` only reads and that leave the device after it."""
+        if phase not in READ_BEFORE:
+            return []
+        return [
+            name
+            for name, state in self._states.items()
+            if state.location is Placement.DEVICE
+            and name in TOUCHED[phase]
+            and self.plan.placement(name, READ_BEFORE[phase]) is Placement.HOST
+        ]
 
     def _prefetch(self, phase: Phase, report: TransitionReport, allowed: Sequence[str]) -> None:
         records = self._records()

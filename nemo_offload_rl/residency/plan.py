@@ -22,6 +22,9 @@ TOUCHED: Mapping[Phase, frozenset[str]] = {
 # Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
 SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
 
+# The first phase only reads state that leaves at the second one: its host copy is brought up to date meanwhile.
+READ_BEFORE: Mapping[Phase, Phase] = {Phase.REFIT: Phase.GENERATION}
+
 # While in the first phase, what the second one needs may come already, if there is room.
 PREFETCHED: Mapping[Phase, Phase] = {Phase.LP_INFERENCE: Phase.TRAINING}
 

@@ -58,7 +58,8 @@ class DeferredDevice(CpuDevice):
         super().allocate(storage, num_bytes)
         storage.fill_(0xFF)
 
-    def copy_out(self, copies: Sequence[Copy]) -> DeferredTransfer:
+    def copy_out(self, copies: Iterable[Copy]) -> DeferredTransfer:
+        copies = list(copies)
         for copy in copies:
             copy.host.fill_(0xFF)
         return DeferredTransfer(copies, to_host=True)

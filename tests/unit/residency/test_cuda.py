@@ -138,7 +138,7 @@ def test_asynchronous_copies_report_link_seconds_and_what_was_hidden():
     torch.cuda.synchronize()
     reports = training.manager.reports.drain()
     moved = [report for report in reports if report.bytes_moved]
-    assert len(moved) >= 3
+    assert len(moved) >= 2
     for report in moved:
         assert report.transfer_s > 0
         assert report.link_gb_per_s < 100

@@ -90,3 +90,15 @@ def test_room_is_what_is_free_less_the_work_seen_with_a_margin_and_a_reserve():
     assert work.has_room(Phase.LP_INFERENCE, int(6.7 * gib))
     assert not work.has_room(Phase.LP_INFERENCE, int(6.9 * gib))
     assert not work.has_room(Phase.TRAINING, 1)
+
+
+def test_parameters_are_copied_out_while_the_refit_reads_them_and_leave_without_a_copy_after_it():
+    training = Training(device=DeferredDevice())
+    training.step()
+    params_bytes = training.manager.device_bytes()["params"]
+    refit = training.manager.enter(Phase.REFIT)
+    assert refit.groups["params"].bytes_out == params_bytes
+    assert training.manager.device_bytes()["params"] == params_bytes
+    leaving = training.manager.enter(Phase.GENERATION)
+    assert leaving.groups["params"].bytes_out == 0
+    assert leaving.groups["params"].bytes_clean == params_bytes

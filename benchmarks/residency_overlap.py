@@ -1,0 +1,246 @@
+"""What moving state costs a real training loop, with copies hidden behind compute and without.
+
+    python benchmarks/residency_overlap.py --shape 1.5B --steps 5 --out benchmarks/results/residency_overlap.json
+
+One step is what the policy worker does in colocated RL: logprobs, reference logprobs, training (forward, backward,
+fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause.
+Variants, in this order in one process each: state never moves; every copy waited for; copies overlapped; states
+streamed around the optimizer step. Seconds are medians over the steps after the first two.
+
+Needs a GPU; with --device cpu --shape tiny it runs to show that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from qwen3_shapes import SHAPES
+from residency_peers import grow_host_memory, probe_link
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "resident": {"colocated": False},
+    "waited for": {"residency_overlap": False},
+    "overlapped": {},
+    "overlapped, states streamed": {"offload_optimizer_states": True},
+}
+PHASES = ("logprobs", "reference", "training", "refit", "leaving")
+
+
+@dataclass(frozen=True)
+class NLL:
+    """Mean negative log-likelihood of the counted tokens."""
+
+    def __call__(self, logprobs_BS: Any, batch: Any, norm: Any) -> tuple[Any, dict[str, Any]]:
+        loss = -(logprobs_BS * batch.token_mask).sum() / norm.num_valid_tokens
+        return loss, {"loss": loss.detach()}
+
+
+def write_model(shape_name: str, folder: Path, device: str) -> None:
+    """A random model of the shape, as Hugging Face saves it."""
+    from tokenizers import Tokenizer, models
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPES[shape_name]
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config).bfloat16()
+    model.save_pretrained(folder)
+    # The worker wants a whole model folder; this benchmark has no text.
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+
+
+def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
+    """A policy worker on one device."""
+    from nemo_offload_rl.policy.backends.base import ProcessInfo
+    from nemo_offload_rl.policy.settings import BatchingSettings, DTensorSettings, OptimizerSettings, PolicySettings
+    from nemo_offload_rl.policy.worker import PolicyWorker
+
+    off = BatchingSettings(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
+    on_gpu = args.device == "cuda"
+    settings = PolicySettings(
+        model_name=str(folder),
+        hf_config_overrides={},
+        precision="bfloat16" if on_gpu else "float32",
+        train_global_batch_size=args.rows,
+        train_micro_batch_size=args.micro_batch,
+        logprob_batch_size=2 * args.micro_batch,
+        logprob_chunk_size=1024,
+        logprob_temperature=1.0,
+        max_total_sequence_length=args.length,
+        make_sequence_length_divisible_by=1,
+        max_grad_norm=1.0,
+        optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}),
+        scheduler=(),
+        dynamic_batching=off,
+        sequence_packing=off,
+        dtensor_cfg=DTensorSettings(
+            enabled=True,
+            tensor_parallel_size=1,
+            context_parallel_size=1,
+            sequence_parallel=False,
+            activation_checkpointing=True,
+            cpu_offload=False,
+            offload_optimizer_states=changes.pop("offload_optimizer_states", False),
+        ),
+        refit_buffer_size_gib=0.5,
+        residency="always",
+        residency_overrides={},
+        residency_overlap=changes.pop("residency_overlap", True),
+        engine_memory_share=0.0,
+        use_pinned_optimizer_offload=True,
+        offload_optimizer_states_for_logprob=False,
+        colocated=changes.pop("colocated", True),
+        seed=0,
+    )
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0" if on_gpu else "cpu")
+    return PolicyWorker(settings, process, keep_reference=True)
+
+
+def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All steps of one variant in this process."""
+    from nemo_offload_rl.data.batch import TrainBatch
+
+    worker = make_worker(folder, args, dict(VARIANTS[args.child]))
+    vocab = SHAPES[args.shape].vocab
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    peaks: list[float] = []
+    for _ in range(args.steps + 2):
+        ids = torch.randint(0, vocab, (args.rows, args.length), generator=generator)
+        batch = TrainBatch(
+            input_ids=ids,
+            input_lengths=torch.full((args.rows,), args.length),
+            token_mask=torch.ones(args.rows, args.length).index_fill_(1, torch.tensor([0]), 0.0),
+            sample_mask=torch.ones(args.rows),
+        )
+        seconds: dict[str, float] = {}
+
+        def timed(name: str, work: Callable[[], Any], seconds: dict[str, float] = seconds) -> None:
+            start = time.perf_counter()
+            work()
+            if args.device == "cuda":
+                torch.cuda.current_stream().synchronize()
+            seconds[name] = time.perf_counter() - start
+
+        def logprobs(batch: Any = batch) -> None:
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(batch)
+
+        def train(batch: Any = batch) -> None:
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+
+        def refit() -> None:
+            worker.offload_before_refit()
+            for index, (_, tensor) in enumerate(worker.named_weights()):
+                tensor.clone()
+                if index % 32 == 0:
+                    worker.residency.poll()
+
+        begin = time.perf_counter()
+        timed("logprobs", logprobs)
+        timed("reference", lambda batch=batch: worker.get_reference_logprobs(batch))
+        timed("training", train)
+        timed("refit", refit)
+        timed("leaving", worker.offload_after_refit)
+        seconds["step"] = time.perf_counter() - begin
+        time.sleep(args.pause_s)
+        reports = worker.residency_reports()
+        seconds["exposed"] = sum(report.exposed_s for report in reports)
+        seconds["hidden"] = sum(report.hidden_s for report in reports)
+        seconds["gb"] = sum(report.bytes_moved for report in reports) / 1e9
+        steps.append(seconds)
+        if args.device == "cuda":
+            peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+    lines = [report.line() for report in reports]
+    worker.shutdown()
+    kept = steps[2:]
+    medians = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
+    return {
+        "variant": args.child,
+        "median_s": medians,
+        "steps": steps,
+        "last_step": lines,
+        "peak_gib": max([0, *peaks]),
+    }
+
+
+def main() -> None:
+    """Run every variant and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--pause-s", type=float, default=0.2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(run_variant(args.model, args)))
+        return
+    device = torch.device(args.device)
+    link = {"d2h": 0.0, "h2d": 0.0}
+    if args.device == "cuda":
+        grow_host_memory(48 << 30)
+        link = probe_link(device)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(args.shape, Path(folder), args.device)
+        for variant in VARIANTS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--model", folder]
+            child = subprocess.run(command, capture_output=True, text=True)
+            if child.returncode:
+                print(f"{variant}: failed\n{child.stderr[-2000:]}", flush=True)
+                continue
+            rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
+            print(variant, "done", flush=True)
+    print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s; seconds, medians")
+    print(
+        f"{'variant':28} {'step':>7} "
+        + " ".join(f"{name:>9}" for name in PHASES)
+        + "  exposed  hidden  GB moved peak GiB"
+    )
+    for row in rows:
+        m = row["median_s"]
+        phases = " ".join(f"{m[name]:9.3f}" for name in PHASES)
+        tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f} {row['peak_gib']:8.1f}"
+        print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail}")
+    if args.out:
+        machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
+        command = " ".join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
+        date = datetime.date.today().isoformat()
+        result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
