@@ -78,6 +78,12 @@ def nearest_key(name: str, known: Iterable[str]) -> str | None:
 def unknown_key_message(name: str, known: Iterable[str]) -> str:
     """One line that says `name` is unknown and which key is nearest, or which keys its section has."""
     known = list(known)
+    if name in known:
+        section = name.rpartition(".")[0]
+        return (
+            f"{name}: not a key of the kind that this {section} is; leave it out, or replace the section as a whole: "
+            f"`_override_: true` in a file, `~{section} +{section}={{...}}` on the command line"
+        )
     if (nearest := nearest_key(name, known)) is not None:
         return f"{name}: unknown key; did you mean {nearest}?"
     parent = name.rpartition(".")[0]
