@@ -1,0 +1,149 @@
+"""Whole runs of examples/run_grpo.py as processes of their own, on a small model made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CPU_CONFIG = ROOT / "examples/configs/grpo_arithmetic_cpu.yaml"
+
+# Rewards fall with the length of a response, so that an untrained model's responses differ in reward.
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=8",
+    "policy.train_global_batch_size=32",
+    "policy.train_micro_batch_size=16",
+    "grpo.max_val_samples=16",
+    "grpo.val_batch_size=8",
+    "grpo.val_period=0",
+    "data.train.size=64",
+    "data.train.holdout=16",
+    "grpo.reward_shaping.enabled=true",
+    "grpo.reward_shaping.overlong_buffer_length=15",
+    "checkpointing.metric_name=null",
+)
+
+
+def command(*overrides: str, config: Path = CPU_CONFIG) -> list[str]:
+    return [sys.executable, "examples/run_grpo.py", "--config", str(config), *SMALL, *overrides]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with random weights, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    script = ROOT / "examples/demo/make_model.py"
+    subprocess.run([sys.executable, script, "--output", folder], env=environment(), check=True, capture_output=True)
+    return folder
+
+
+@dataclass
+class RunningGrpo:
+    """A run that has done its second step, with all processes that it consists of."""
+
+    process: subprocess.Popen[str]
+    children: list[psutil.Process]
+    stderr: Path
+
+    def worker(self, variable: str) -> psutil.Process:
+        """The worker in whose environment `variable` was set."""
+        (found,) = [
+            child
+            for child in self.children
+            if child.name().startswith("ray::HostedWorker") and variable in child.environ()
+        ]
+        return found
+
+    def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:
+        """Exit status, last line on standard error, and the children that live on."""
+        self.process.communicate(timeout=timeout_s)
+        _, alive = psutil.wait_procs(self.children, timeout=5)
+        return self.process.returncode, self.stderr.read_text().splitlines()[-1], alive
+
+
+@pytest.fixture
+def running_grpo(model_folder: Path, tmp_path: Path) -> Iterator[RunningGrpo]:
+    """A run in a process group of its own that would go on for hours; nothing of it is left afterwards."""
+    arguments = command(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        "grpo.max_num_steps=100000",
+        "grpo.max_num_epochs=100000",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
+    stderr = tmp_path / "stderr"
+    with stderr.open("w") as sink:
+        process = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            start_new_session=True,
+        )
+    children: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        if not any(line.startswith("step 2/") for line in process.stdout):
+            pytest.fail(f"the run ended early: {stderr.read_text()}")
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield RunningGrpo(process, children, stderr)
+    finally:
+        process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended by itself."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def run_grpo() -> Callable[..., Finished]:
+    """Run to the end: overrides, and `env` for more environment variables."""
+
+    def run(*overrides: str, config: Path = CPU_CONFIG, env: dict[str, str] | None = None) -> Finished:
+        done = subprocess.run(
+            command(*overrides, config=config),
+            cwd=ROOT,
+            env={**environment(), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], dict[int, dict[str, float]]]:
+    """Metrics of a run folder by step."""
+
+    def read(log_dir: Path) -> dict[int, dict[str, float]]:
+        records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+        assert len(records) == len({record["step"] for record in records})
+        return {record.pop("step"): record for record in records}
+
+    return read

@@ -1,0 +1,144 @@
+"""A whole run on CPU: real Ray, real vLLM, real policy worker. One long run serves most tests."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from nemo_offload_rl.report import write_report
+
+ROOT = Path(__file__).parents[2]
+LAST_STEP = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("grpo")
+
+
+@pytest.fixture(scope="module")
+def run(folder, model_folder, run_grpo):
+    """Five steps, checkpoints after the second, fourth and fifth."""
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={folder / 'run'}",
+        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=2",
+        f"grpo.max_num_steps={LAST_STEP}",
+        "logger.num_val_samples_to_print=2",
+    )
+    assert done.status == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def metrics(run, folder, read_metrics):
+    return read_metrics(folder / "run")
+
+
+def documented(heading: str) -> set[str]:
+    """Names in the tables below a heading of docs/metrics.md."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0]
+    return set(re.findall(r"^\| `([a-z0-9_/]+)` \|", section, flags=re.MULTILINE))
+
+
+def test_a_run_measures_exactly_what_the_documentation_says(metrics):
+    training = documented("In every step of training")
+    validation = documented("In every validation")
+    checkpoint = {"timing/checkpoint_s"}
+    assert set(metrics) == set(range(LAST_STEP + 1))
+    assert set(metrics[0]) >= validation
+    assert set(metrics[1]) == training - {"timing/refit_s"}  # the engine is awake since the first validation
+    assert set(metrics[3]) == training
+    assert set(metrics[4]) == training | checkpoint
+    assert set(metrics[LAST_STEP]) == training | validation | checkpoint
+
+
+def test_every_metric_is_finite_and_the_engine_agrees_with_the_policy(metrics):
+    for record in metrics.values():
+        assert all(value is not None and math.isfinite(value) for value in record.values())
+    for step in range(1, LAST_STEP + 1):
+        assert metrics[step]["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+        assert metrics[step]["train/grad_norm"] > 1e-3  # there is something to learn from
+    assert metrics[LAST_STEP]["train/kl"] > 0  # and it was learned
+
+
+def test_a_step_moves_the_bytes_that_the_plan_implies_for_the_size_of_the_model(metrics, model_folder):
+    with safe_open(model_folder / "model.safetensors", "pt") as weights:
+        weight_bytes = sum(4 * math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    rotary_bytes = 2 * 4 * 16  # two buffers of half a head
+    params, adam = weight_bytes + rotary_bytes, 2 * weight_bytes
+    step = metrics[3]
+    # Out: what training wrote. In: parameters for the logprobs, the reference's and then the policy's again, and Adam.
+    assert step["residency/bytes_out"] == params + adam
+    assert step["residency/bytes_in"] == 3 * params + adam
+    # The first validation sent the initial parameters, whose host copy is still right.
+    assert metrics[1]["residency/bytes_clean"] == params
+
+
+def test_a_person_sees_each_step_and_answers_of_the_validation(run):
+    for step in range(1, LAST_STEP + 1):
+        assert re.search(rf"^step {step}/{LAST_STEP}  reward \S+.* s \(.*\)  \d+ s left$", run.stdout, re.MULTILINE)
+    samples = re.findall(r"^  (?:right|wrong)  '<user>.*' -> '.*expected '\d+'$", run.stdout, re.MULTILINE)
+    assert len(samples) == 2 * 2  # two at each of two validations
+    assert run.stderr == ""
+
+
+def test_the_report_is_written(run, folder):
+    page = write_report(folder / "run")
+    assert "data:image/png;base64," in page.read_text()
+    assert {path.name for path in page.parent.glob("*.png")} >= {"reward.png", "phases.png", "residency.png"}
+
+
+def test_a_resumed_run_with_other_residency_keys_goes_on_bitwise_as_the_uninterrupted_one(
+    metrics, folder, model_folder, run_grpo, read_metrics
+):
+    (folder / "resumed").mkdir()
+    shutil.copy(folder / "run" / "metrics.jsonl", folder / "resumed" / "metrics.jsonl")
+    lines = (folder / "resumed" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[:3]))
+    shutil.copytree(folder / "checkpoints" / "step_2", folder / "resumed" / "checkpoints" / "step_2")
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={folder / 'resumed'}",
+        f"checkpointing.checkpoint_dir={folder / 'resumed' / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=100",
+        f"grpo.max_num_steps={LAST_STEP}",
+        "policy.use_pinned_optimizer_offload=true",
+        "policy.offload_optimizer_states_for_logprob=true",
+    )
+    assert done.status == 0, done.stderr
+    resumed = read_metrics(folder / "resumed")
+    assert list(resumed) == list(metrics)
+
+    def results(record):
+        return {
+            name: value
+            for name, value in record.items()
+            if name.startswith(("train/", "validation/")) and not name.endswith("_per_s")
+        }
+
+    for step in range(3, LAST_STEP + 1):
+        assert results(resumed[step]) == results(metrics[step])
+
+
+def test_a_run_that_is_finished_says_so_instead_of_starting(run, folder, model_folder, run_grpo):
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={folder / 'again'}",
+        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        f"grpo.max_num_steps={LAST_STEP}",
+    )
+    assert done.status == 2
+    (line,) = done.stderr.splitlines()
+    assert "step_5 is as far as this run of 5 steps goes" in line
+    assert not (folder / "again").exists()
