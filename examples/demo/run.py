@@ -154,7 +154,7 @@ def summary_table(log_dir: Path, warmed_up_s: float, whole_s: float) -> Any:
     for key, label in (("train/reward_mean", "mean reward"), ("train/kl", "KL to the start")):
         table.add_row(f"{label}, steps {', '.join(str(i + 1) for i in marks)}", _series(steps, key, marks))
     mult_prob_error = sum(step["train/token_mult_prob_error"] for step in steps) / len(steps)
-    table.add_row("token_mult_prob_error, engine against policy", f"{mult_prob_error:.6f}")
+    table.add_row("token_mult_prob_error", f"{mult_prob_error:.6f}")
     phases = {key for step in steps for key in step if key.startswith("timing/") and key.count("/") == 1}
     total_s = _mean(steps, "timing/total_s")
     for phase in sorted(phases, key=lambda key: -_mean(steps, key)):
@@ -162,11 +162,11 @@ def summary_table(log_dir: Path, warmed_up_s: float, whole_s: float) -> Any:
         table.add_row(f"seconds per step, {phase[7:-2]}", f"{mean_s:.3f}  ({mean_s / total_s:.0%})")
     mib = 2**20
     for key, label in (
-        ("bytes_out", "copied to the host"),
-        ("bytes_in", "copied to the device"),
-        ("bytes_clean", "left without a copy"),
+        ("bytes_out", "to the host"),
+        ("bytes_in", "to the device"),
+        ("bytes_clean", "without a copy"),
     ):
-        table.add_row(f"residency, MiB per step, {label}", f"{_mean(steps, 'residency/' + key) / mib:.2f}")
+        table.add_row(f"residency, MiB per step {label}", f"{_mean(steps, 'residency/' + key) / mib:.2f}")
     table.add_row("residency, seconds per step", f"{_mean(steps, 'residency/exposed_s'):.3f}")
     table.add_row("seconds, warm-up / whole demo", f"{warmed_up_s:.0f} / {whole_s:.0f}")
     return table
