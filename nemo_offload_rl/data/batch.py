@@ -2,8 +2,8 @@
 
 Shape suffixes: B samples, S positions (right-padded), V vocabulary.
 
-Logprob convention, everywhere in this package: `logprobs_BS[b, t]` is log p(token t | tokens before t) and column 0 is 0,
-so that logprobs, masks and advantages of a token share its index.
+Logprob convention, everywhere in this package: `logprobs_BS[b, t]` is log p(token t | tokens before t) and column 0
+is 0, so that logprobs, masks and advantages of a token share its index.
 """
 
 from __future__ import annotations

@@ -139,6 +139,22 @@ class PolicyConfig(TypedDict):
         bool,
         doc("Let copies run beside compute. false waits for each one where it starts: for measuring and debugging."),
     ]
+    residency_verify: Annotated[
+        bool,
+        doc("Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs."),
+    ]
+    host_memory_budget_gib: Annotated[
+        float | None,
+        doc(
+            "Host memory that one worker may take for offloaded state, in GiB; null reads the machine's and the "
+            "container's limits. Set it where the machine grows its memory on use and so shows too little.",
+            gt=0,
+        ),
+    ]
+    memory_snapshot_dir: Annotated[
+        str | None,
+        doc("Folder for a snapshot of the CUDA allocator, one file a rank, when memory runs out; null for none."),
+    ]
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(

@@ -75,6 +75,9 @@ class PolicySettings:
     residency_overrides: Mapping[str, str]  # group -> "device" or "host"
     engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
     residency_overlap: bool
+    residency_verify: bool
+    host_memory_budget_gib: float | None
+    memory_snapshot_dir: str | None
     use_pinned_optimizer_offload: bool
     offload_optimizer_states_for_logprob: bool
     colocated: bool  # generation shares this worker's devices

@@ -22,6 +22,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
+from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
 from nemo_offload_rl.policy.residency_setup import REFERENCE, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import Phase, TransitionReport
@@ -44,6 +45,8 @@ class PolicyWorker:
         self._backend = build_backend(settings, process)
         self.residency = build_manager(settings, self._backend, keep_reference)
         self._sender: BucketSender | None = None
+        if settings.memory_snapshot_dir is not None and self._backend.device.type == "cuda":
+            record_memory_history(Path(settings.memory_snapshot_dir), process.rank)
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,8 @@ class PolicyWorker:
         norm = self._loss_norm(batch)
         self.residency.step_opened()
         try:
-            return self._backend.forward_backward(self._paced(self._trim(micro_batches)), loss_fn, norm)
+            with explain_out_of_memory(self.residency):
+                return self._backend.forward_backward(self._paced(self._trim(micro_batches)), loss_fn, norm)
         except BaseException:
             # Part of the gradients is there; using them would be a wrong step.
             self.zero_grad()
@@ -171,7 +175,8 @@ class PolicyWorker:
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         plan = self._micro_batches(batch, is_training=False)
-        pieces = self._backend.logprobs(self._trim([batch.select(rows) for rows in plan]))
+        with explain_out_of_memory(self.residency):
+            pieces = self._backend.logprobs(self._trim([batch.select(rows) for rows in plan]))
         logprobs_BS = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
         for rows, piece in zip(plan, pieces, strict=True):
             logprobs_BS[torch.as_tensor(rows), : piece.shape[1]] = piece

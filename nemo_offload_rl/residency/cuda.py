@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostArena, aligned
+from nemo_offload_rl.residency.audit import Leftover, find_leftovers
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
 from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.storage import StorageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,14 @@ class CudaDevice:
     def free_bytes(self) -> int:
         reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + reusable
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        return find_leftovers(records, expected, self.device)
 
     def drain_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.device)

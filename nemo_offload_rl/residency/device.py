@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.audit import Leftover, find_leftovers
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.host_memory import available_bytes, memory_total_bytes, resident_bytes
-from nemo_offload_rl.residency.storage import storage_key
+from nemo_offload_rl.residency.storage import StorageRecord, storage_key
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,16 @@ class Device(Protocol):
         """Memory that could still be allocated."""
         ...
 
+    def allocated_bytes(self) -> int:
+        """Bytes that this process has allocated on the device; 0 where that is not known."""
+        ...
+
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        """What `audit.find_leftovers` finds on this device."""
+        ...
+
     def drain_peak_bytes(self) -> int:
         """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
         ...
@@ -189,6 +200,14 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        return find_leftovers(records, expected, torch.device("cpu"))
 
     def drain_peak_bytes(self) -> int:
         return 0

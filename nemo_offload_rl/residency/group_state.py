@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
@@ -34,12 +35,13 @@ class GroupState:
         generation: Counts the writes to the device contents; a host copy of an older generation is out of date.
     """
 
-    def __init__(self, group: StateGroup, device: Device, mirror: HostMirror) -> None:
+    def __init__(self, group: StateGroup, device: Device, mirror: HostMirror, verify: bool) -> None:
         self.group = group
         self.mirror = mirror
         self.location = Placement.DEVICE
         self.generation = 0
         self._device = device
+        self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
 
@@ -158,10 +160,21 @@ class GroupState:
         """Start copying out what changed since its last copy."""
         self.mirror.cover(records)
         dirty = [record for key, record in records.items() if not self.mirror.is_clean(key, self.generation)]
+        if self._verify:
+            self._check_clean([record for key, record in records.items() if self.mirror.is_clean(key, self.generation)])
         transfer = self._device.copy_out(_copy(record, self.mirror) for record in dirty)
         self.mirror.mark_clean((record.key for record in dirty), self.generation)
         report.group(self.group.name).bytes_out += transfer.num_bytes
         return transfer, dirty
+
+    def _check_clean(self, records: Sequence[StorageRecord]) -> None:
+        for record in records:
+            copy = _copy(record, self.mirror)
+            if not torch.equal(copy.device.cpu(), copy.host):
+                raise ResidencyError(
+                    f"group {self.group.name!r}: {record.names[0]} was written on the device without mark_written, so "
+                    "its host copy is stale; whoever wrote it has to say so"
+                )
 
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         transfer, dirty = self._copy_dirty(records, report)

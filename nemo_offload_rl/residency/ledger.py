@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nemo_offload_rl.residency.audit import Leftover
 from nemo_offload_rl.residency.phase import Phase
 
 
@@ -29,6 +30,7 @@ class TransitionReport:
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last hand-over of memory).
+        leftovers: What this process still has on the device although the plan does not say so, largest first.
     """
 
     source: Phase | None
@@ -38,6 +40,7 @@ class TransitionReport:
     transfer_s: float = 0.0
     device_used_before_bytes: int = 0
     device_used_after_bytes: int = 0
+    leftovers: list[Leftover] = field(default_factory=list[Leftover])
 
     def group(self, name: str) -> GroupMove:
         """The entry of `name`, made when first asked for."""
@@ -81,6 +84,7 @@ class TransitionReport:
             f"{source} -> {self.target.value}: out {self.bytes_out / gib:.3f} GiB, in {self.bytes_in / gib:.3f} GiB, "
             f"clean {self.bytes_clean / gib:.3f} GiB, freed {self.bytes_freed / gib:.3f} GiB, "
             f"exposed {self.exposed_s:.3f} s, hidden {self.hidden_s:.3f} s, {self.link_gb_per_s:.1f} GB/s"
+            + "".join(f"; still on the device: {leftover}" for leftover in self.leftovers)
         )
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.auditor import Auditor
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
@@ -40,6 +41,7 @@ class ResidencyManager:
         device: The device; everything is on it until the first `enter`.
         arena: Host memory for all groups. None takes a page-locked and a pageable one from the device.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
+        verify: Compare host copies that count as right with the device, byte by byte. Slow; for finding bugs.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ResidencyManager:
         device: Device,
         arena: HostArena | None = None,
         overlap: bool = True,
+        verify: bool = False,
     ) -> None:
         unknown = [group.name for group in groups if group.name not in plan.table]
         if unknown:
@@ -60,13 +63,14 @@ class ResidencyManager:
         self._given_arena = arena
         self._arenas: dict[bool, HostArena] = {}
         self._states = {
-            group.name: GroupState(group, device, HostMirror(group.name, self._arena_for(group.name)))
+            group.name: GroupState(group, device, HostMirror(group.name, self._arena_for(group.name)), verify)
             for group in groups
         }
         self._snapshots: dict[str, tuple[str, HostMirror]] = {}
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
+        self._auditor = Auditor(device)
         self._open_step = False
         self._num_steps = 0
         self._failure: str | None = None
@@ -93,6 +97,8 @@ class ResidencyManager:
         self.phase = phase
         if not self._overlap or phase in SETTLED:
             self.settle()
+            here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
+            report.leftovers = self._auditor.check(self._records(), here)
         if is_new and self._overlap:
             self._work.begin(sum(self.device_bytes().values()))
             for name in self._leaving_next(phase):

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not `to_local`: that makes a new autograd tensor, 20 microseconds for each of a thousand at every transition.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

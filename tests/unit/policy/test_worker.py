@@ -233,6 +233,17 @@ def test_groups_stay_beside_the_engine_when_told_to_or_when_they_fit_and_not_oth
     assert mixed["params"] == 0 < mixed["optimizer"]
 
 
+def test_a_plan_that_the_host_cannot_hold_is_refused_with_the_numbers_and_the_smallest_mend(folders):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder) as worker:
+        gib = worker.residency.device_bytes()["params"] / 2**30
+    # params, twice as much optimizer, and the reference: four times the parameters
+    cases = {3.5: "kl_penalty=0, which", 2.5: "overrides.optimizer=device, which", 0.5: "params=device, which"}
+    for budget, mend in cases.items():
+        with pytest.raises(ConfigError, match=rf"host_memory_budget_gib leaves .*{mend}"):
+            make_worker(folder, keep_reference=True, host_memory_budget_gib=budget * gib).__enter__()
+
+
 def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(folders):
     folder, _ = folders("qwen3-tied")
     with make_worker(folder, offload_optimizer_states=True) as worker:

@@ -46,9 +46,7 @@ def test_chunks_give_the_same_logprobs_and_gradients_and_bound_the_positions_sco
         return layer(chunk)
 
     def run(size):
-        logprobs = sequence_logprobs(
-            output_layer, hidden, ids, lengths, temperature=1.0, chunk_size=size, shard=WHOLE
-        )
+        logprobs = sequence_logprobs(output_layer, hidden, ids, lengths, temperature=1.0, chunk_size=size, shard=WHOLE)
         return logprobs, torch.autograd.grad(logprobs.sum(), [hidden, layer.weight])
 
     whole, whole_grads = run(None)

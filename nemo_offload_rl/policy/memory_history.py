@@ -1,0 +1,44 @@
+"""What the device's memory held when it ran out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nemo_offload_rl.residency import ResidencyManager
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENTS = 200_000
+
+
+def record_memory_history(folder: Path, rank: int) -> None:
+    """From now on, write a snapshot to `folder`/rank_<rank>.pickle when CUDA runs out of memory in this process.
+
+    The file is for https://docs.pytorch.org/memory_viz. Recording costs a few percent of a step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"rank_{rank}.pickle"
+    torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
+
+    def on_out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:
+        torch.cuda.memory._dump_snapshot(str(target))
+        logger.error("out of memory on cuda:%d: snapshot written to %s", device, target)
+
+    torch._C._cuda_attach_out_of_memory_observer(on_out_of_memory)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def explain_out_of_memory(residency: ResidencyManager) -> Iterator[None]:
+    """Add to an out-of-memory error where the groups are and what the last transitions moved."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in residency.device_bytes().items())
+        error.add_note(f"on the device in phase {residency.phase}: {held}")
+        error.add_note(f"last transitions:\n{residency.reports.recent_lines()}")
+        raise

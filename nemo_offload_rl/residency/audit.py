@@ -1,0 +1,70 @@
+"""What is still on the device after groups left it, by owner."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.storage import StorageRecord, local_tensor, storage_key
+
+REPORTED_FROM_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Device memory that the plan does not account for.
+
+    Attributes:
+        owner: A state group and one of its tensors, or the kind of tensors that nobody lists.
+        num_bytes: Together.
+    """
+
+    owner: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.num_bytes / 2**20:.0f} MiB"
+
+
+def find_leftovers(
+    records: Mapping[str, Mapping[int, StorageRecord]],
+    expected: Collection[str],
+    device: torch.device,
+    from_bytes: int = REPORTED_FROM_BYTES,
+) -> list[Leftover]:
+    """Everything on `device` that is not in a group that may be there, largest first, from `from_bytes` on.
+
+    Walks all Python objects, which takes tenths of a second: for when numbers do not add up.
+
+    Args:
+        records: Storages by group.
+        expected: Groups that may be on the device now.
+        device: Where to look.
+        from_bytes: Smaller sums are left out.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    known: set[int] = set()
+    for group, storages in records.items():
+        known.update(storages)
+        if group not in expected:
+            for record in storages.values():
+                sizes[f"group {group}"] += record.storage.nbytes()
+    for candidate in gc.get_objects():
+        # issubclass of the type: isinstance would run code of lazy proxies that other libraries keep alive.
+        if not issubclass(type(candidate), Tensor) or candidate.is_meta:
+            continue
+        tensor = local_tensor(candidate)
+        if tensor.device != device or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage_key(storage) not in known:
+            known.add(storage_key(storage))
+            kind = type(candidate).__name__.lower()
+            sizes[f"{kind} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"] += storage.nbytes()
+    found = [Leftover(owner, size) for owner, size in sizes.items() if size >= from_bytes]
+    return sorted(found, key=lambda leftover: -leftover.num_bytes)

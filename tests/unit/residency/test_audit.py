@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_training import Training
+
+from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, TensorGroup
+from nemo_offload_rl.residency.audit import find_leftovers
+from nemo_offload_rl.residency.storage import unique_storages
+
+
+def test_a_tensor_that_no_group_lists_and_a_group_that_should_be_away_are_named_with_their_sizes():
+    training = Training()
+    training.step()
+    records = {name: unique_storages(s.group.tensors()) for name, s in training.manager._states.items()}
+    forgotten = torch.zeros(3, 1 << 20, dtype=torch.float64)
+    found = find_leftovers(records, {"params", "grads"}, torch.device("cpu"), from_bytes=1000)
+    sizes = {leftover.owner: leftover.num_bytes for leftover in found}
+    assert sizes["tensor [3, 1048576] float64"] == forgotten.nbytes
+    assert sizes["group optimizer"] == training.manager.device_bytes()["optimizer"]
+    assert not any("params" in owner for owner in sizes)
+    assert [leftover.num_bytes for leftover in found] == sorted(sizes.values(), reverse=True)
+
+
+class CountingDevice(CpuDevice):
+    """Says how much is allocated, as the test sets it."""
+
+    bytes_by_others = 0
+
+    def allocated_bytes(self) -> int:
+        return self.bytes_by_others
+
+
+def test_leftovers_are_reported_once_when_the_unexplained_memory_grows():
+    device = CountingDevice()
+    training = Training(device=device)
+    training.step()
+    assert training.manager.enter(Phase.GENERATION).leftovers == []
+    big = torch.zeros(40 << 20, dtype=torch.uint8)
+    device.bytes_by_others = big.nbytes
+    report = training.manager.enter(Phase.LP_INFERENCE)
+    assert [str(leftover) for leftover in report.leftovers] == ["tensor [41943040] uint8: 40 MiB"]
+    assert "still on the device: tensor [41943040] uint8: 40 MiB" in report.line()
+    assert training.manager.enter(Phase.GENERATION).leftovers == []
+
+
+def test_verifying_finds_a_write_that_nobody_told_of():
+    training = Training()
+    manager = ResidencyManager(
+        plan=training.manager.plan,
+        groups=[TensorGroup("params", training.model.named_parameters)],
+        device=CpuDevice(),
+        verify=True,
+    )
+    for phase in (Phase.GENERATION, Phase.LP_INFERENCE, Phase.GENERATION, Phase.LP_INFERENCE):
+        manager.enter(phase)
+    with torch.no_grad():
+        training.model.norm.bias[3] += 1
+    with pytest.raises(ResidencyError, match=r"'params': norm\.bias was written .* without mark_written"):
+        manager.enter(Phase.GENERATION)
+    manager.mark_written("params")
+    manager.enter(Phase.GENERATION)
