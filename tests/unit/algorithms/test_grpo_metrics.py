@@ -1,0 +1,81 @@
+"""What a step reports, compared with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.residency import Phase, TransitionReport
+
+
+def make_rollout(question: str, answer: str, *, correct: bool, truncated: bool = False) -> Rollout:
+    prompt = Prompt(token_ids=(1, 2, 3), text=question, reference_answer="4", env_name="arithmetic")
+    segment = Segment(token_ids=tuple(range(len(answer))), logprobs=(-0.5,) * len(answer))
+    return Rollout(
+        prompt=prompt,
+        segments=(segment,),
+        response_text=answer,
+        reward=float(correct),
+        correct=correct,
+        truncated=truncated,
+    )
+
+
+ROLLOUTS = RolloutBatch(
+    rollouts=(
+        make_rollout("2+2=", "4", correct=True),
+        make_rollout("2+2=", "555", correct=False, truncated=True),
+        make_rollout("1+3=", "31", correct=False),
+        make_rollout("1+3=", "13", correct=False),
+    ),
+    group_size=2,
+)
+
+
+def test_metrics_of_several_optimizer_steps_are_means_and_extremes_stay_extremes():
+    result = TrainResult(
+        loss=[1.0, 3.0],
+        grad_norm=[2.0, 4.0],
+        learning_rate=[0.1, 0.2],
+        metrics={"kl": [0.0, 0.5], "probs_ratio_min": [0.9, 0.7], "probs_ratio_max": [1.1, 1.5], "loss": [1.0, 3.0]},
+    )
+    metrics = train_metrics(ROLLOUTS, result, {"generation": 2.0, "training": 4.0})
+    assert metrics["loss"] == 2.0
+    assert metrics["grad_norm"] == 3.0
+    assert metrics["learning_rate"] == 0.2
+    assert metrics["kl"] == 0.25
+    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (0.7, 1.5)
+    assert metrics["reward_mean"] == metrics["accuracy"] == 0.25
+    assert metrics["pass_rate"] == metrics["constant_group_rate"] == 0.5
+    assert metrics["generation_tokens_per_s"] == (1 + 3 + 2 + 2) / 2.0
+    assert metrics["training_tokens_per_s"] == (8 + 4 * 3) / 4.0
+
+
+def test_a_validation_reports_accuracy_reward_length_and_truncation():
+    expected = {"accuracy": 0.25, "reward": 0.25, "mean_response_tokens": 2.0, "truncation_rate": 0.25}
+    assert validation_metrics(ROLLOUTS) == pytest.approx(expected)
+
+
+def test_samples_are_one_line_for_each_prompt_with_the_verdict():
+    assert sample_lines(ROLLOUTS, 5) == [
+        "  right  '2+2=' -> '4', expected '4'",
+        "  wrong  '1+3=' -> '31', expected '4'",
+    ]
+    assert sample_lines(ROLLOUTS, 0) == []
+    cut = RolloutBatch(rollouts=ROLLOUTS.rollouts[1:2], group_size=1)
+    assert sample_lines(cut, 1) == ["  wrong  '2+2=' -> '555' (cut off), expected '4'"]
+
+
+def test_bytes_are_summed_over_ranks_and_seconds_are_the_slowest_ranks():
+    def report(num_bytes: int, seconds: float) -> TransitionReport:
+        made = TransitionReport(source=None, target=Phase.TRAINING, exposed_s=seconds)
+        made.group("params").bytes_out = num_bytes
+        return made
+
+    metrics = residency_metrics([[report(100, 0.1), report(10, 0.2)], [report(1, 0.25)]])
+    assert metrics["bytes_out"] == 111
+    assert metrics["exposed_s"] == pytest.approx(0.3)
+    assert metrics["bytes_in"] == 0
