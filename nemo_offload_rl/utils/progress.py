@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from nemo_offload_rl.utils.timer import TOTAL, shares
 
 _SHOWN_PHASES = 3
+_LEAST_SHARE = 0.005
 
 
 class RunProgress:
@@ -104,8 +105,8 @@ class RunProgress:
 
 
 def step_summary(step: int, figures: str, seconds: Mapping[str, float]) -> str:
-    """Two lines: the step's figures, and seconds and share of each phase, the longest first."""
+    """Two lines: the step's figures, and seconds and share of each phase that rounds to 1 % or more, longest first."""
     phases = sorted(shares(seconds).items(), key=lambda item: -item[1])
     total = seconds[TOTAL]
-    listed = "  ".join(f"{name} {share * total:.2f} s {share:.0%}" for name, share in phases)
+    listed = "  ".join(f"{name} {share * total:.2f} s {share:.0%}" for name, share in phases if share >= _LEAST_SHARE)
     return f"step {step}  {figures}  {total:.2f} s\n    {listed}"
