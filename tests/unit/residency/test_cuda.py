@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nemo_offload_rl.residency import (
+    DeviceOutOfMemoryError,
     GradsGroup,
     Phase,
     ResidencyManager,
@@ -14,6 +15,7 @@ from nemo_offload_rl.residency import (
     TensorGroup,
     make_device,
     optimizer_tensors,
+    pinned,
     resolve_plan,
 )
 
@@ -142,4 +144,56 @@ def test_asynchronous_copies_report_link_seconds_and_what_was_hidden():
     for report in moved:
         assert report.transfer_s > 0
         assert report.link_gb_per_s < 100
+    training.manager.close()
+
+
+def test_running_out_of_device_memory_while_coming_back_is_undone_and_a_later_try_succeeds():
+    training, plain = Training(), Training(colocated=False)
+    training.step()
+    plain.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.enter(Phase.GENERATION)
+    free, _ = torch.cuda.mem_get_info()
+    # Room for the parameters and some of the optimizer.
+    hog = torch.empty(free - (600 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(DeviceOutOfMemoryError, match=r"no room for .* GiB free, .* allocated by this process"):
+        training.manager.enter(Phase.TRAINING)
+    assert training.manager.phase is Phase.GENERATION
+    assert sum(training.manager.device_bytes().values()) == 0
+    del hog
+    torch.cuda.empty_cache()
+    training.step()
+    plain.step()
+    for a, b in zip(training.contents(), plain.contents(), strict=True):
+        assert torch.equal(a, b)
+    training.manager.close()
+
+
+def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypatch, caplog):
+    class RefusingRuntime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(pinned, "_cudart", RefusingRuntime)
+    training, plain = Training(), Training(colocated=False)
+    for _ in range(2):
+        training.step()
+        plain.step()
+        training.manager.enter(Phase.REFIT)
+        training.manager.enter(Phase.GENERATION)
+    assert "pageable memory" in caplog.text
+    assert not training.manager._arena_for("params").pinned
+    for a, b in zip(training.contents(), plain.contents(), strict=True):
+        assert torch.equal(a, b)
+    training.manager.close()
+
+
+def test_what_a_backend_forgot_to_list_is_named_after_the_transition():
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    assert training.manager.enter(Phase.GENERATION).leftovers == []
+    forgotten = torch.zeros(48 << 20, dtype=torch.uint8, device="cuda")
+    report = training.manager.enter(Phase.LP_INFERENCE)
+    assert [str(leftover) for leftover in report.leftovers] == [f"tensor [{forgotten.numel()}] uint8: 48 MiB"]
     training.manager.close()

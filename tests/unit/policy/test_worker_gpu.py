@@ -1,0 +1,61 @@
+"""The policy worker on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_cases import make_batch, make_settings
+from tiny_models import make_qwen3, make_tokenizer
+
+from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.worker import PolicyWorker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+VARIANTS = {
+    "away": {},
+    "waited for": {"residency_overlap": False},
+    "pageable": {"use_pinned_optimizer_offload": False},
+    "streamed": {"offload_optimizer_states": True},
+    "away for logprobs": {"offload_optimizer_states_for_logprob": True},
+    "auto": {"residency": "auto", "engine_memory_share": 0.5},
+}
+
+
+def losses(folder, monkeypatch, **changes) -> tuple[list[float], torch.Tensor]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    settings = make_settings(folder, precision="bfloat16", **changes)
+    worker = PolicyWorker(settings, process, keep_reference=True)
+    values = []
+    try:
+        for seed in range(4):
+            batch = make_batch(seed=seed)
+            worker.prepare_for_lp_inference()
+            values.append(float(worker.get_logprobs(batch).double().sum()))
+            values.append(float(worker.get_reference_logprobs(batch).double().sum()))
+            worker.prepare_for_training()
+            values += worker.train(batch, NLLLoss()).loss
+            worker.offload_before_refit()
+            weights = {name: tensor.float().cpu().clone() for name, tensor in worker.named_weights()}
+            worker.offload_after_refit()
+        return values, torch.cat([tensor.flatten() for tensor in weights.values()])
+    finally:
+        torch.use_deterministic_algorithms(False)
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(variant, tmp_path, monkeypatch):
+    folder = tmp_path
+    make_qwen3(seed=0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    expected, expected_weights = losses(folder, monkeypatch, colocated=False)
+    values, weights = losses(folder, monkeypatch, **VARIANTS[variant])
+    assert values == expected
+    assert torch.equal(weights, expected_weights)
