@@ -30,6 +30,7 @@ class TransitionReport:
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last hand-over of memory).
+        without_room: Groups that did not fit beside the work of the phase, so that they are waited for later.
         leftovers: What this process still has on the device although the plan does not say so, largest first.
     """
 
@@ -40,6 +41,7 @@ class TransitionReport:
     transfer_s: float = 0.0
     device_used_before_bytes: int = 0
     device_used_after_bytes: int = 0
+    without_room: list[str] = field(default_factory=list[str])
     leftovers: list[Leftover] = field(default_factory=list[Leftover])
 
     def group(self, name: str) -> GroupMove:
@@ -84,6 +86,7 @@ class TransitionReport:
             f"{source} -> {self.target.value}: out {self.bytes_out / gib:.3f} GiB, in {self.bytes_in / gib:.3f} GiB, "
             f"clean {self.bytes_clean / gib:.3f} GiB, freed {self.bytes_freed / gib:.3f} GiB, "
             f"exposed {self.exposed_s:.3f} s, hidden {self.hidden_s:.3f} s, {self.link_gb_per_s:.1f} GB/s"
+            + "".join(f"; no room to prefetch {name}" for name in self.without_room)
             + "".join(f"; still on the device: {leftover}" for leftover in self.leftovers)
         )
 

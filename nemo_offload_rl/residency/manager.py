@@ -187,9 +187,13 @@ class ResidencyManager:
         for name in allowed:
             state = self._states[name]
             wanted = state.location is Placement.HOST and self.plan.placement(name, phase) is Placement.DEVICE
-            if wanted and self._work.has_room(self.phase, state.mirror.num_bytes):
+            if not wanted or not self._work.is_known(self.phase):
+                continue
+            if self._work.has_room(self.phase, state.mirror.num_bytes):
                 state.arrive(records[name], report)
                 self._work.add(state.mirror.num_bytes)
+            else:
+                report.without_room.append(name)
 
     # -- snapshots
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.phase import Phase
-
-logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 1 << 30
 MARGIN = 1.1  # later batches may be somewhat larger than those seen
@@ -40,11 +36,12 @@ class WorkMemory:
         if phase is not None:
             self._needed_bytes[phase] = max(needed, self._needed_bytes.get(phase, 0))
 
+    def is_known(self, phase: Phase | None) -> bool:
+        """Whether the phase has been seen once."""
+        return phase in self._needed_bytes
+
     def has_room(self, phase: Phase | None, num_bytes: int) -> bool:
         """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
         if phase is None or phase not in self._needed_bytes:
             return False
-        room = self._device.free_bytes() - int(MARGIN * self._needed_bytes[phase]) - RESERVE_BYTES
-        if num_bytes > room:
-            logger.debug("no room to prefetch %d bytes in %s: %d bytes", num_bytes, phase, room)
-        return num_bytes <= room
+        return num_bytes <= self._device.free_bytes() - int(MARGIN * self._needed_bytes[phase]) - RESERVE_BYTES

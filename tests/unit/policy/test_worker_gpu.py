@@ -59,3 +59,26 @@ def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(var
     values, weights = losses(folder, monkeypatch, **VARIANTS[variant])
     assert values == expected
     assert torch.equal(weights, expected_weights)
+
+
+def test_running_out_of_memory_leaves_a_snapshot_and_says_what_was_where(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    make_qwen3(seed=0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    snapshots = tmp_path / "snapshots"
+    settings = make_settings(folder, precision="bfloat16", memory_snapshot_dir=str(snapshots))
+    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0"), False)
+    try:
+        worker.prepare_for_training()
+        hog = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device="cuda")
+        wide = make_batch(num_rows=8, width=900)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            worker.train(wide, NLLLoss())
+        del hog
+        notes = "\n".join(raised.value.__notes__)
+        assert "on the device in phase training: params" in notes
+        assert "start -> training" in notes
+        assert (snapshots / "rank_0.pickle").stat().st_size > 0
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        worker.shutdown()

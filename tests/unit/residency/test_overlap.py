@@ -57,8 +57,12 @@ def test_nothing_is_prefetched_where_the_plan_wants_the_optimizer_on_the_host():
 def test_nothing_is_prefetched_without_room_beside_the_work():
     training = Training(device=DeferredDevice(free_bytes=1 << 20))
     cycle(training)
+    assert not any(report.without_room for report in training.manager.reports.drain())
     cycle(training)
     assert training.manager.location("optimizer") is Placement.HOST
+    report = training.manager.reports.drain()[-1]
+    assert report.without_room == ["optimizer"]
+    assert "no room to prefetch optimizer" in report.line()
 
 
 def test_leaving_memory_is_kept_until_its_copy_has_finished_and_generation_waits_for_all():
