@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ def main() -> None:
     print("transparent huge pages:", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip())
     torch.cuda.init()
     torch.zeros(1, device="cuda")
+    runtime: Any = torch.cuda.cudart()
     for how, threads in (("memset", 8), ("populate", 8), ("memset", 8), ("populate", 16), ("memset", 16)):
         mapping = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -59,10 +61,10 @@ def main() -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         touch_s = touch(address, size, threads, how)
         start = time.perf_counter()
-        error = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))
+        error = int(runtime.cudaHostRegister(address, size, 1))
         register_s = time.perf_counter() - start
         start = time.perf_counter()
-        torch.cuda.cudart().cudaHostUnregister(address)
+        runtime.cudaHostUnregister(address)
         del whole
         mapping.close()
         free_s = time.perf_counter() - start

@@ -176,7 +176,13 @@ class CudaDevice:
         try:
             return PinnedRegion(num_bytes, self._numa_node)
         except ResidencyError as error:
-            logger.warning("%s Going on with pageable memory, whose copies are several times slower.", error)
+            lockable = read_host_budget().lockable_bytes
+            limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
+            logger.warning(
+                "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower.",
+                error,
+                limit,
+            )
             return PageableRegion(num_bytes)
 
     def _copy(self, copies: Iterable[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
