@@ -70,6 +70,8 @@ def test_running_out_of_memory_leaves_a_snapshot_and_says_what_was_where(tmp_pat
     worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0"), False)
     try:
         worker.prepare_for_training()
+        worker.train(make_batch(), NLLLoss())  # NCCL sets itself up here, and would fail with an error of its own below
+        torch.cuda.empty_cache()
         hog = torch.empty(torch.cuda.mem_get_info()[0] - (4 << 20), dtype=torch.uint8, device="cuda")
         wide = make_batch(num_rows=8, width=900)
         with pytest.raises(torch.OutOfMemoryError) as raised:
