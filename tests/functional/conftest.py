@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = ROOT / "examples/demo/make_model.py"
     subprocess.run([sys.executable, script, "--output", folder], env=environment(), check=True, capture_output=True)
     return folder
+
+
+def heed_interrupts() -> None:
+    """In the new process: a shell that starts the tests in the background makes them, and theirs, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass
@@ -95,6 +101,7 @@ def running_grpo(model_folder: Path, tmp_path: Path) -> Iterator[RunningGrpo]:
             stderr=sink,
             text=True,
             start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
     children: list[psutil.Process] = []
     try:

@@ -68,7 +68,14 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     environment.pop("RAY_ADDRESS", None)
     code = f"import ray_workers; ray_workers.run_until_stopped({str(ready)!r})"
-    driver = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background makes them, and theirs, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not ready.exists():
         assert driver.poll() is None, driver.communicate()[1]
         time.sleep(0.1)
