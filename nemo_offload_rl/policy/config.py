@@ -117,7 +117,7 @@ class PolicyConfig(TypedDict):
         list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")
     ]
     dynamic_batching: Annotated[BatchingConfig, doc("Group responses of like length into one micro-batch.")]
-    sequence_packing: Annotated[BatchingConfig, doc("Put several responses into one row. Not available yet.")]
+    sequence_packing: Annotated[BatchingConfig, doc("Put the responses of a micro-batch into one row without padding.")]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, doc("The Megatron backend.")]]
     refit_buffer_size_gib: Annotated[

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
+from nemo_offload_rl.data.packing import pack_rows
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend
@@ -193,12 +194,13 @@ class PolicyWorker:
     def _micro_batches(self, batch: TokenBatch, *, is_training: bool) -> list[list[int]]:
         """Row indices by micro-batch; the same number of micro-batches on every data-parallel rank."""
         settings = self._settings
-        dynamic = settings.dynamic_batching
-        if dynamic.enabled:
-            max_tokens = dynamic.train_mb_tokens if is_training else dynamic.logprob_mb_tokens
-            round_to = max(dynamic.sequence_length_round, settings.make_sequence_length_divisible_by)
-            plan = plan_micro_batches(batch.input_lengths.tolist(), max_tokens, round_to)
-            return split_to_count(plan, self._backend.all_reduce_max(len(plan)))
+        by_tokens = {plan_micro_batches: settings.dynamic_batching, pack_rows: settings.sequence_packing}
+        for make_plan, batching in by_tokens.items():
+            if batching.enabled:
+                max_tokens = batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
+                round_to = max(batching.sequence_length_round, settings.make_sequence_length_divisible_by)
+                plan = make_plan(batch.input_lengths.tolist(), max_tokens, round_to)
+                return split_to_count(plan, self._backend.all_reduce_max(len(plan)))
         size = settings.train_micro_batch_size if is_training else settings.logprob_batch_size
         return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
 

@@ -72,13 +72,6 @@ def host_held_training_is_off(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def sequence_packing_is_off(cfg: GrpoMasterConfig) -> str | None:
-    """Sequence packing is not available yet; dynamic batching is."""
-    if cfg["policy"]["sequence_packing"]["enabled"]:
-        return _unavailable("policy.sequence_packing.enabled")
-    return None
-
-
 def batch_multiplier_is_one(cfg: GrpoMasterConfig) -> str | None:
     """Generation batches larger than a step are not available yet."""
     multiplier = cfg["grpo"]["batch_multiplier"]
@@ -99,6 +92,5 @@ RULES: tuple[Rule, ...] = (
     sequences_are_not_split_over_devices,
     sequence_parallelism_is_off,
     host_held_training_is_off,
-    sequence_packing_is_off,
     batch_multiplier_is_one,
 )

@@ -94,7 +94,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "sequence_parallelism_is_off": [(["policy.dtensor_cfg.sequence_parallel=true"], "set it to false")],
     "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
-    "sequence_packing_is_off": [(["policy.sequence_packing.enabled=true"], "set it to false")],
     "batch_multiplier_is_one": [(["grpo.batch_multiplier=2"], "set it to 1")],
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")

@@ -1,7 +1,6 @@
 """One rank, in this process, against plain Hugging Face and plain torch."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +43,9 @@ def folders(tmp_path_factory):
         return made[family]
 
     return get
+
+
+PACKING = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
 
 
 @contextmanager
@@ -96,6 +98,8 @@ def test_loss_gradients_and_logprobs_equal_hugging_faces(folders, family):
                 enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=4
             )
         },
+        {"sequence_packing": PACKING},
+        {"sequence_packing": PACKING, "logprob_chunk_size": 5, "activation_checkpointing": True},
     ],
     ids=lambda changes: "-".join(changes),
 )
@@ -481,13 +485,6 @@ def test_a_setting_that_cannot_work_is_refused_by_its_key(folders, changes, name
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def test_sequence_packing_is_refused(folders):
-    settings = make_settings(folders("qwen3")[0])
-    packing = replace(settings.sequence_packing, enabled=True)
-    with pytest.raises(ConfigError, match="sequence_packing"):
-        PolicyWorker(replace(settings, sequence_packing=packing), ONE_RANK, keep_reference=False)
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(folders, tmp_path):

@@ -130,6 +130,7 @@ def check_data_parallel(process, root):
     # Ranks whose rows differ in length need the same number of micro-batches.
     dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
     equals_hugging_face(process, f"{root}/llama-tied", dynamic_batching=dynamic, logprob_chunk_size=3)
+    equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
 
 

@@ -41,7 +41,6 @@ def check_settings(settings: PolicySettings) -> None:
         "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
         "policy.dtensor_cfg.sequence_parallel": (cfg.sequence_parallel, "false"),
         "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
-        "policy.sequence_packing.enabled": (settings.sequence_packing.enabled, "false"),
     }
     for key, (is_set, only_value) in unsupported.items():
         if is_set:
@@ -92,6 +91,7 @@ class DTensorBackend:
             temperature=settings.logprob_temperature,
             chunk_size=settings.logprob_chunk_size,
             shard=shard,
+            pack=settings.sequence_packing.enabled,
         )
         self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
         self._parameters = self._model.hf_parameters()

@@ -69,17 +69,36 @@ class LogprobModel(nn.Module):
     """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
+    With `pack`, the rows become one row without padding; positions that begin again at 0 tell Hugging Face's models
+    where attention must not reach across.
     """
 
-    def __init__(self, causal_lm: Any, *, temperature: float, chunk_size: int | None, shard: VocabShard) -> None:
+    def __init__(
+        self, causal_lm: Any, *, temperature: float, chunk_size: int | None, shard: VocabShard, pack: bool = False
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self._pack = pack
         self._score = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
 
     def forward(self, input_ids_BS: Tensor, input_lengths_B: Tensor) -> Tensor:
         """[B, S] float32 logprobs by the package's convention; 0 on padding."""
+        if self._pack:
+            return self._packed(input_ids_BS, input_lengths_B)
         hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
         return sequence_logprobs(self.causal_lm.lm_head, hidden_BSH, input_ids_BS, input_lengths_B, **self._score)
+
+    def _packed(self, input_ids_BS: Tensor, input_lengths_B: Tensor) -> Tensor:
+        """The same from one row of all real tokens (T of them), taken apart again."""
+        position_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
+        is_real_BS = position_BS < input_lengths_B.unsqueeze(1)
+        ids_1T, position_1T = input_ids_BS[is_real_BS].unsqueeze(0), position_BS[is_real_BS].unsqueeze(0)
+        hidden_1TH = self.causal_lm.model(input_ids=ids_1T, position_ids=position_1T, use_cache=False).last_hidden_state
+        length_1 = torch.full((1,), ids_1T.shape[1], device=ids_1T.device)
+        packed_1T = sequence_logprobs(self.causal_lm.lm_head, hidden_1TH, ids_1T, length_1, **self._score)
+        logprobs_BS = torch.zeros_like(input_ids_BS, dtype=torch.float32).masked_scatter(is_real_BS, packed_1T)
+        # A sequence's first token was scored after its neighbour's last one.
+        return logprobs_BS.masked_fill(position_BS == 0, 0.0)
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names; a tied one once, under its first name."""
