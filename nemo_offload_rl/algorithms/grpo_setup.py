@@ -6,6 +6,7 @@ sleeps while the policy is built into what memory is free; both start side by si
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ from nemo_offload_rl.utils.progress import RunProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 MATH_TIMEOUT_S = 5.0
 
@@ -99,6 +102,7 @@ def _workers(config: GrpoConfig) -> Iterator[tuple[Policy, GenerationEngine]]:
         engine.wait_until_ready()
         engine.finish_generation(discard_weights=True)
         policy.offload_after_refit()
+        logger.info("residency plan of each policy worker:\n%s", policy.residency_plan())
         yield policy, engine
 
 

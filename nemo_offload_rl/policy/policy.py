@@ -86,6 +86,10 @@ class Policy:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("offload_after_refit")
 
+    def residency_plan(self) -> str:
+        """The resolved plan of rank 0 as a table with sizes; the other ranks have the same."""
+        return self._group.run_all("residency_plan")[0]
+
     def residency_reports(self) -> list[list[TransitionReport]]:
         """Transitions since the last call, by rank."""
         return self._group.run_all("residency_reports")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from nemo_offload_rl.errors import ConfigError
@@ -22,15 +21,15 @@ from nemo_offload_rl.residency import (
     unique_storages,
 )
 
-logger = logging.getLogger(__name__)
-
 REFERENCE = "reference"
 # CUDA contexts and communication buffers of both processes, fragmentation.
 SHARED_RESERVE_BYTES = 6 << 30
 
 
-def build_manager(settings: PolicySettings, backend: PolicyBackend, keep_reference: bool) -> ResidencyManager:
-    """The manager of one rank, with its host memory reserved and the reference taken.
+def build_manager(
+    settings: PolicySettings, backend: PolicyBackend, keep_reference: bool
+) -> tuple[ResidencyManager, dict[str, int]]:
+    """The manager of one rank, with its host memory reserved and the reference taken, and the groups' sizes in bytes.
 
     Raises:
         HostBudgetError: The state does not fit into host memory.
@@ -72,9 +71,7 @@ def build_manager(settings: PolicySettings, backend: PolicyBackend, keep_referen
     manager.reserve(expected)
     if keep_reference:
         manager.snapshot("params", REFERENCE)
-    if backend.rank_info.rank == 0:
-        logger.info("residency plan of each rank:\n%s", plan.render(sizes))
-    return manager
+    return manager, sizes | ({REFERENCE: params_bytes} if keep_reference else {})
 
 
 def check_host_memory(expected_bytes: Mapping[str, int], settings: PolicySettings) -> None:

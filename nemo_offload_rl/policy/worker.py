@@ -44,7 +44,7 @@ class PolicyWorker:
     def __init__(self, settings: PolicySettings, process: ProcessInfo, keep_reference: bool) -> None:
         self._settings = settings
         self._backend = build_backend(settings, process)
-        self.residency = build_manager(settings, self._backend, keep_reference)
+        self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference)
         self._sender: BucketSender | None = None
         if settings.memory_snapshot_dir is not None and self._backend.device.type == "cuda":
             record_memory_history(Path(settings.memory_snapshot_dir), process.rank)
@@ -66,6 +66,10 @@ class PolicyWorker:
     def offload_after_refit(self) -> TransitionReport:
         """Leave nothing on the device."""
         return self.residency.enter(Phase.GENERATION)
+
+    def residency_plan(self) -> str:
+        """The resolved plan as a table, with the groups' sizes."""
+        return self.residency.plan.render(self._group_bytes)
 
     def residency_reports(self) -> list[TransitionReport]:
         """Transitions since the last call."""

@@ -248,6 +248,17 @@ def test_a_plan_that_the_host_cannot_hold_is_refused_with_the_numbers_and_the_sm
             make_worker(folder, keep_reference=True, host_memory_budget_gib=budget * gib).__enter__()
 
 
+def test_the_resolved_plan_is_told_with_sizes(folders):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder, keep_reference=True, residency_overrides={"optimizer": "device"}) as worker:
+        lines = {line.split()[0]: line for line in worker.residency_plan().splitlines()}
+        gib = worker.residency.device_bytes()["params"] / 2**30
+    assert list(lines) == ["group", "params", "grads", "optimizer", "reference"]
+    assert lines["optimizer"].split("  ")[0] == f"optimizer ({2 * gib:.2f} GiB)"
+    assert "HOST" not in lines["optimizer"]
+    assert lines["params"].endswith("HOST")
+
+
 def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(folders):
     folder, _ = folders("qwen3-tied")
     with make_worker(folder, offload_optimizer_states=True) as worker:
