@@ -132,7 +132,6 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     vocab = SHAPES[args.shape].vocab
     generator = torch.Generator().manual_seed(0)
     steps = []
-    peaks: list[float] = []
     for _ in range(args.steps + 2):
         ids = torch.randint(0, vocab, (args.rows, args.length), generator=generator)
         batch = TrainBatch(
@@ -178,8 +177,6 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         seconds["hidden"] = sum(report.hidden_s for report in reports)
         seconds["gb"] = sum(report.bytes_moved for report in reports) / 1e9
         steps.append(seconds)
-        if args.device == "cuda":
-            peaks.append(torch.cuda.max_memory_allocated() / 2**30)
     lines = [report.line() for report in reports]
     worker.shutdown()
     kept = steps[2:]
@@ -227,15 +224,11 @@ def main() -> None:
             rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
             print(variant, "done", flush=True)
     print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s; seconds, medians")
-    print(
-        f"{'variant':28} {'step':>7} "
-        + " ".join(f"{name:>9}" for name in PHASES)
-        + "  exposed  hidden  GB moved peak GiB"
-    )
+    print(f"{'variant':28} {'step':>7} " + " ".join(f"{name:>9}" for name in PHASES) + "  exposed  hidden  GB moved")
     for row in rows:
         m = row["median_s"]
         phases = " ".join(f"{m[name]:9.3f}" for name in PHASES)
-        tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f} {row['peak_gib']:8.1f}"
+        tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f}"
         print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail}")
     if args.out:
         machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
