@@ -186,7 +186,6 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "median_s": medians,
         "steps": steps,
         "last_step": lines,
-        "peak_gib": max([0, *peaks]),
     }
 
 
