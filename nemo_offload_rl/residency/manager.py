@@ -245,6 +245,7 @@ class ResidencyManager:
     @contextmanager
     def checkpoint_view(self) -> Iterator[None]:
         """Have everything that can be saved on the device inside the body, and back where it was after it."""
+        self._refuse_if_failed("show the state for a checkpoint")
         before = {name: state.location for name, state in self._states.items()}
         phase = self.phase
         wanted = {name: Placement.DEVICE for name, place in before.items() if place is Placement.HOST}
@@ -333,17 +334,20 @@ class ResidencyManager:
         return records
 
     def _on_device(self, group: str, purpose: str) -> GroupState:
+        self._refuse_if_failed(purpose)
         state = self._states[group]
         if state.location is not Placement.DEVICE:
             raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
         return state
 
-    def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
+    def _refuse_if_failed(self, purpose: str) -> None:
         if self._failure is not None:
             raise ResidencyError(
-                f"residency refuses to enter {target.value}: {self._failure}. Restart this worker from its last "
-                "checkpoint."
+                f"residency refuses to {purpose}: {self._failure}. Restart this worker from its last checkpoint."
             )
+
+    def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
+        self._refuse_if_failed(f"enter {target.value}")
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:
             raise OpenStepError(
@@ -360,7 +364,8 @@ class ResidencyManager:
         for name in moving:
             self._states[name].group.prepare()
         records = self._records()
-        self._observe(records)
+        present = [record.storage for group in records.values() for record in group.values()]
+        self._device.observe([storage for storage in present if storage.nbytes()])
         report.device_used_before_bytes = self._device.used_bytes()
         try:
             self._move(moving, records, report)
@@ -395,11 +400,6 @@ class ResidencyManager:
         # while a group is leaving, it would make the caller wait for what was to be hidden.
         if not any(state.is_leaving for state in self._states.values()):
             self._device.trim()
-
-    def _observe(self, records: Mapping[str, Mapping[int, StorageRecord]]) -> None:
-        self._device.observe(
-            [record.storage for group in records.values() for record in group.values() if record.storage.nbytes()]
-        )
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. What arrived leaves first, so that what left has room to return."""
