@@ -6,7 +6,6 @@ sleeps while the policy is built into what memory is free; both start side by si
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -32,8 +31,6 @@ from nemo_offload_rl.utils.progress import RunProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 MATH_TIMEOUT_S = 5.0
 
@@ -69,6 +66,7 @@ def run_grpo(config: GrpoConfig) -> None:
         environments = stack.enter_context(_environments(config.env))
         policy, engine = stack.enter_context(_workers(config))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
+        progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
         parts = GrpoParts(
             policy=policy,
             engine=engine,
@@ -102,7 +100,6 @@ def _workers(config: GrpoConfig) -> Iterator[tuple[Policy, GenerationEngine]]:
         engine.wait_until_ready()
         engine.finish_generation(discard_weights=True)
         policy.offload_after_refit()
-        logger.info("residency plan of each policy worker:\n%s", policy.residency_plan())
         yield policy, engine
 
 

@@ -91,6 +91,11 @@ def test_a_person_sees_each_step_and_answers_of_the_validation(run):
     assert run.stderr == ""
 
 
+def test_the_residency_plan_is_told_once(run):
+    assert run.stdout.count("residency plan of each policy worker:") == 1
+    assert re.search(r"^params \(\S+ GiB\) +DEVICE +DEVICE +DEVICE +DEVICE +HOST$", run.stdout, re.MULTILINE)
+
+
 def test_the_report_is_written(run, folder):
     page = write_report(folder / "run")
     assert "data:image/png;base64," in page.read_text()
