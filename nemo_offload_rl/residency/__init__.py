@@ -3,7 +3,8 @@
 Knows torch and nothing else of this project. See docs/residency.md.
 """
 
-from nemo_offload_rl.residency.arena import HostArena, HostBlock
+from nemo_offload_rl.residency.arena import HostArena, HostBlock, aligned
+from nemo_offload_rl.residency.arenas import HostArenas
 from nemo_offload_rl.residency.device import CpuDevice, Device, SimulatedDevice, make_device
 from nemo_offload_rl.residency.errors import (
     DeviceOutOfMemoryError,
@@ -17,10 +18,25 @@ from nemo_offload_rl.residency.host_memory import HostBudget, read_host_budget
 from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import ResidencyPlan, ResidencySettings, resolve_plan
-from nemo_offload_rl.residency.storage import local_tensor, unique_storages
+from nemo_offload_rl.residency.plan import (
+    BASE,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    REFERENCE,
+    ResidencyPlan,
+    ResidencySettings,
+    resolve_plan,
+)
+from nemo_offload_rl.residency.storage import local_tensor, storage_bytes, storage_key, unique_storages
+from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer
 
 __all__ = [
+    "BASE",
+    "OPTIMIZER",
+    "OPTIMIZER_PART",
+    "PARAMS",
+    "REFERENCE",
     "STEP_PHASES",
     "CpuDevice",
     "Device",
@@ -28,11 +44,13 @@ __all__ = [
     "GradsGroup",
     "GroupMove",
     "HostArena",
+    "HostArenas",
     "HostBlock",
     "HostBudget",
     "HostBudgetError",
     "Ledger",
     "OpenStepError",
+    "OptimizerParts",
     "Phase",
     "Placement",
     "ResidencyError",
@@ -44,13 +62,17 @@ __all__ = [
     "TensorGroup",
     "TransitionReport",
     "adam_state_bytes",
+    "aligned",
     "choose_resident",
+    "divide_optimizer",
     "local_tensor",
     "make_device",
     "optimizer_tensors",
     "peak_bytes",
     "read_host_budget",
     "resolve_plan",
+    "storage_bytes",
+    "storage_key",
     "totals",
     "unique_storages",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nemo_offload_rl.residency.storage import StorageRecord, local_tensor, storage_key
 
@@ -56,7 +57,8 @@ def find_leftovers(
                 sizes[f"group {group}"] += record.storage.nbytes()
     for candidate in gc.get_objects():
         # issubclass of the type: isinstance would run code of lazy proxies that other libraries keep alive.
-        if not issubclass(type(candidate), Tensor) or candidate.is_meta:
+        # Fake tensors, which torch.compile leaves behind, say that they are on the device and have symbolic sizes.
+        if not issubclass(type(candidate), Tensor) or issubclass(type(candidate), FakeTensor) or candidate.is_meta:
             continue
         tensor = local_tensor(candidate)
         if tensor.device != device or tensor.layout is not torch.strided:

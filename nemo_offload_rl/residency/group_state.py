@@ -127,6 +127,10 @@ class GroupState:
                 flight.report.exposed_s += flight.transfer.exposed_s()
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
+    def track(self, transfer: Transfer, report: TransitionReport) -> None:
+        """Charge a copy of the group that somebody else waits for."""
+        self._unaccounted.append(_Flight(transfer, report, []))
+
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
         transfer, dirty = self._copy_dirty(records, report)
@@ -137,7 +141,7 @@ class GroupState:
         """Bring the host copy up to date while the group stays on the device."""
         transfer, _ = self._copy_dirty(records, report)
         transfer.wait_host()
-        self._unaccounted.append(_Flight(transfer, report, []))
+        self.track(transfer, report)
 
     def copy_to(self, mirror: HostMirror, records: Mapping[int, StorageRecord]) -> None:
         """Copy the device contents into another mirror."""
@@ -152,7 +156,7 @@ class GroupState:
         transfer = self._device.copy_in(_copy(record, mirror) for record in records.values())
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
-        self._unaccounted.append(_Flight(transfer, report, []))
+        self.track(transfer, report)
 
     def _copy_dirty(
         self, records: Mapping[int, StorageRecord], report: TransitionReport

@@ -75,15 +75,16 @@ class GradsGroup(StateGroup):
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    optimizer: torch.optim.Optimizer, names: Callable[[], Iterable[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """State tensors of a torch optimizer, named `<parameter>/<state>`.
+    """State tensors that a torch optimizer has for the named parameters, as `<parameter>/<state>`.
 
     Scalars (Adam's `step`) are left out: on the host they cost nothing, and on the device every one of them would
     cost a synchronisation a step.
     """
-    names_by_id = {id(parameter): name for name, parameter in names()}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                yield f"{names_by_id[id(parameter)]}/{key}", value
+    for name, parameter in names():
+        # Not `state[parameter]`: that would make an entry, and the optimizer would take it for one it has filled.
+        if parameter in optimizer.state:
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield f"{name}/{key}", value

@@ -30,6 +30,7 @@ class TransitionReport:
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last hand-over of memory).
+        peak_bytes: Most device memory that this process held in the phase before; 0 where the device cannot say.
         without_room: Groups that did not fit beside the work of the phase, so that they are waited for later.
         leftovers: What this process still has on the device although the plan does not say so, largest first.
     """
@@ -41,6 +42,7 @@ class TransitionReport:
     transfer_s: float = 0.0
     device_used_before_bytes: int = 0
     device_used_after_bytes: int = 0
+    peak_bytes: int = 0
     without_room: list[str] = field(default_factory=list[str])
     leftovers: list[Leftover] = field(default_factory=list[Leftover])
 

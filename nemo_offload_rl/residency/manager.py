@@ -14,19 +14,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
+from torch import Tensor
 
 from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.arenas import HostArenas
 from nemo_offload_rl.residency.auditor import Auditor
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup
+from nemo_offload_rl.residency.host_view import host_view
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
+from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
 from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import PREFETCHED, READ_BEFORE, SETTLED, TOUCHED, ResidencyPlan
-from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
+from nemo_offload_rl.residency.plan import (
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PREFETCHED,
+    READ_BEFORE,
+    SETTLED,
+    TOUCHED,
+    ResidencyPlan,
+    row_of,
+)
+from nemo_offload_rl.residency.snapshot import Snapshot
+from nemo_offload_rl.residency.streaming import settle_leaving, stream_through
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
 logger = logging.getLogger(__name__)
@@ -39,7 +52,7 @@ class ResidencyManager:
         plan: Where each group must be in each phase.
         groups: The groups, in the order in which a storage that several of them list is counted.
         device: The device; everything is on it until the first `enter`.
-        arena: Host memory for all groups. None takes a page-locked and a pageable one from the device.
+        arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as right with the device, byte by byte. Slow; for finding bugs.
     """
@@ -50,30 +63,31 @@ class ResidencyManager:
         plan: ResidencyPlan,
         groups: Sequence[StateGroup],
         device: Device,
-        arena: HostArena | None = None,
+        arenas: HostArenas | None = None,
         overlap: bool = True,
         verify: bool = False,
     ) -> None:
-        unknown = [group.name for group in groups if group.name not in plan.table]
+        unknown = [group.name for group in groups if row_of(group.name) not in plan.table]
         if unknown:
             raise ValueError(f"state groups {unknown} have no row in the residency plan ({', '.join(plan.table)})")
         self.plan = plan
         self.phase: Phase | None = None
         self._device = device
-        self._given_arena = arena
-        self._arenas: dict[bool, HostArena] = {}
+        self._arenas = arenas or HostArenas(device)
         self._states = {
             group.name: GroupState(group, device, HostMirror(group.name, self._arena_for(group.name)), verify)
             for group in groups
         }
-        self._snapshots: dict[str, tuple[str, HostMirror]] = {}
+        self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
+        self._mover = GroupMover(self._states, device)
+        self._snapshots: dict[str, Snapshot] = {}
+        self._swapped_in: str | None = None
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
         self._auditor = Auditor(device)
         self._open_step = False
         self._num_steps = 0
-        self._failure: str | None = None
 
     # -- phases
 
@@ -82,32 +96,47 @@ class ResidencyManager:
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
-            ResidencyError: The move failed; groups are where they were, or the manager refuses from now on.
+            ResidencyError: A snapshot is swapped in, or the move failed; groups are where they were, or the manager
+                refuses from now on.
         """
         wanted = {name: self.plan.placement(name, phase) for name in self._states}
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
         is_new = phase is not self.phase
+        records: Records = {}
         if is_new:
-            self._work.end(self.phase)
-            self._apply(wanted, report)
+            report.peak_bytes = self._work.end(self.phase)
+            for snapshot in self._snapshots.values():
+                snapshot.drop()
+            records = self._mover.prepare(wanted)
+            self._mover.apply(wanted, records, report)
         for name, state in self._states.items():
             if name in TOUCHED[phase]:
                 state.wait_arrival()
         self.phase = phase
         if not self._overlap or phase in SETTLED:
             self.settle()
-            here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._auditor.check(self._records(), here)
-        if is_new and self._overlap:
-            self._work.begin(sum(self.device_bytes().values()))
-            for name in self._leaving_next(phase):
-                self._states[name].start_refresh(self._records()[name], report)
-            if phase in PREFETCHED:
-                self._prefetch(PREFETCHED[phase], report, [n for n, p in wanted.items() if p is Placement.UNCHANGED])
+        if is_new:
+            self._begin(wanted, records, report)
         self._ledger.add(report)
         logger.debug("%s", report.line())
         return report
+
+    def _begin(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
+        """The present phase has just been entered: look for what stayed, and start what may run beside its work."""
+        phase = report.target
+        if not self._overlap or phase in SETTLED:
+            here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
+            report.leftovers = self._auditor.check(records, here)
+        self._work.begin(sum(device_bytes(records).values()))
+        if self._overlap:
+            for name in self._leaving_next(phase):
+                self._states[name].start_refresh(records[name], report)
+            if phase is Phase.LP_INFERENCE:
+                self._stage_snapshots(records, report)
+            if phase in PREFETCHED:
+                allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
+                self._prefetch(PREFETCHED[phase], allowed, records, report)
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -117,7 +146,7 @@ class ResidencyManager:
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
-            self._prefetch(phase, report, list(self._states))
+            self._prefetch(phase, list(self._states), self._mover.records(), report)
             if report.groups:
                 self._ledger.add(report)
 
@@ -129,7 +158,7 @@ class ResidencyManager:
         try:
             yield
         finally:
-            if previous is not None and self._failure is None:
+            if previous is not None and self._mover.failure is None:
                 self.enter(previous)
 
     def step_opened(self) -> None:
@@ -145,23 +174,33 @@ class ResidencyManager:
         """The device contents of these groups changed; their host copies are out of date."""
         for name in names:
             self._states[name].generation += 1
+        if OPTIMIZER in names:
+            for state in self._parts:
+                state.generation += 1
+
+    def streamed(self) -> Iterator[str]:
+        """Names of the optimizer's parts, each while its states are on the device; for use inside OPTIM_STEP.
+
+        At most two parts are on the device at once. `mark_written("optimizer")` comes before.
+        """
+        if not self._parts:
+            return
+        report = TransitionReport(self.phase, self.phase or Phase.OPTIM_STEP)
+        parts = {state.group.name for state in self._parts}
+        others = {key for name, found in self._mover.records().items() if name not in parts for key in found}
+        for state in stream_through(self._parts, self._device, others, self._overlap, report):
+            yield state.group.name
+        self._ledger.add(report)
 
     # -- asynchronous copies
 
     def poll(self) -> None:
         """Hand over the memory of copies that have finished. Call between pieces of other work; does not block."""
-        for state in self._states.values():
-            if state.is_leaving and state.release_finished():
-                state.settle_and_charge()
-                self._trim_unless_leaving()
+        self._mover.poll()
 
     def settle(self) -> None:
         """Wait for every copy under way and hand over all memory that was to be freed."""
-        settled = [report for state in self._states.values() if (report := state.settle_and_charge()) is not None]
-        if settled:
-            self._device.trim()
-        for report in settled:
-            report.device_used_after_bytes = self._device.used_bytes()
+        self._mover.settle()
 
     @property
     def reports(self) -> Ledger:
@@ -182,16 +221,30 @@ class ResidencyManager:
             and self.plan.placement(name, READ_BEFORE[phase]) is Placement.HOST
         ]
 
-    def _prefetch(self, phase: Phase, report: TransitionReport, allowed: Sequence[str]) -> None:
-        records = self._records()
+    def _prefetch(self, phase: Phase, allowed: Sequence[str], records: Records, report: TransitionReport) -> None:
+        if not self._work.is_known(self.phase):
+            return
+        first_parts = [state.group.name for state in self._parts[:2]] if phase is Phase.OPTIM_STEP else []
+        settle_leaving(self._parts, report)
         for name in allowed:
             state = self._states[name]
-            wanted = state.location is Placement.HOST and self.plan.placement(name, phase) is Placement.DEVICE
-            if not wanted or not self._work.is_known(self.phase):
+            wanted = self.plan.placement(name, phase) is Placement.DEVICE or name in first_parts
+            if not wanted or state.location is not Placement.HOST:
                 continue
             if self._work.has_room(self.phase, state.mirror.num_bytes):
                 state.arrive(records[name], report)
                 self._work.add(state.mirror.num_bytes)
+            else:
+                report.without_room.append(name)
+
+    def _stage_snapshots(self, records: Records, report: TransitionReport) -> None:
+        """Bring snapshots beside their groups while the policy's own logprobs are computed, where there is room."""
+        for name, snapshot in self._snapshots.items():
+            size = snapshot.mirror.num_bytes
+            if snapshot.state.location is not Placement.DEVICE or not self._work.is_known(self.phase):
+                continue
+            if self._work.has_room(self.phase, size) and snapshot.stage(records[snapshot.state.group.name], report):
+                self._work.add(size)
             else:
                 report.without_room.append(name)
 
@@ -206,62 +259,78 @@ class ResidencyManager:
         if name in self._snapshots:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        mirror = HostMirror(name, self._arena_for(name))
-        state.copy_to(mirror, self._records()[group])
-        self._snapshots[name] = (group, mirror)
+        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._device)
+        made.take(self._mover.records()[group])
+        self._snapshots[name] = made
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
         """Have the snapshot's bytes in its group's own storages inside the body, and the group's own bytes after it.
 
-        Costs no device memory and two copies to the device; the group's own bytes are copied out first only where
-        its host copy is out of date. They are back after an exception too.
+        Takes device memory only where there is room to have the snapshot there beforehand, and copies the group's own
+        bytes out only where they are needed and out of date. They are back after an exception too.
 
         Raises:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.
         """
-        group, mirror = self._snapshots[name]
-        state = self._on_device(group, f"swap in {name!r}")
+        snapshot = self._snapshots[name]
+        group = snapshot.state.group
+        self._on_device(group.name, f"swap in {name!r}")
         if self.phase is None:
             raise ResidencyError(f"swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")
         report = TransitionReport(self.phase, self.phase)
-        state.group.prepare()
-        records = self._records()[group]
+        group.prepare()
+        records = self._mover.records()[group.name]
         start = time.perf_counter()
-        state.refresh_mirror(records, report)
+        snapshot.prepare(records, report)
         try:
-            state.copy_from(mirror, records, report, name)
+            self._swapped_in = name
+            snapshot.swap_in(records, report)
             report.exposed_s += time.perf_counter() - start
             yield
         finally:
             start = time.perf_counter()
-            self._failure = f"the contents of {group!r} were lost while {name!r} was swapped in"
-            state.group.prepare()
-            state.copy_from(state.mirror, records, report, group)
-            self._failure = None
+            self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+            group.prepare()
+            snapshot.swap_out(records, report)
+            self._mover.failure = self._swapped_in = None
             report.exposed_s += time.perf_counter() - start
             self._ledger.add(report)
 
     @contextmanager
     def checkpoint_view(self) -> Iterator[None]:
         """Have everything that can be saved on the device inside the body, and back where it was after it."""
-        self._refuse_if_failed("show the state for a checkpoint")
+        self._mover.refuse_if_failed("show the state for a checkpoint")
         before = {name: state.location for name, state in self._states.items()}
         phase = self.phase
         wanted = {name: Placement.DEVICE for name, place in before.items() if place is Placement.HOST}
-        if phase is None or not wanted:
+        if phase is None:
             yield
             return
         report = TransitionReport(phase, phase)
-        self._apply(wanted, report)
-        for name in wanted:
-            self._states[name].wait_arrival()
+        if wanted:
+            self._mover.apply(wanted, self._mover.prepare(wanted), report)
+        for state in self._states.values():
+            # What was on its way already is read now too.
+            state.wait_arrival()
         try:
             yield
         finally:
-            self._apply({name: before[name] for name in wanted}, report)
-            self.settle()
-            self._ledger.add(report)
+            if wanted:
+                back = {name: before[name] for name in wanted}
+                self._mover.apply(back, self._mover.prepare(back), report)
+                self.settle()
+                self._ledger.add(report)
+
+    def host_view(self, tensor: Tensor) -> Tensor | None:
+        """This rank's contents of a tensor as its host copy has them; None where its group is on the device.
+
+        Shares the host copy's memory, which the next transition may overwrite. Device contents may be read after it.
+        """
+        self._mover.refuse_if_failed("show the state for a checkpoint")
+        for state in self._states.values():
+            state.wait_arrival()
+        return host_view(self._states.values(), tensor)
 
     # -- memory
 
@@ -271,24 +340,16 @@ class ResidencyManager:
         Raises:
             HostBudgetError: It does not fit; the message says by how much.
         """
-        totals: dict[int, tuple[HostArena, int]] = {}
-        for name, num_bytes in expected_bytes.items():
-            arena = self._arena_for(name)
-            totals[id(arena)] = (arena, totals.get(id(arena), (arena, 0))[1] + num_bytes)
-        for arena, num_bytes in totals.values():
-            arena.reserve(num_bytes)
+        self._arenas.reserve(self.plan.host_bytes(expected_bytes))
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of each group that are on the device now."""
-        return {
-            name: sum(record.storage.nbytes() for record in records.values())
-            for name, records in self._records().items()
-        }
+        return device_bytes(self._mover.records())
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host copies by group and snapshot."""
         sizes = {name: state.mirror.num_bytes for name, state in self._states.items()}
-        sizes.update({name: mirror.num_bytes for name, (_, mirror) in self._snapshots.items()})
+        sizes.update({name: snapshot.mirror.num_bytes for name, snapshot in self._snapshots.items()})
         return sizes
 
     def location(self, group: str) -> Placement:
@@ -300,54 +361,31 @@ class ResidencyManager:
         self.settle()
         for state in self._states.values():
             state.mirror.close()
-        for _, mirror in self._snapshots.values():
-            mirror.close()
+        for snapshot in self._snapshots.values():
+            snapshot.close()
         self._snapshots.clear()
-        if self._given_arena is None:
-            for arena in self._arenas.values():
-                arena.close()
-        self._failure = "the manager was closed"
+        self._arenas.close()
+        self._mover.failure = "the manager was closed"
 
     # -- inside
 
     def _arena_for(self, name: str) -> HostArena:
-        if self._given_arena is not None:
-            return self._given_arena
-        pinned = name in self.plan.pinned_groups
-        if pinned not in self._arenas:
-            self._arenas[pinned] = self._device.new_arena(pinned)
-        return self._arenas[pinned]
-
-    @torch.no_grad()
-    def _records(self) -> dict[str, dict[int, StorageRecord]]:
-        """Storages on this device by group; one that several groups list belongs to the first."""
-        claimed: set[int] = set()
-        records: dict[str, dict[int, StorageRecord]] = {}
-        for name, state in self._states.items():
-            mine = {
-                key: record
-                for key, record in unique_storages(state.group.tensors()).items()
-                if key not in claimed and self._device.owns(record.storage)
-            }
-            claimed.update(mine)
-            records[name] = mine
-        return records
+        return self._arenas.arena(row_of(name) in self.plan.pinned_groups)
 
     def _on_device(self, group: str, purpose: str) -> GroupState:
-        self._refuse_if_failed(purpose)
+        self._mover.refuse_if_failed(purpose)
         state = self._states[group]
         if state.location is not Placement.DEVICE:
             raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
         return state
 
-    def _refuse_if_failed(self, purpose: str) -> None:
-        if self._failure is not None:
-            raise ResidencyError(
-                f"residency refuses to {purpose}: {self._failure}. Restart this worker from its last checkpoint."
-            )
-
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
-        self._refuse_if_failed(f"enter {target.value}")
+        self._mover.refuse_if_failed(f"enter {target.value}")
+        if self._swapped_in is not None and target is not self.phase:
+            raise ResidencyError(
+                f"cannot enter {target.value} while {self._swapped_in!r} is swapped in: the group's own bytes would be "
+                "taken for a copy that may go; leave `swapped_in` first"
+            )
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:
             raise OpenStepError(
@@ -355,65 +393,3 @@ class ResidencyManager:
                 f"{self._num_steps + 1}: its gradients have not been used by an optimizer step yet. Call optim_step "
                 "first, or zero_grad to give them up."
             )
-
-    def _apply(self, wanted: Mapping[str, Placement], report: TransitionReport) -> None:
-        """Bring groups to where they are wanted, all or none."""
-        start = time.perf_counter()
-        before = {name: state.location for name, state in self._states.items()}
-        moving = {n: place for n, place in wanted.items() if place not in (Placement.UNCHANGED, before[n])}
-        for name in moving:
-            self._states[name].group.prepare()
-        records = self._records()
-        present = [record.storage for group in records.values() for record in group.values()]
-        self._device.observe([storage for storage in present if storage.nbytes()])
-        report.device_used_before_bytes = self._device.used_bytes()
-        try:
-            self._move(moving, records, report)
-        except BaseException as error:
-            self._roll_back(before, error)
-            raise
-        report.device_used_after_bytes = self._device.used_bytes()
-        report.exposed_s += time.perf_counter() - start
-
-    def _move(
-        self,
-        moving: Mapping[str, Placement],
-        records: Mapping[str, Mapping[int, StorageRecord]],
-        report: TransitionReport,
-    ) -> None:
-        leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
-        arriving = [name for name, place in moving.items() if place is Placement.DEVICE]
-        for name in leaving:
-            self._states[name].leave(moving[name], records[name], report)
-        if arriving:
-            # What arrives may need the memory of what leaves.
-            for state in self._states.values():
-                if state.location is not Placement.DEVICE:
-                    state.settle()
-        if leaving:
-            self._trim_unless_leaving()
-        for name in arriving:
-            self._states[name].arrive(records[name], report)
-
-    def _trim_unless_leaving(self) -> None:
-        # Giving memory back to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
-        # while a group is leaving, it would make the caller wait for what was to be hidden.
-        if not any(state.is_leaving for state in self._states.values()):
-            self._device.trim()
-
-    def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
-        """Put groups back. What arrived leaves first, so that what left has room to return."""
-        self._failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
-        scrap = TransitionReport(self.phase, self.phase or Phase.TRAINING)
-        try:
-            records = self._records()
-            for name, state in self._states.items():
-                if state.location is Placement.HOST:
-                    state.undo_arrival(records[name])
-            changed = {name: place for name, place in before.items() if self._states[name].location is not place}
-            self._move(changed, records, scrap)
-        except BaseException as second:
-            self._failure += f" ({type(second).__name__}: {second})"
-            error.add_note(self._failure)
-            return
-        self._failure = None

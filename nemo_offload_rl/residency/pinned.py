@@ -12,7 +12,9 @@ import logging
 import mmap
 import os
 import platform
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def _forget_last_error() -> None:
+    """Have torch find and drop CUDA's last error, which its next kernel would be blamed for."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def numa_node_of_gpu(device_index: int) -> int | None:
@@ -77,15 +85,19 @@ class PinnedRegion:
         error = int(_cudart().cudaHostRegister(self._address, size, _HOST_REGISTER_PORTABLE))
         if error != _CUDA_SUCCESS:
             self.buffer = torch.empty(0, dtype=torch.uint8)
+            _forget_last_error()
             raise ResidencyError(
                 f"cudaHostRegister refused {size / 2**30:.2f} GiB of host memory (CUDA error {error}). The container's "
                 "limit on locked memory or on memory is likely too low; raise it (ulimit -l unlimited)."
             )
+        # A region that is dropped without being closed must not stay registered: its addresses will be used again.
+        self._unregister = weakref.finalize(self, _cudart().cudaHostUnregister, self._address)
+        self._unregister.atexit = False
 
     def close(self) -> None:
         """Unregister and unmap. No copy may be under way."""
         if self.buffer.numel():
-            _cudart().cudaHostUnregister(self._address)
+            self._unregister()
             # The mapping goes when the last tensor that views it does.
             self.buffer = torch.empty(0, dtype=torch.uint8)
 

@@ -9,13 +9,15 @@ from types import MappingProxyType
 from nemo_offload_rl.residency.phase import Phase, Placement
 
 PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
+BASE = "base"  # frozen parameters under adapters: nothing writes them, so they cross to the host once
+OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<index>`
 
 # What a phase reads or writes from its first kernel on. A group that arrives earlier is waited for only here.
 TOUCHED: Mapping[Phase, frozenset[str]] = {
-    Phase.TRAINING: frozenset({PARAMS, GRADS}),
+    Phase.TRAINING: frozenset({PARAMS, BASE, GRADS}),
     Phase.OPTIM_STEP: frozenset({PARAMS, GRADS, OPTIMIZER}),
-    Phase.LP_INFERENCE: frozenset({PARAMS}),
-    Phase.REFIT: frozenset({PARAMS}),
+    Phase.LP_INFERENCE: frozenset({PARAMS, BASE}),
+    Phase.REFIT: frozenset({PARAMS, BASE}),
     Phase.GENERATION: frozenset(),
 }
 
@@ -37,9 +39,10 @@ class ResidencySettings:
         colocated: Generation shares this worker's devices (`policy.generation.colocated.enabled`).
         use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
-        offload_optimizer_states: The optimizer is on the device inside the optimizer step only.
+        offload_optimizer_states: Parts of the optimizer are on the device for their own update only.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
         resident_groups: Groups that stay on the device for refit and generation, since there is room beside the engine.
+        has_base: Adapters are trained; the model's own parameters are the group `base`.
     """
 
     colocated: bool
@@ -48,6 +51,7 @@ class ResidencySettings:
     offload_optimizer_states: bool = False
     optimizer_cpu_offload: bool = False
     resident_groups: frozenset[str] = frozenset()
+    has_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,14 @@ class ResidencyPlan:
 
     def placement(self, group: str, phase: Phase) -> Placement:
         """Where `group` must be in `phase`."""
-        return self.table[group][phase]
+        return self.table[row_of(group)][phase]
+
+    def host_bytes(self, sizes_bytes: Mapping[str, int]) -> dict[bool, int]:
+        """Sums of these groups' and snapshots' sizes: under True what is page-locked, under False the rest."""
+        totals = {True: 0, False: 0}
+        for name, size in sizes_bytes.items():
+            totals[row_of(name) in self.pinned_groups] += size
+        return totals
 
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
@@ -75,6 +86,11 @@ class ResidencyPlan:
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
+
+
+def row_of(group: str) -> str:
+    """The row of the plan that a group follows."""
+    return group.partition(".")[0]
 
 
 def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
@@ -96,7 +112,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
 
     drop = freed if settings.colocated else same
     optimizer_row = (
-        host if settings.offload_optimizer_states else device,
+        device,
         device,
         host if settings.offload_optimizer_states_for_logprob else same,
         away(OPTIMIZER),
@@ -109,7 +125,12 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
     }
     pinned = {PARAMS, REFERENCE}
+    if settings.has_base:
+        pinned.add(BASE)
+        rows[BASE] = (device, device, device, device if settings.colocated else same, away(BASE))
+    if settings.offload_optimizer_states:
+        rows[OPTIMIZER_PART] = (host, same, host, host, host)  # inside the step they come and go one by one
     if settings.use_pinned_optimizer_offload:
-        pinned.add(OPTIMIZER)
+        pinned |= {OPTIMIZER, OPTIMIZER_PART}
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}
     return ResidencyPlan(table=MappingProxyType(table), pinned_groups=frozenset(pinned))

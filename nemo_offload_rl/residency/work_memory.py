@@ -30,11 +30,12 @@ class WorkMemory:
         """More of the groups came to the device during the phase."""
         self._held_bytes += num_bytes
 
-    def end(self, phase: Phase | None) -> None:
-        """The phase ends; remember the most that its work took."""
-        needed = max(0, self._device.drain_peak_bytes() - self._held_bytes)
+    def end(self, phase: Phase | None) -> int:
+        """The phase ends; remember the most that its work took, and return the peak of everything in it."""
+        peak = self._device.drain_peak_bytes()
         if phase is not None:
-            self._needed_bytes[phase] = max(needed, self._needed_bytes.get(phase, 0))
+            self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
+        return peak
 
     def is_known(self, phase: Phase | None) -> bool:
         """Whether the phase has been seen once."""

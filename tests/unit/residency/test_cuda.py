@@ -121,14 +121,18 @@ def test_a_swapped_in_snapshot_restores_the_policy_bitwise():
     training.manager.enter(Phase.LP_INFERENCE)
     training.manager.snapshot("params", "reference")
     initial = [p.detach().cpu() for p in training.parameters]
-    training.step()
-    trained = [p.detach().cpu() for p in training.parameters]
-    training.manager.enter(Phase.LP_INFERENCE)
-    with training.manager.swapped_in("reference"):
-        for p, value in zip(training.parameters, initial, strict=True):
+    for is_staged in (False, True):
+        training.step()
+        trained = [p.detach().cpu() for p in training.parameters]
+        training.manager.enter(Phase.LP_INFERENCE)
+        training.manager.reports.drain()
+        with training.manager.swapped_in("reference"):
+            for p, value in zip(training.parameters, initial, strict=True):
+                assert torch.equal(p.detach().cpu(), value)
+        for p, value in zip(training.parameters, trained, strict=True):
             assert torch.equal(p.detach().cpu(), value)
-    for p, value in zip(training.parameters, trained, strict=True):
-        assert torch.equal(p.detach().cpu(), value)
+        (swap,) = training.manager.reports.drain()
+        assert (swap.bytes_moved == 0) == is_staged
     training.manager.close()
 
 
@@ -188,6 +192,15 @@ def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypa
     for a, b in zip(training.contents(), plain.contents(), strict=True):
         assert torch.equal(a, b)
     training.manager.close()
+
+
+def test_memory_that_cuda_refuses_to_register_spoils_no_later_kernel():
+    region = pinned.PinnedRegion(64 << 20, None)
+    twice = torch.cuda.cudart().cudaHostRegister(region.buffer.data_ptr(), 64 << 20, 1)
+    assert int(twice) != 0
+    pinned._forget_last_error()
+    assert torch.zeros(8, device="cuda").sum().item() == 0
+    region.close()
 
 
 def test_what_a_backend_forgot_to_list_is_named_after_the_transition():

@@ -41,7 +41,7 @@ def test_any_phase_sequence_with_steps_in_between_leaves_the_same_bits_as_plain_
             moved.step()
             plain.step()
     moved.manager.enter(Phase.TRAINING)
-    with moved.manager.during(Phase.OPTIM_STEP):
+    with moved.manager.checkpoint_view():
         assert_bitwise_equal(moved.contents(), plain.contents())
 
 
@@ -263,17 +263,6 @@ def test_optimizer_state_that_appears_or_is_replaced_later_moves_too_and_leaves_
     assert training.manager.host_bytes()["optimizer"] == size
 
 
-def test_the_optimizer_is_on_the_device_inside_its_step_only_when_states_are_streamed():
-    training, plain = Training(offload_optimizer_states=True), Training()
-    for _ in range(3):
-        training.step()
-        plain.step()
-        assert training.manager.location("optimizer") is Placement.HOST
-        assert training.manager.device_bytes()["optimizer"] == 0
-    with training.manager.checkpoint_view():
-        assert_bitwise_equal(training.contents(), plain.contents())
-
-
 def test_nothing_leaves_the_device_for_refit_or_generation_when_generation_has_its_own():
     training = Training(colocated=False)
     training.step()
@@ -290,7 +279,7 @@ def test_all_host_memory_is_given_back_at_close():
     training.manager.enter(Phase.GENERATION)
     training.manager.enter(Phase.LP_INFERENCE)
     training.manager.snapshot("params", "reference")
-    arenas = list(training.manager._arenas.values())
+    arenas = list(training.manager._arenas._arenas.values())
     assert sum(arena.reserved_bytes for arena in arenas) > 0
     training.manager.close()
     assert sum(arena.reserved_bytes for arena in arenas) == 0

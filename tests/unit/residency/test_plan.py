@@ -12,7 +12,10 @@ D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHAN
 EXPECTED = {
     "default": ({}, {"params": [D, D, D, D, H], "grads": [D, D, F, F, F], "optimizer": [D, D, U, H, H]}),
     "logprob": ({"offload_optimizer_states_for_logprob": True}, {"optimizer": [D, D, H, H, H]}),
-    "stream": ({"offload_optimizer_states": True}, {"optimizer": [H, D, U, H, H]}),
+    "stream": (
+        {"offload_optimizer_states": True},
+        {"optimizer": [D, D, U, H, H], "optimizer/part.0": [H, U, H, H, H], "optimizer/part.7": [H, U, H, H, H]},
+    ),
     "cpu": ({"optimizer_cpu_offload": True}, {"optimizer": [H, H, H, H, H]}),
     "apart": (
         {"colocated": False},

@@ -13,6 +13,7 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     ResidencySettings,
     TensorGroup,
+    divide_optimizer,
     optimizer_tensors,
     resolve_plan,
 )
@@ -43,17 +44,20 @@ def settings(**changes: bool | frozenset[str]) -> ResidencySettings:
 class Training:
     """Model, optimizer and manager, with one training step as a worker runs it."""
 
-    def __init__(self, device: Device | None = None, **changes: bool) -> None:
+    def __init__(self, device: Device | None = None, part_bytes: int | None = None, **changes: bool) -> None:
         torch.manual_seed(0)
         self.model = ToyModel()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.data = torch.Generator().manual_seed(1)
+        fraction = 1.0 if settings(**changes).offload_optimizer_states else 0.0
+        named = list(self.model.named_parameters())
+        self.parts = divide_optimizer(named, lambda parameter: 2 * parameter.nbytes, fraction, part_bytes)
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(**changes)),
             groups=[
                 TensorGroup("params", lambda: [*self.model.named_parameters(), *self.model.named_buffers()]),
                 GradsGroup(lambda: self.model.named_parameters()),
-                TensorGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.model.named_parameters)),
+                *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
             ],
             device=device or CpuDevice(),
         )
@@ -65,8 +69,8 @@ class Training:
 
     def optim_step(self) -> None:
         with self.manager.during(Phase.OPTIM_STEP):
-            self.optimizer.step()
             self.manager.mark_written("params", "optimizer")
+            self.parts.step(self.optimizer, self.manager.streamed())
             self.optimizer.zero_grad(set_to_none=False)
         self.manager.step_closed()
 

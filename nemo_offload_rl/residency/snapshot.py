@@ -1,0 +1,111 @@
+"""A frozen copy of one group's contents that can take their place for a while: the reference policy's parameters.
+
+Two ways to swap, the same bits. Without room on the device the snapshot's bytes are written over the group's, and the
+group's come back from its own host copy: two crossings that are waited for. With room the snapshot is on the device
+ahead of its use, and the two exchange their contents there: one crossing, behind earlier work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
+from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.ledger import TransitionReport
+from nemo_offload_rl.residency.mirror import HostMirror
+from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
+
+EXCHANGED_AT_ONCE_BYTES = 256 << 20
+
+
+class Snapshot:
+    """One snapshot.
+
+    Args:
+        name: What it is called in reports.
+        state: Its group.
+        mirror: Where its bytes are kept on the host.
+        device: Where its group lives.
+    """
+
+    def __init__(self, name: str, state: GroupState, mirror: HostMirror, device: Device) -> None:
+        self.name = name
+        self.state = state
+        self.mirror = mirror
+        self._device = device
+        self._staged: dict[int, Tensor] = {}
+        self._transfer: Transfer | None = None
+        self._exchanged: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, records: Mapping[int, StorageRecord]) -> None:
+        """Copy the group's present contents, once."""
+        self.state.copy_to(self.mirror, records)
+
+    def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
+        """Start to bring the bytes to the device, beside the group's own; False where there is no room after all."""
+        if self._staged:
+            return True
+
+        def copies() -> Iterator[Copy]:
+            for key, record in records.items():
+                host = self.mirror.bytes_of(key)
+                place = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
+                self._device.allocate(place.untyped_storage(), host.numel())
+                self._staged[key] = storage_bytes(place.untyped_storage(), host.numel())
+                yield Copy(self._staged[key], host)
+
+        try:
+            self._transfer = self._device.copy_in(copies())
+        except DeviceOutOfMemoryError:
+            self._staged = {}
+            return False
+        self.state.track(self._transfer, report)
+        report.group(self.name).bytes_in += self._transfer.num_bytes
+        return True
+
+    def drop(self) -> None:
+        """Give up the copy on the device, if there is one."""
+        if self._transfer is not None:
+            self._transfer.wait_host()
+        self._staged, self._transfer = {}, None
+
+    def prepare(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Make sure that the group's own bytes survive a swap. Changes nothing on the device."""
+        if self._transfer is None:
+            self.state.refresh_mirror(records, report)
+
+    def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Have the snapshot's bytes in the group's storages; `prepare` came before."""
+        if self._transfer is None:
+            self.state.copy_from(self.mirror, records, report, self.name)
+            return
+        self._transfer.wait_device()
+        for key, record in records.items():
+            own, staged = storage_bytes(record.storage, record.storage.nbytes()), self._staged[key]
+            for pair in zip(own.split(EXCHANGED_AT_ONCE_BYTES), staged.split(EXCHANGED_AT_ONCE_BYTES), strict=True):
+                _exchange(*pair)
+                self._exchanged.append(pair)
+
+    def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
+        if self._transfer is None:
+            self.state.copy_from(self.state.mirror, records, report, self.state.group.name)
+        while self._exchanged:
+            _exchange(*self._exchanged[-1])
+            self._exchanged.pop()
+
+    def close(self) -> None:
+        """Free host and device memory."""
+        self.drop()
+        self.mirror.close()
+
+
+@torch.no_grad()
+def _exchange(left: Tensor, right: Tensor) -> None:
+    kept = left.clone()
+    left.copy_(right)
+    right.copy_(kept)

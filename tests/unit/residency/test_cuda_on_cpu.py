@@ -1,0 +1,186 @@
+"""Every branch of `CudaDevice`, on streams that need no GPU (fake_cuda.py says how)."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda import FakeRuntime, make_cuda_device
+from toy_training import Training, assert_bitwise_equal
+
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostBudgetError, Phase, cuda, pinned
+from nemo_offload_rl.residency.device import Copy
+
+STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
+VARIANTS = {
+    "away": {},
+    "streamed": {"offload_optimizer_states": True},
+    "streamed in parts": {"offload_optimizer_states": True, "part_bytes": 200},
+    "pageable optimizer": {"use_pinned_optimizer_offload": False},
+    "away for logprobs": {"offload_optimizer_states_for_logprob": True},
+}
+
+
+@pytest.mark.parametrize("staged_below", [0, 200, 4 << 20], ids=["alone", "mixed", "staged"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatch, variant, staged_below):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", staged_below)
+    monkeypatch.setattr(cuda, "CHUNK_BYTES", 512)
+    runtime = FakeRuntime()
+    moved, plain = Training(device=make_cuda_device(monkeypatch, runtime), **VARIANTS[variant]), Training()
+    moved.manager.enter(Phase.LP_INFERENCE)
+    moved.manager.snapshot("params", "reference")
+    initial = {name: value.clone() for name, value in moved.model.state_dict().items()}
+    for _ in range(4):
+        moved.step()
+        plain.step()
+        moved.manager.poll()
+        for phase in STEP:
+            moved.manager.enter(phase)
+            moved.manager.prefetch(Phase.TRAINING)
+        with moved.manager.swapped_in("reference"):
+            assert_bitwise_equal(dict(moved.model.state_dict()), initial)
+    with moved.manager.checkpoint_view():
+        assert_bitwise_equal(moved.contents(), plain.contents())
+    reports = moved.manager.reports.drain()
+    assert sum(report.bytes_moved for report in reports) > 0
+    assert all(report.transfer_s >= 0 and report.exposed_s >= 0 for report in reports)
+    moved.manager.close()
+    assert runtime.registered == {}
+
+
+def make_copies(arena, sizes):
+    arena.reserve(sum(size + 512 for size in sizes))
+    return [
+        Copy(torch.full((size,), i, dtype=torch.uint8), arena.alloc(size, "test").buffer)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def test_memory_can_be_handed_over_chunk_by_chunk_while_later_copies_wait(monkeypatch):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True)
+    copies = make_copies(arena, [1000, 1000, 3000, 500])
+    transfer = device.copy_out(copies)
+    assert transfer.num_finished() == 0
+    seen = []
+    while not transfer.finished:
+        transfer.wait_some()
+        seen.append(transfer.num_finished())
+    assert seen == [2, 3, 4]
+    assert transfer.num_bytes == 5500
+    transfer.wait_some()
+    assert transfer.seconds() == pytest.approx(4e-3)
+    for index, copy in enumerate(copies):
+        assert torch.equal(copy.host, torch.full_like(copy.host, index))
+
+
+def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True)
+    hidden, waited, later = (device.copy_in(make_copies(arena, [100, 100])) for _ in range(3))
+    hidden.wait_host()  # two copies: from the host to staging, from there to the tensors
+    waited.wait_device()
+    later.wait_host()
+    later.wait_device()
+    assert waited.exposed_s() == pytest.approx(2e-3)
+    assert hidden.exposed_s() == later.exposed_s() == 0.0
+
+
+def test_nothing_to_copy_is_a_finished_transfer(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    transfer = device.copy_out([])
+    assert transfer.finished and transfer.num_bytes == 0
+
+
+def test_a_failure_while_copies_are_listed_waits_for_those_under_way(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True)
+    first, second = make_copies(arena, [8 << 20, 8 << 20])
+
+    def listing():
+        yield first
+        yield second
+        raise DeviceOutOfMemoryError("no room for the third")
+
+    with pytest.raises(DeviceOutOfMemoryError, match="the third"):
+        device.copy_in(listing())
+    assert torch.equal(first.device, first.host)
+    assert device._in.num_done == len(device._in.queue) > 0
+
+
+def test_refused_page_locking_falls_back_to_pageable_copies_with_a_warning(monkeypatch, caplog):
+    moved, plain = Training(device=make_cuda_device(monkeypatch, FakeRuntime(error=2))), Training()
+    for _ in range(2):
+        moved.step()
+        plain.step()
+        for phase in STEP:
+            moved.manager.enter(phase)
+    assert "several times slower" in caplog.text
+    assert "RLIMIT_MEMLOCK" in caplog.text
+    with moved.manager.checkpoint_view():
+        assert_bitwise_equal(moved.contents(), plain.contents())
+
+
+def test_a_region_that_is_dropped_without_being_closed_does_not_stay_registered(monkeypatch):
+    runtime = FakeRuntime()
+    arena = make_cuda_device(monkeypatch, runtime).new_arena(True)
+    arena.reserve(1 << 20)
+    assert len(runtime.registered) == 1
+    del arena
+    gc.collect()
+    assert runtime.registered == {}
+
+
+def test_pages_are_asked_for_on_the_gpus_numa_node_or_a_warning_says_why_not(monkeypatch, caplog):
+    runtime = FakeRuntime()
+    make_cuda_device(monkeypatch, runtime)
+    region = pinned.PinnedRegion(4 << 20, numa_node=0)
+    (address,) = runtime.registered
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    policies = [line.split()[1] for line in lines if line.startswith(f"{address:x} ")]
+    assert policies == ["prefer:0"] or "NUMA node 0 failed" in caplog.text
+    region.close()
+
+
+def test_the_memory_of_copies_that_have_finished_is_handed_over_in_between_without_waiting(monkeypatch):
+    training = Training(device=(device := make_cuda_device(monkeypatch, FakeRuntime())))
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.poll()
+    assert training.manager.device_bytes()["optimizer"] > 0
+    device._out.synchronize()  # the link is through, though nobody has waited for it
+    training.manager.poll()
+    assert training.manager.device_bytes()["optimizer"] == 0
+    assert training.manager.device_bytes()["params"] > 0
+
+
+def test_running_out_of_device_memory_says_how_much_is_there_and_what_to_lower(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+
+    class Full:
+        def resize_(self, num_bytes: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(DeviceOutOfMemoryError, match=r"no room for 2\.000 GiB .* 6\.00 of 8\.00 GiB free.*gpu_memory"):
+        device.allocate(Full(), 2 << 30)
+
+
+def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime(), budget_bytes=1 << 20)
+    with pytest.raises(HostBudgetError, match="over the budget"):
+        device.new_arena(True).reserve(2 << 20)
+
+
+def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_give_back(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    gib = 1 << 30
+    assert device.used_bytes() == 2 * gib
+    assert device.total_bytes() == 8 * gib
+    assert device.free_bytes() == 8 * gib  # six free, two cached by this process
+    assert device.drain_peak_bytes() == 2 * gib
+    assert device.allocated_bytes() == gib

@@ -1,0 +1,123 @@
+"""The reference policy's parameters, brought to the device ahead of their use where there is room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deferred_device import DeferredDevice
+from toy_training import Training, assert_bitwise_equal
+
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot, storage_key
+
+
+def with_reference(free_bytes: int = 1 << 40) -> tuple[Training, dict[str, torch.Tensor]]:
+    """Training that has passed through a logprob phase once, and its first parameters."""
+    training = Training(device=DeferredDevice(free_bytes))
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.snapshot("params", "reference")
+    initial = {name: value.clone() for name, value in training.model.state_dict().items()}
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.enter(Phase.GENERATION)
+    training.manager.reports.drain()
+    return training, initial
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20], ids=["staged", "without room"])
+def test_both_ways_of_swapping_show_the_same_bits_and_restore_the_policys(free_bytes, monkeypatch):
+    monkeypatch.setattr(snapshot, "EXCHANGED_AT_ONCE_BYTES", 100)
+    plain = Training()
+    plain.step()
+    training, initial = with_reference(free_bytes)
+    training.manager.enter(Phase.LP_INFERENCE)
+    for _ in range(2):
+        with training.manager.swapped_in("reference"):
+            assert_bitwise_equal(dict(training.model.state_dict()), initial)
+        assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
+    with pytest.raises(ValueError, match="reference forward"), training.manager.swapped_in("reference"):
+        raise ValueError("reference forward")
+    training.step()
+    plain.step()
+    with training.manager.checkpoint_view():
+        assert_bitwise_equal(training.contents(), plain.contents())
+
+
+def test_with_room_the_reference_crosses_once_and_ahead_and_without_room_twice_when_it_is_used():
+    training, _ = with_reference()
+    params = sum(p.nbytes for p in training.model.parameters()) + 64
+    entering = training.manager.enter(Phase.LP_INFERENCE)
+    assert entering.groups["reference"].bytes_in == params
+    training.manager.reports.drain()
+    with training.manager.swapped_in("reference"):
+        pass
+    (swap,) = training.manager.reports.drain()
+    assert swap.bytes_moved == 0
+
+    training, _ = with_reference(free_bytes=1 << 20)
+    assert training.manager.enter(Phase.LP_INFERENCE).without_room == ["reference", "optimizer"]
+    training.manager.reports.drain()
+    with training.manager.swapped_in("reference"):
+        pass
+    (swap,) = training.manager.reports.drain()
+    assert swap.bytes_in == 2 * params
+
+
+def test_room_that_is_gone_when_it_is_taken_means_the_slower_swap_and_no_error(monkeypatch):
+    training, initial = with_reference()
+    device = training.manager._device
+    allocate = device.allocate
+
+    keys = {record.key for group in training.manager._mover.records().values() for record in group.values()}
+
+    def full_but_for_the_groups(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if storage_key(storage) not in keys:
+            raise DeviceOutOfMemoryError("somebody else took it")
+        allocate(storage, num_bytes)
+
+    monkeypatch.setattr(device, "allocate", full_but_for_the_groups)
+    assert "reference" in training.manager.enter(Phase.LP_INFERENCE).without_room
+    with training.manager.swapped_in("reference"):
+        assert_bitwise_equal(dict(training.model.state_dict()), initial)
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20], ids=["staged", "without room"])
+def test_no_other_phase_is_entered_while_the_policys_bytes_are_swapped_out(free_bytes):
+    plain = Training()
+    plain.step()
+    training, _ = with_reference(free_bytes)
+    training.manager.enter(Phase.LP_INFERENCE)
+    with training.manager.swapped_in("reference"):
+        with pytest.raises(ResidencyError, match="cannot enter generation while 'reference' is swapped in"):
+            training.manager.enter(Phase.GENERATION)
+        training.manager.enter(Phase.LP_INFERENCE)
+    assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
+    training.manager.enter(Phase.GENERATION)
+
+
+def test_the_copy_on_the_device_goes_with_the_phase():
+    training, _ = with_reference()
+    training.manager.enter(Phase.LP_INFERENCE)
+    (staged,) = training.manager._snapshots.values()
+    assert staged._staged
+    training.manager.enter(Phase.TRAINING)
+    assert not staged._staged
+
+
+def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
+    plain = Training()
+    plain.step()
+    training, _ = with_reference()
+    training.manager.enter(Phase.LP_INFERENCE)
+    exchange, calls = snapshot._exchange, []
+
+    def fail_at_third(left: torch.Tensor, right: torch.Tensor) -> None:
+        calls.append(left)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room for the copy that is kept")
+        exchange(left, right)
+
+    monkeypatch.setattr(snapshot, "_exchange", fail_at_third)
+    with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
+        pytest.fail("the body ran with half a reference")
+    assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
+    training.step()
