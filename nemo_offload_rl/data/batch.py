@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ class TokenBatch:
     """Right-padded token sequences.
 
     Attributes:
+        rows_per_group: Of the class: so many neighbouring rows belong together and stay in one micro-batch.
         input_ids: [B, S] int64, padded with any valid id.
         input_lengths: [B] int64, real tokens of each row, 1..S.
     """
+
+    rows_per_group: ClassVar[int] = 1
 
     input_ids: Tensor
     input_lengths: Tensor
@@ -82,6 +85,19 @@ class PolicyGradientBatch(TrainBatch):
     prev_logprobs: Tensor
     generation_logprobs: Tensor
     reference_logprobs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatch(TrainBatch):
+    """Inputs of the DPO loss: pairs of rows, the better response first.
+
+    Attributes:
+        reference_sums: [B] float64, the sum of the frozen reference's logprobs over the tokens that the loss counts.
+    """
+
+    rows_per_group: ClassVar[int] = 2
+
+    reference_sums: Tensor
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import PolicyGradientBatch, TokenBatch, TrainBatch
-from nemo_offload_rl.data.records import Demonstration
+from nemo_offload_rl.data.batch import PolicyGradientBatch, PreferenceBatch, TokenBatch, TrainBatch
+from nemo_offload_rl.data.records import Example, ExamplePair
 from nemo_offload_rl.errors import DataError
 
 
@@ -72,30 +73,40 @@ def collate_tokens(sequences: Sequence[Sequence[int]], *, pad_id: int, multiple:
     return TokenBatch(input_ids=_pad_ids(sequences, pad_id, multiple), input_lengths=_lengths(sequences))
 
 
-def collate_demonstrations(
-    demonstrations: Sequence[Demonstration], *, pad_id: int, multiple: int = 1, max_length: int | None = None
-) -> TrainBatch:
-    """Prompts with their responses; the loss counts the responses.
-
-    Raises:
-        DataError: One is longer than `max_length`, or there are none.
-    """
-    for row in demonstrations:
-        length = len(row.prompt_ids) + len(row.response_ids)
-        if max_length is not None and length > max_length:
-            raise DataError(
-                f"a demonstration has {length} tokens, more than policy.max_total_sequence_length={max_length}; raise "
-                f"the limit or take the row out"
-            )
-    sequences = [[*row.prompt_ids, *row.response_ids] for row in demonstrations]
-    masks = [[0] * len(row.prompt_ids) + [1] * len(row.response_ids) for row in demonstrations]
-    input_ids = _pad_ids(sequences, pad_id, multiple)
+def collate_examples(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> TrainBatch:
+    """Right-pad tokenized sequences to the longest one, rounded up to `multiple`."""
+    lengths = [len(example.token_ids) for example in examples]
+    width = -(-max(lengths) // multiple) * multiple
+    input_ids = np.full((len(examples), width), pad_id, dtype=np.int64)
+    mask = np.zeros((len(examples), width), dtype=np.float32)
+    for row, example in enumerate(examples):
+        input_ids[row, : lengths[row]] = example.token_ids
+        mask[row, : lengths[row]] = example.token_mask
     return TrainBatch(
-        input_ids=input_ids,
-        input_lengths=_lengths(sequences),
-        token_mask=_pad_mask(masks, input_ids.shape[1]),
-        sample_mask=torch.ones(len(sequences), dtype=torch.float32),
+        input_ids=torch.from_numpy(input_ids),
+        input_lengths=torch.tensor(lengths, dtype=torch.int64),
+        token_mask=torch.from_numpy(mask),
+        sample_mask=torch.ones(len(examples), dtype=torch.float32),
     )
+
+
+def collate_pairs(
+    pairs: Sequence[ExamplePair], *, pad_id: int, multiple: int = 1, reference_sums: Tensor | None = None
+) -> PreferenceBatch:
+    """Two rows for each pair, the better response first.
+
+    Args:
+        pairs: Tokenized pairs.
+        pad_id: Fills rows up.
+        multiple: Of the width.
+        reference_sums: [B] see `PreferenceBatch`; None for zeros, where they are not known yet.
+    """
+    batch = collate_examples(
+        [example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_id=pad_id, multiple=multiple
+    )
+    sums = torch.zeros(len(batch), dtype=torch.float64) if reference_sums is None else reference_sums
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return PreferenceBatch(**tensors, reference_sums=sums)
 
 
 def collate_samples(sequences: Sequence[SampledSequence], *, pad_id: int, multiple: int = 1) -> SampledBatch:

@@ -30,16 +30,30 @@ class ArithmeticConfig(TaskKeys):
     seed: Annotated[int, doc("Seed that picks the problems.", ge=0)]
 
 
+class FileKeys(TypedDict):
+    """Keys of a data set that is read from disk."""
+
+    path: Annotated[
+        str,
+        doc(
+            "A .jsonl, .json or .parquet file, a folder of such files, or a folder that `datasets` saved.",
+            min_length=1,
+        ),
+    ]
+    split: NotRequired[
+        Annotated[str | None, doc("Split of a folder that has several; in a folder of files, how their names begin.")]
+    ]
+    split_validation_size: Annotated[float, doc("Share of the rows kept for validation.", ge=0, lt=1)]
+    seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
+
+
 @closed
-class ResponseDatasetConfig(TaskKeys):
-    """`dataset_name: ResponseDataset`: a JSONL file with a prompt and its answer on each line."""
+class ResponseDatasetConfig(TaskKeys, FileKeys):
+    """`dataset_name: ResponseDataset`: a prompt and its answer or completion in each row."""
 
     dataset_name: Annotated[Literal["ResponseDataset"], doc("This data set.")]
-    path: Annotated[str, doc("The JSONL file.", min_length=1)]
-    input_key: Annotated[str, doc("Field of a line that holds the prompt.")]
-    output_key: Annotated[str, doc("Field of a line that holds the answer.")]
-    split_validation_size: Annotated[float, doc("Share of the lines kept for validation.", ge=0, lt=1)]
-    seed: Annotated[int, doc("Seed that picks those lines.", ge=0)]
+    input_key: Annotated[str, doc("Field of a row that holds the prompt.")]
+    output_key: Annotated[str, doc("Field of a row that holds the answer.")]
 
 
 @closed
@@ -52,8 +66,88 @@ class OpenMathInstruct2Config(TaskKeys):
     seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
 
 
-DatasetConfig = Annotated[
+@closed
+class OpenAIFormatConfig(TaskKeys, FileKeys):
+    """`dataset_name: OpenAIFormatDataset`: a conversation in each row, a list of `role` and `content`."""
+
+    dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("This data set.")]
+    chat_key: Annotated[str, doc("Field of a row that holds the messages, as `messages`.")]
+
+
+@closed
+class BinaryPreferenceConfig(TaskKeys, FileKeys):
+    """`dataset_name: BinaryPreferenceDataset`: a better and a worse response in each row, as text or messages."""
+
+    dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("This data set.")]
+    prompt_key: Annotated[
+        str | None,
+        doc("Field that holds the prompt, text or messages; null where both responses are whole conversations."),
+    ]
+    chosen_key: Annotated[str, doc("Field that holds the better response.")]
+    rejected_key: Annotated[str, doc("Field that holds the worse response.")]
+
+
+@closed
+class PreferenceConfig(TaskKeys, FileKeys):
+    """`dataset_name: PreferenceDataset`: rows with `context` messages and `completions`, each with its `rank`.
+
+    The completion of the lowest rank is the better one, that of the highest the worse one.
+    """
+
+    dataset_name: Annotated[Literal["PreferenceDataset"], doc("This data set.")]
+
+
+GrpoSource = Annotated[
     ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config, Field(discriminator="dataset_name")
+]
+SftSource = Annotated[
+    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | OpenAIFormatConfig,
+    Field(discriminator="dataset_name"),
+]
+DpoSource = Annotated[BinaryPreferenceConfig | PreferenceConfig, Field(discriminator="dataset_name")]
+
+
+class MixtureKeys(TypedDict):
+    """Several data sets in fixed proportions."""
+
+    dataset_name: Annotated[Literal["mixture"], doc("This data set.")]
+    weights: Annotated[
+        list[Annotated[float, Field(gt=0)]],
+        doc("How many rows each data set gives, in proportion to the others. Small ones are gone through more often."),
+    ]
+
+
+@closed
+class GrpoMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[list[GrpoSource], doc("The data sets, each with keys as `data.train` has them.")]
+
+
+@closed
+class SftMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[list[SftSource], doc("The data sets, each with keys as `data.train` has them.")]
+
+
+@closed
+class DpoMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[list[DpoSource], doc("The data sets, each with keys as `data.train` has them.")]
+
+
+DatasetConfig = Annotated[
+    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | GrpoMixtureConfig,
+    Field(discriminator="dataset_name"),
+]
+SftDatasetConfig = Annotated[
+    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | OpenAIFormatConfig | SftMixtureConfig,
+    Field(discriminator="dataset_name"),
+]
+DpoDatasetConfig = Annotated[
+    BinaryPreferenceConfig | PreferenceConfig | DpoMixtureConfig, Field(discriminator="dataset_name")
 ]
 
 
@@ -79,6 +173,65 @@ class DataConfig(TypedDict):
         doc("Validation prompts, with the keys of `data.train`; null for the part that `train` keeps for validation."),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
+
+
+@closed
+class SftDefaultConfig(TypedDict):
+    """`data.default`: how rows become conversations, unless a data set says otherwise."""
+
+    prompt_file: Annotated[
+        str | None, doc("Text file with `{}` where the prompt of a row goes; null sends the prompt alone.")
+    ]
+    system_prompt_file: Annotated[
+        str | None, doc("Text file of the system message, for conversations that have none; null for none.")
+    ]
+    processor: Annotated[str, doc("Function that turns a row with a prompt into messages, by name.")]
+
+
+@closed
+class DpoDefaultConfig(TypedDict):
+    """`data.default`: how rows become pairs, unless a data set says otherwise."""
+
+    system_prompt_file: Annotated[
+        str | None, doc("Text file of the system message, for prompts that have none; null for none.")
+    ]
+
+
+class SupervisedDataKeys(TypedDict):
+    """What the data of SFT and of DPO have in common."""
+
+    max_input_seq_length: Annotated[int, doc("Longest sequence, prompt and response together, in tokens.", ge=2)]
+    overlong_rows: Annotated[
+        Literal["error", "drop"],
+        doc("What a longer sequence is: `error` names the row and ends the run, `drop` leaves it out and counts."),
+    ]
+    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
+    add_eos: Annotated[bool, doc("End with the end-of-sequence token where the chat template does not.")]
+    shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
+
+
+@closed
+class SftDataConfig(SupervisedDataKeys):
+    """`data`: conversations for training and validation."""
+
+    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
+    validation: Annotated[
+        SftDatasetConfig | None,
+        doc("Validation data, with the keys of `data.train`; null for the part that `train` keeps for validation."),
+    ]
+    default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
+
+
+@closed
+class DpoDataConfig(SupervisedDataKeys):
+    """`data`: pairs of responses for training and validation."""
+
+    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
+    validation: Annotated[
+        DpoDatasetConfig | None,
+        doc("Validation data, with the keys of `data.train`; null for the part that `train` keeps for validation."),
+    ]
+    default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
 
 
 @closed

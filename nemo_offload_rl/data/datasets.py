@@ -1,30 +1,55 @@
-"""From the settings `data.*` to encoded prompts: the one place that knows every kind of data set."""
+"""From the settings `data.*` to tokenized data: the one place that knows every kind of data set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
+from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.hub import load_open_math_instruct_2
-from nemo_offload_rl.data.jsonl import load_jsonl
-from nemo_offload_rl.data.processors import PromptEncoder, encode_prompts, load_templates
-from nemo_offload_rl.data.records import Prompt, Row, Splits
+from nemo_offload_rl.data.processors import (
+    PromptEncoder,
+    PromptTemplates,
+    encode_prompts,
+    load_templates,
+    processor_named,
+    with_system_prompt,
+)
+from nemo_offload_rl.data.records import (
+    Conversation,
+    Example,
+    ExamplePair,
+    Part,
+    PreferencePair,
+    Prompt,
+    Row,
+    Splits,
+)
+from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
 from nemo_offload_rl.data.settings import (
     ArithmeticSettings,
+    BinaryPreferenceSettings,
     DatasetSettings,
     DataSettings,
+    MixtureSettings,
+    OpenAIFormatSettings,
     OpenMathInstruct2Settings,
+    PreferenceSettings,
     ResponseDatasetSettings,
+    SupervisedDataSettings,
 )
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 def load_rows(settings: DatasetSettings) -> Splits[Row]:
-    """Rows of one data set, split in training and validation.
+    """Questions with answers of one data set, split in training and validation.
 
     Raises:
         DataError: The data cannot be used; the message says which file, line or key.
@@ -33,9 +58,10 @@ def load_rows(settings: DatasetSettings) -> Splits[Row]:
         case ArithmeticSettings():
             return load_arithmetic(settings)
         case ResponseDatasetSettings():
-            return load_jsonl(settings)
+            return load_responses(settings)
         case OpenMathInstruct2Settings():
             return load_open_math_instruct_2(settings)
+    raise DataError(f"{type(settings).__name__} has no questions with answers; name a data set that has")
 
 
 def load_prompts(
@@ -52,32 +78,183 @@ def load_prompts(
         DataError: A data set is empty, or a row cannot be used; a prompt longer than the limit, for example.
     """
 
-    def encode(rows: Sequence[Row], source: DatasetSettings) -> tuple[Prompt, ...]:
-        return encode_prompts(prompt_encoder(source, settings, tokenizer, chat_template_kwargs), rows)
+    def load(source: DatasetSettings) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
+        encoder = PromptEncoder(
+            tokenizer=tokenizer,
+            task=source.task,
+            templates=load_templates(source.task),
+            max_input_seq_length=settings.max_input_seq_length,
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+        )
+        return load_rows(source), lambda rows: encode_prompts(encoder, rows)
 
-    train = load_rows(settings.train)
-    if not train.train:
-        raise DataError("data.train has no rows to train on; lower split_validation_size or add rows")
-    if settings.validation is None:
-        return Splits(train=encode(train.train, settings.train), validation=encode(train.validation, settings.train))
-    validation = load_rows(settings.validation)
-    return Splits(
-        train=encode(train.train, settings.train),
-        validation=encode(validation.validation or validation.train, settings.validation),
-    )
+    return _load_splits(settings, load)
 
 
-def prompt_encoder(
-    source: DatasetSettings,
-    settings: DataSettings,
+def load_examples(
+    settings: SupervisedDataSettings,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None,
-) -> PromptEncoder:
-    """The encoder for the rows of `source`."""
-    return PromptEncoder(
-        tokenizer=tokenizer,
-        task=source.task,
-        templates=load_templates(source.task),
-        max_input_seq_length=settings.max_input_seq_length,
-        chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs is not None else {},
+    *,
+    last_turn_only: bool,
+) -> Splits[Example]:
+    """Tokenized conversations for SFT, as `load_prompts` finds prompts.
+
+    Raises:
+        DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
+    """
+    encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only)
+    limit = _LengthLimit(settings)
+
+    def load(
+        source: DatasetSettings,
+    ) -> tuple[Splits[Conversation], Callable[[Sequence[Conversation]], tuple[Example, ...]]]:
+        def encode(rows: Sequence[Conversation]) -> tuple[Example, ...]:
+            examples = ((row, encoder.encode(row.messages, row.origin)) for row in rows)
+            return tuple(example for row, example in examples if limit.holds(row.origin, example))
+
+        return _conversations(source), encode
+
+    splits = _load_splits(settings, load)
+    limit.log_dropped()
+    return splits
+
+
+def load_example_pairs(
+    settings: SupervisedDataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> Splits[ExamplePair]:
+    """Tokenized pairs for DPO, as `load_prompts` finds prompts; a pair is as long as its longer response.
+
+    Raises:
+        DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
+    """
+    encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only=False)
+    limit = _LengthLimit(settings)
+
+    def load(
+        source: DatasetSettings,
+    ) -> tuple[Splits[PreferencePair], Callable[[Sequence[PreferencePair]], tuple[ExamplePair, ...]]]:
+        assert isinstance(source, BinaryPreferenceSettings | PreferenceSettings), type(source)
+        templates = load_templates(source.task)
+
+        def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
+            pairs = ((row, _encode_pair(encoder, row, templates)) for row in rows)
+            return tuple(pair for row, pair in pairs if limit.holds(row.origin, pair.chosen, pair.rejected))
+
+        return load_pairs(source), encode
+
+    splits = _load_splits(settings, load)
+    limit.log_dropped()
+    return splits
+
+
+def _load_splits[R, T](
+    settings: DataSettings,
+    load: Callable[[DatasetSettings], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
+) -> Splits[T]:
+    """Rows of every data set, encoded; a mixture's are put one after the other, with its parts beside them."""
+    train: list[tuple[T, ...]] = []
+    validation: list[tuple[T, ...]] = []
+    weights: list[float] = []
+    for source, weight in MixtureSettings.parts(settings.train):
+        rows, encode = load(source)
+        encoded = encode(rows.train)
+        if not encoded:
+            raise DataError(
+                f"data.train has no rows to train on{_where(source)}; lower split_validation_size or add rows"
+            )
+        train.append(encoded)
+        weights.append(weight)
+        if settings.validation is None:
+            validation.append(encode(rows.validation))
+    if settings.validation is not None:
+        for source, _ in MixtureSettings.parts(settings.validation):
+            rows, encode = load(source)
+            validation.append(encode(rows.validation or rows.train))
+    parts = tuple(Part(len(rows), weight) for rows, weight in zip(train, weights, strict=True))
+    return Splits(
+        train=tuple(row for rows in train for row in rows),
+        validation=tuple(row for rows in validation for row in rows),
+        parts=parts if isinstance(settings.train, MixtureSettings) else (),
     )
+
+
+def _where(source: DatasetSettings) -> str:
+    return "" if isinstance(source, ArithmeticSettings | OpenMathInstruct2Settings) else f" in {source.path}"
+
+
+def _conversations(source: DatasetSettings) -> Splits[Conversation]:
+    """Any data set of SFT as conversations."""
+    templates = load_templates(source.task)
+    if isinstance(source, OpenAIFormatSettings):
+        loaded = load_conversations(source)
+
+        def finish(row: Conversation) -> Conversation:
+            return Conversation(messages=tuple(with_system_prompt(row.messages, templates)), origin=row.origin)
+
+        return Splits(
+            train=tuple(finish(row) for row in loaded.train), validation=tuple(finish(row) for row in loaded.validation)
+        )
+    rows, process = load_rows(source), processor_named(source.task.processor)
+
+    def answered(row: Row) -> Conversation:
+        messages = (*process(row, templates), {"role": "assistant", "content": row.answer})
+        return Conversation(messages=messages, origin=row.origin)
+
+    return Splits(
+        train=tuple(answered(row) for row in rows.train), validation=tuple(answered(row) for row in rows.validation)
+    )
+
+
+def _encode_pair(encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates) -> ExamplePair:
+    prompt = with_system_prompt(row.prompt, templates)
+    chosen, rejected = (
+        encoder.encode([*prompt, *response], row.origin, num_given=len(prompt))
+        for response in (row.chosen, row.rejected)
+    )
+    return ExamplePair(chosen=chosen, rejected=rejected)
+
+
+def _chat_encoder(
+    settings: SupervisedDataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    last_turn_only: bool,
+) -> ChatEncoder:
+    return ChatEncoder(
+        tokenizer=tokenizer,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        add_bos=settings.add_bos,
+        add_eos=settings.add_eos,
+        last_turn_only=last_turn_only,
+    )
+
+
+class _LengthLimit:
+    """Refuses or counts what is longer than `data.max_input_seq_length`, as `data.overlong_rows` says."""
+
+    def __init__(self, settings: SupervisedDataSettings) -> None:
+        self._settings = settings
+        self._num_dropped = 0
+
+    def holds(self, origin: str, *examples: Example) -> bool:
+        longest, limit = max(len(example.token_ids) for example in examples), self._settings.max_input_seq_length
+        if longest <= limit:
+            return True
+        if self._settings.overlong_rows == "error":
+            raise DataError(
+                f"{origin}: the sequence has {longest} tokens, more than data.max_input_seq_length={limit}; raise the "
+                "limit, take the row out, or set data.overlong_rows=drop"
+            )
+        self._num_dropped += 1
+        return False
+
+    def log_dropped(self) -> None:
+        if self._num_dropped:
+            logger.warning(
+                "%d rows longer than data.max_input_seq_length=%d tokens were left out",
+                self._num_dropped,
+                self._settings.max_input_seq_length,
+            )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.data.jsonl import split_rows
 from nemo_offload_rl.data.records import Row, Splits
+from nemo_offload_rl.data.rows import split_by
 from nemo_offload_rl.data.settings import OpenMathInstruct2Settings
 from nemo_offload_rl.errors import DataError
 
@@ -29,4 +29,4 @@ def load_open_math_instruct_2(settings: OpenMathInstruct2Settings) -> Splits[Row
         Row(question=problem, answer=answer, origin=f"{_OPEN_MATH}:{index}")
         for index, (problem, answer) in enumerate(zip(table["problem"], table["expected_answer"], strict=True))
     ]
-    return split_rows(rows, share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)

@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
+from nemo_offload_rl.data.mixture import mixture_order
+from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.errors import DataError
 
 
@@ -28,12 +30,15 @@ class ShuffledLoader[T]:
         batch_size: Items of a batch.
         shuffle: False keeps the order of `items` in every epoch.
         seed: Seed of the order.
+        parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
 
     Raises:
         DataError: There are fewer items than one batch.
     """
 
-    def __init__(self, items: Sequence[T], *, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, items: Sequence[T], *, batch_size: int, shuffle: bool, seed: int, parts: Sequence[Part] = ()
+    ) -> None:
         if len(items) < batch_size:
             raise DataError(
                 f"the data set has {len(items)} rows and one batch needs {batch_size}; add rows or lower the batch size"
@@ -42,6 +47,7 @@ class ShuffledLoader[T]:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._parts = parts
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -94,6 +100,8 @@ class ShuffledLoader[T]:
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:
+        if self._parts:
+            return mixture_order(self._parts, epoch=self._epoch, shuffle=self._shuffle, seed=self._seed)
         order = list(range(len(self._items)))
         if self._shuffle:
             random.Random(f"{self._seed}:{self._epoch}").shuffle(order)

@@ -1,4 +1,4 @@
-"""Named functions that turn a row into chat messages, and what makes token ids of the messages."""
+"""Named functions that turn a row into chat messages, and what makes prompts of the messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.data.records import Demonstration, Prompt, Row
+from nemo_offload_rl.data.encoding import render
+from nemo_offload_rl.data.records import Message, Prompt, Row
 from nemo_offload_rl.data.settings import TaskSettings
 from nemo_offload_rl.errors import DataError
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLACEHOLDER = "{}"
-
-type Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,13 @@ def question_and_prompt_file(row: Row, templates: PromptTemplates) -> list[Messa
     return [{"role": "system", "content": templates.system}, user]
 
 
+def with_system_prompt(messages: Sequence[Message], templates: PromptTemplates) -> list[Message]:
+    """The messages, after the system prompt where there is one and they do not begin with their own."""
+    if templates.system is None or messages[0]["role"] == "system":
+        return list(messages)
+    return [{"role": "system", "content": templates.system}, *messages]
+
+
 PROCESSORS: Mapping[str, Processor] = {
     "math_hf_data_processor": question_and_prompt_file,
     "sft_processor": question_and_prompt_file,
@@ -63,20 +69,20 @@ def load_templates(task: TaskSettings) -> PromptTemplates:
     return PromptTemplates(prompt=prompt, system=_read_template(task.system_prompt_file, "system_prompt_file"))
 
 
-def processor_named(name: str) -> Processor:
+def processor_named(name: str | None) -> Processor:
     """The processor of that name.
 
     Raises:
         DataError: There is none.
     """
-    if name not in PROCESSORS:
+    if name is None or name not in PROCESSORS:
         raise DataError(f"processor {name!r} is unknown; set data.default.processor to one of: {', '.join(PROCESSORS)}")
     return PROCESSORS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEncoder:
-    """Turns rows into prompts and demonstrations for one task and one tokenizer.
+    """Turns rows into prompts for one task and one tokenizer.
 
     Attributes:
         tokenizer: A Hugging Face tokenizer with a chat template.
@@ -96,13 +102,11 @@ class PromptEncoder:
         """Render and tokenize one row.
 
         Raises:
-            DataError: The prompt is longer than the limit.
+            DataError: The chat template fails, or the prompt is longer than the limit.
         """
         messages = processor_named(self.task.processor)(row, self.templates)
-        text = str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-            )
+        text = render(
+            self.tokenizer, messages, row.origin, add_generation_prompt=True, kwargs=self.chat_template_kwargs
         )
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if len(token_ids) > self.max_input_seq_length:
@@ -110,6 +114,7 @@ class PromptEncoder:
                 f"{row.origin}: the prompt has {len(token_ids)} tokens, more than data.max_input_seq_length="
                 f"{self.max_input_seq_length}; raise the limit or take the row out"
             )
+        assert self.task.env_name is not None
         return Prompt(
             token_ids=token_ids,
             text=text,
@@ -117,14 +122,6 @@ class PromptEncoder:
             env_name=self.task.env_name,
             metadata=row.metadata,
         )
-
-    def demonstration(self, row: Row) -> Demonstration:
-        """Prompt as above, and the answer followed by the end-of-sequence token as the response to imitate."""
-        end = self.tokenizer.eos_token_id
-        if not isinstance(end, int):
-            raise DataError(f"tokenizer {self.tokenizer.name_or_path} has no end-of-sequence token; SFT needs one")
-        answer_ids = self.tokenizer.encode(row.answer, add_special_tokens=False)
-        return Demonstration(prompt_ids=self.prompt(row).token_ids, response_ids=(*answer_ids, end))
 
 
 def encode_prompts(encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[Prompt, ...]:

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+type Message = dict[str, Any]
+"""`role`, `content`, and whatever else a chat template reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -44,16 +49,62 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """One prompt with the response that SFT imitates; `response_ids` ends with the end-of-sequence token."""
+class Conversation:
+    """Messages, some of which are the assistant's; `origin` as in `Row`."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePair:
+    """A prompt and two ways to go on, the better and the worse; `origin` as in `Row`."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """One tokenized sequence.
+
+    Attributes:
+        token_ids: [T] int32.
+        token_mask: [T] bool, True for tokens that the loss counts.
+    """
+
+    token_ids: np.ndarray
+    token_mask: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplePair:
+    """A tokenized pair: prompt and better response, prompt and worse response; the loss counts the responses."""
+
+    chosen: Example
+    rejected: Example
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of rows of a mixture, and how many of every drawn row come from it, in proportion to the other parts."""
+
+    num_items: int
+    weight: float
 
 
 @dataclass(frozen=True)
 class Splits[T]:
-    """The two parts of a data set. No problem is in both."""
+    """The two parts of a data set. No problem is in both.
+
+    Attributes:
+        train: Rows to train on.
+        validation: Rows kept aside.
+        parts: Of a mixture: the runs of `train` that its data sets gave, in order; () where there is no mixture.
+    """
 
     train: tuple[T, ...]
     validation: tuple[T, ...]
+    parts: tuple[Part, ...] = ()

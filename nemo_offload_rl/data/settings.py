@@ -13,12 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """How a row becomes a prompt and who scores the response: `data.default`, with a data set's own keys over it."""
+    """How a row becomes a prompt and who scores the response: `data.default`, with a data set's own keys over it.
+
+    What an algorithm has no use for is None.
+    """
 
     prompt_file: str | None
     system_prompt_file: str | None
-    processor: str
-    env_name: str
+    processor: str | None
+    env_name: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,11 @@ class ArithmeticSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseDatasetSettings:
-    """A JSONL file with one prompt and its answer per line."""
+    """A file or folder with one prompt and its answer per row."""
 
     task: TaskSettings
     path: str
+    split: str | None
     input_key: str
     output_key: str
     split_validation_size: float  # share of the rows kept for validation
@@ -55,7 +59,66 @@ class OpenMathInstruct2Settings:
     seed: int
 
 
-type DatasetSettings = ArithmeticSettings | ResponseDatasetSettings | OpenMathInstruct2Settings
+@dataclass(frozen=True, kw_only=True)
+class OpenAIFormatSettings:
+    """A file or folder with one conversation per row."""
+
+    task: TaskSettings
+    path: str
+    split: str | None
+    chat_key: str
+    split_validation_size: float  # share of the rows kept for validation
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryPreferenceSettings:
+    """A file or folder with a better and a worse response per row."""
+
+    task: TaskSettings
+    path: str
+    split: str | None
+    prompt_key: str | None  # None: both responses are whole conversations
+    chosen_key: str
+    rejected_key: str
+    split_validation_size: float  # share of the rows kept for validation
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings:
+    """A file or folder with a context and ranked completions per row."""
+
+    task: TaskSettings
+    path: str
+    split: str | None
+    split_validation_size: float  # share of the rows kept for validation
+    seed: int
+
+
+type DatasetSettings = (
+    ArithmeticSettings
+    | ResponseDatasetSettings
+    | OpenMathInstruct2Settings
+    | OpenAIFormatSettings
+    | BinaryPreferenceSettings
+    | PreferenceSettings
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSettings:
+    """Several data sets, and how many rows each gives in proportion to the others."""
+
+    datasets: tuple[DatasetSettings, ...]
+    weights: tuple[float, ...]
+
+    @staticmethod
+    def parts(source: DatasetSettings | MixtureSettings) -> tuple[tuple[DatasetSettings, float], ...]:
+        """The data sets of a mixture with their weights; another data set is its own only part."""
+        if isinstance(source, MixtureSettings):
+            return tuple(zip(source.datasets, source.weights, strict=True))
+        return ((source, 1.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +127,17 @@ class DataSettings:
 
     max_input_seq_length: int  # tokens of a prompt
     shuffle: bool
-    train: DatasetSettings
-    validation: DatasetSettings | None  # None: the held-out part of `train`
+    train: DatasetSettings | MixtureSettings
+    validation: DatasetSettings | MixtureSettings | None  # None: the held-out part of `train`
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedDataSettings(DataSettings):
+    """The keys `data.*` of SFT and DPO; `max_input_seq_length` counts the response too."""
+
+    overlong_rows: str  # "error" or "drop"
+    add_bos: bool
+    add_eos: bool
 
 
 @dataclass(frozen=True, kw_only=True)

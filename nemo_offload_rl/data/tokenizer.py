@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+from nemo_offload_rl.data.records import Example
 from nemo_offload_rl.data.settings import TokenizerSettings
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+type Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
 
 
 def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
@@ -38,3 +44,25 @@ def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What rows are filled up with; `load_tokenizer` has seen to it that there is one."""
+    assert isinstance(tokenizer.pad_token_id, int)
+    return tokenizer.pad_token_id
+
+
+def whole_text(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """A function that decodes every token, special ones included."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    return decode
+
+
+def example_text(example: Example, decode: Decode) -> str:
+    """The text of an example, with [[ ]] around what the loss counts."""
+    runs = groupby(zip(example.token_ids.tolist(), example.token_mask.tolist(), strict=True), key=lambda pair: pair[1])
+    texts = [(is_counted, decode([token for token, _ in run])) for is_counted, run in runs]
+    return "".join(f"[[{text}]]" if is_counted else text for is_counted, text in texts)

@@ -1,8 +1,15 @@
+import numpy as np
 import pytest
 import torch
 
-from nemo_offload_rl.data.collate import SampledSequence, collate_demonstrations, collate_samples, collate_tokens
-from nemo_offload_rl.data.records import Demonstration
+from nemo_offload_rl.data.collate import (
+    SampledSequence,
+    collate_examples,
+    collate_pairs,
+    collate_samples,
+    collate_tokens,
+)
+from nemo_offload_rl.data.records import Example, ExamplePair
 from nemo_offload_rl.errors import DataError
 
 
@@ -13,26 +20,27 @@ def test_tokens_are_padded_on_the_right_to_a_multiple():
     assert batch.input_ids.dtype == torch.int64
 
 
-def test_the_loss_of_demonstrations_counts_responses_and_nothing_else():
-    rows = [
-        Demonstration(prompt_ids=(1, 2), response_ids=(3, 4)),
-        Demonstration(prompt_ids=(5,), response_ids=(6,)),
-    ]
-    batch = collate_demonstrations(rows, pad_id=0)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
-    assert batch.token_mask.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]
+def example(token_ids, num_given) -> Example:
+    return Example(token_ids=np.array(token_ids, dtype=np.int32), token_mask=np.arange(len(token_ids)) >= num_given)
+
+
+def test_examples_are_padded_and_keep_what_the_loss_counts():
+    batch = collate_examples([example([1, 2, 3, 4], 2), example([5, 6], 1)], pad_id=9, multiple=3)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]]
+    assert batch.input_lengths.tolist() == [4, 2]
+    assert batch.token_mask.tolist() == [[0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0]]
     assert batch.sample_mask.tolist() == [1, 1]
 
 
-def test_the_first_token_is_never_counted_because_it_has_no_logprob():
-    batch = collate_demonstrations([Demonstration(prompt_ids=(), response_ids=(3, 4))], pad_id=0)
-    assert batch.token_mask.tolist() == [[0, 1]]
-
-
-def test_a_demonstration_that_is_too_long_is_an_error():
-    row = Demonstration(prompt_ids=(1, 2), response_ids=(3, 4))
-    with pytest.raises(DataError, match=r"4 tokens, more than policy\.max_total_sequence_length=3"):
-        collate_demonstrations([row], pad_id=0, max_length=3)
+def test_pairs_are_neighbouring_rows_with_the_better_one_first():
+    pairs = [
+        ExamplePair(chosen=example([1, 2], 1), rejected=example([1, 3, 4], 1)),
+        ExamplePair(chosen=example([5, 6], 1), rejected=example([5, 7], 1)),
+    ]
+    batch = collate_pairs(pairs, pad_id=0)
+    assert batch.input_ids.tolist() == [[1, 2, 0], [1, 3, 4], [5, 6, 0], [5, 7, 0]]
+    assert batch.reference_sums.tolist() == [0, 0, 0, 0]
+    assert batch.select([2, 3]).rows_per_group == 2
 
 
 @pytest.mark.parametrize("sequences", [[], [[1], []]])

@@ -1,10 +1,22 @@
+import json
 from dataclasses import replace
 
 import pytest
-from tiny_models import make_tokenizer
+from tiny_models import EOS_TOKEN, make_tokenizer
 
-from nemo_offload_rl.data.datasets import load_prompts
-from nemo_offload_rl.data.settings import ArithmeticSettings, DataSettings, ResponseDatasetSettings, TaskSettings
+from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
+from nemo_offload_rl.data.records import Part
+from nemo_offload_rl.data.settings import (
+    ArithmeticSettings,
+    BinaryPreferenceSettings,
+    DataSettings,
+    MixtureSettings,
+    OpenAIFormatSettings,
+    ResponseDatasetSettings,
+    SupervisedDataSettings,
+    TaskSettings,
+)
+from nemo_offload_rl.data.tokenizer import example_text, whole_text
 from nemo_offload_rl.errors import DataError
 
 TASK = TaskSettings(
@@ -13,7 +25,8 @@ TASK = TaskSettings(
 ARITHMETIC = ArithmeticSettings(task=TASK, num_digits=2, operators=("+",), size=20, holdout=5, seed=0)
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = (
-    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}>{% endif %}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
 )
 
 
@@ -25,7 +38,7 @@ def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_templa
 def write_jsonl(path, num_rows=4) -> ResponseDatasetSettings:
     path.write_text("".join(f'{{"q": "what is {row}?", "a": "{row}"}}\n' for row in range(num_rows)))
     return ResponseDatasetSettings(
-        task=TASK, path=str(path), input_key="q", output_key="a", split_validation_size=0.0, seed=0
+        task=TASK, path=str(path), split=None, input_key="q", output_key="a", split_validation_size=0.0, seed=0
     )
 
 
@@ -78,3 +91,104 @@ def test_a_validation_set_of_its_own_is_used_whole(tmp_path):
 def test_a_data_set_that_keeps_every_row_for_validation_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"data\.train has no rows"):
         load(replace(write_jsonl(tmp_path / "d.jsonl", num_rows=1), split_validation_size=0.9))
+
+
+# -- SFT and DPO
+
+
+def supervised(train, validation=None, **changes) -> SupervisedDataSettings:
+    settings = SupervisedDataSettings(
+        max_input_seq_length=64,
+        shuffle=True,
+        train=train,
+        validation=validation,
+        overlong_rows="error",
+        add_bos=True,
+        add_eos=True,
+    )
+    return replace(settings, **changes)
+
+
+def texts(examples):
+    return [example_text(example, whole_text(TOKENIZER)) for example in examples]
+
+
+def load_sft(settings):
+    return load_examples(settings, TOKENIZER, None, last_turn_only=False)
+
+
+def write_chats(path) -> OpenAIFormatSettings:
+    rows = [
+        {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {
+            "chat": [
+                {"role": "system", "content": "own "},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ]
+        },
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return OpenAIFormatSettings(
+        task=TASK, path=str(path), split=None, chat_key="chat", split_validation_size=0.0, seed=0
+    )
+
+
+def test_prompts_with_completions_become_examples_through_the_prompt_files(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Q: {} A:")
+    source = replace(
+        write_jsonl(tmp_path / "d.jsonl", num_rows=2), task=replace(TASK, prompt_file=str(tmp_path / "prompt.txt"))
+    )
+    assert texts(load_sft(supervised(source)).train) == [f"Q: what is {row}? A:>[[{row}{EOS_TOKEN}]]" for row in (0, 1)]
+
+
+def test_conversations_get_the_system_prompt_where_they_have_none(tmp_path):
+    (tmp_path / "system.txt").write_text("S ")
+    source = replace(
+        write_chats(tmp_path / "d.jsonl"), task=replace(TASK, system_prompt_file=str(tmp_path / "system.txt"))
+    )
+    assert texts(load_sft(supervised(source)).train) == [f"S a>[[b{EOS_TOKEN}]]", f"own c>[[d{EOS_TOKEN}]]"]
+
+
+def test_a_mixture_keeps_its_parts_and_collects_what_they_keep_for_validation(tmp_path):
+    mixture = MixtureSettings(datasets=(ARITHMETIC, write_chats(tmp_path / "d.jsonl")), weights=(1.0, 3.0))
+    examples = load_sft(supervised(mixture))
+    assert examples.parts == (Part(20, 1.0), Part(2, 3.0))
+    assert (len(examples.train), len(examples.validation)) == (22, 5)
+    prompts = load(replace_all(mixture))
+    assert prompts.parts == (Part(20, 1.0), Part(20, 3.0))
+
+
+def replace_all(mixture: MixtureSettings) -> MixtureSettings:
+    """The same with data that has questions and answers."""
+    return replace(mixture, datasets=(ARITHMETIC, ARITHMETIC))
+
+
+def test_a_row_that_is_too_long_is_an_error_or_left_out_as_told(tmp_path, caplog):
+    source = write_jsonl(tmp_path / "d.jsonl")
+    settings = supervised(source, max_input_seq_length=12)
+    with pytest.raises(DataError, match=r"d\.jsonl:1: the sequence has 13 tokens, more than .*overlong_rows=drop"):
+        load_sft(settings)
+    with pytest.raises(DataError, match="no rows to train on"):
+        load_sft(replace(settings, overlong_rows="drop"))
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"q": "short", "a": "x"}\n{"q": "very much longer", "a": "x"}\n')
+    kept = load_sft(replace(settings, train=replace(source, path=str(long)), overlong_rows="drop"))
+    assert len(kept.train) == 1
+
+
+def test_pairs_count_their_responses_and_begin_with_the_same_prompt(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"p": "q", "c": "good", "r": "bad"}\n')
+    source = BinaryPreferenceSettings(
+        task=TASK,
+        path=str(path),
+        split=None,
+        prompt_key="p",
+        chosen_key="c",
+        rejected_key="r",
+        split_validation_size=0.0,
+        seed=0,
+    )
+    (pair,) = load_example_pairs(supervised(source), TOKENIZER, None).train
+    assert texts([pair.chosen, pair.rejected]) == [f"q>[[good{EOS_TOKEN}]]", f"q>[[bad{EOS_TOKEN}]]"]

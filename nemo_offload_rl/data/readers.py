@@ -1,0 +1,150 @@
+"""Rows of files on disk, whatever their format, each with the place where it stands.
+
+JSONL and JSON are read as they are, Parquet through pyarrow, and folders that `datasets` saved through `datasets`. A
+folder of files is read in the order of their names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """The fields of one row, and where it stands: "train.jsonl:12" or "train.parquet, row 12"."""
+
+    fields: Mapping[str, Any]
+    origin: str
+
+
+def read_records(path: Path, split: str | None = None) -> list[Record]:
+    """All rows of a file or folder.
+
+    Args:
+        path: A .jsonl, .json or .parquet file, a folder of such files, or one that `datasets` saved.
+        split: Of a folder: the split of a saved `DatasetDict`, or how the names of the files begin; None for all.
+
+    Raises:
+        DataError: Nothing can be read, or a row is no object; the message names file and line.
+    """
+    if path.is_dir():
+        is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+        records = _read_saved(path, split) if is_saved else _read_files(path, split)
+    else:
+        if split is not None:
+            raise DataError(f"{path} is a file and has no split {split!r}; set `split` to null")
+        records = list(_reader_of(path)(path))
+    if not records:
+        raise DataError(f"data file {path} has no rows; add some, or name another `path`")
+    return records
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(_text_of(path).splitlines(), start=1):
+        if line.strip():
+            origin = f"{path}:{number}"
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                fact = f"{origin} is not JSON ({error.msg}, column {error.colno})"
+                raise DataError(f"{fact}; put one object on each line") from error
+            yield _record(value, origin, "put one object on each line")
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    try:
+        values = json.loads(_text_of(path))
+    except json.JSONDecodeError as error:
+        fact = f"{path}:{error.lineno} is not JSON ({error.msg}, column {error.colno})"
+        raise DataError(f"{fact}; write a list of objects, or name a .jsonl file") from error
+    if not isinstance(values, list):
+        raise DataError(f"{path} holds a JSON {type(values).__name__}; write a list of objects")
+    for number, value in enumerate(values, start=1):
+        yield _record(value, f"{path}, row {number}", "make each entry an object")
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow  # here, since it takes a moment
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"data file {path} cannot be read as Parquet ({_first_line(error)}); check that it is whole"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield Record(row, f"{path}, row {number}")
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _reader_of(path: Path) -> Callable[[Path], Iterator[Record]]:
+    if not path.exists():
+        raise DataError(f"data file {path} cannot be read: No such file or directory; set `path` to one that exists")
+    if path.suffix not in _READERS:
+        known = ", ".join(_READERS)
+        raise DataError(f"data file {path} has the suffix {path.suffix!r}; name a file that ends in one of {known}")
+    return _READERS[path.suffix]
+
+
+def _read_files(folder: Path, split: str | None) -> list[Record]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in _READERS and path.name.startswith(split or ""))
+    if not files:
+        begins = "" if split is None else f" whose name begins with {split!r}"
+        raise DataError(
+            f"data folder {folder} has no .jsonl, .json or .parquet file{begins} and is none that `datasets` saved; "
+            "correct `path` or `split`"
+        )
+    return [record for path in files for record in _reader_of(path)(path)]
+
+
+def _read_saved(folder: Path, split: str | None) -> list[Record]:
+    import datasets  # heavy: only where such a folder is asked for
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data folder {folder} cannot be read by `datasets` ({_first_line(error)}); save it again with save_to_disk"
+        ) from error
+    where = str(folder)
+    if isinstance(loaded, datasets.DatasetDict):
+        known = ", ".join(map(str, loaded))
+        if split is None or split not in loaded:
+            asked = "no split is named" if split is None else f"there is no split {split!r}"
+            raise DataError(f"data folder {folder} has the splits {known}, and {asked}; set `split` to one of them")
+        loaded, where = loaded[split], f"{folder} ({split})"
+    elif split is not None:
+        raise DataError(f"data folder {folder} holds one data set without splits, not {split!r}; set `split` to null")
+    return [Record(dict(row), f"{where}, row {number}") for number, row in enumerate(loaded, start=1)]
+
+
+def _record(value: Any, origin: str, mend: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{origin} holds a JSON {type(value).__name__}; {mend}")
+    return Record(value, origin)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror}; correct `path` or its rights") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"data file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

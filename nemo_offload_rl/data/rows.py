@@ -1,0 +1,178 @@
+"""From the fields of a row to what training takes: a question with its answer, a conversation, or a pair."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.data.readers import Record, read_records
+from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
+from nemo_offload_rl.data.settings import (
+    BinaryPreferenceSettings,
+    OpenAIFormatSettings,
+    PreferenceSettings,
+    ResponseDatasetSettings,
+)
+from nemo_offload_rl.errors import DataError
+
+
+def load_responses(settings: ResponseDatasetSettings) -> Splits[Row]:
+    """Questions with their answers; a seeded share is kept for validation.
+
+    Raises:
+        DataError: The data cannot be read, or a row is not what it should be; the message names file and line.
+    """
+    records = read_records(Path(settings.path), settings.split)
+    rows = [response_row(record, settings.input_key, settings.output_key) for record in records]
+    return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
+
+
+def load_conversations(settings: OpenAIFormatSettings) -> Splits[Conversation]:
+    """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
+    records = read_records(Path(settings.path), settings.split)
+    rows = [conversation(record, settings.chat_key) for record in records]
+    return split_by(rows, lambda row: _opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
+
+
+def load_pairs(settings: BinaryPreferenceSettings | PreferenceSettings) -> Splits[PreferencePair]:
+    """Pairs; those with the same prompt stay on one side of the split. Errors as above."""
+    records = read_records(Path(settings.path), settings.split)
+    if isinstance(settings, PreferenceSettings):
+        rows = [ranked_pair(record) for record in records]
+    else:
+        keys = settings.prompt_key, settings.chosen_key, settings.rejected_key
+        rows = [binary_pair(record, *keys) for record in records]
+    return split_by(rows, lambda row: repr(row.prompt), share=settings.split_validation_size, seed=settings.seed)
+
+
+def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, share: float, seed: int) -> Splits[T]:
+    """Put a seeded share of the keys aside for validation; rows with the same key stay together."""
+    keys = sorted({key(row) for row in rows})
+    random.Random(seed).shuffle(keys)
+    held_out = set(keys[: round(len(keys) * share)])
+    return Splits(
+        train=tuple(row for row in rows if key(row) not in held_out),
+        validation=tuple(row for row in rows if key(row) in held_out),
+    )
+
+
+def response_row(record: Record, input_key: str, output_key: str) -> Row:
+    """A question and its answer, text or number, and every other field as metadata."""
+    rest = {key: value for key, value in record.fields.items() if key not in (input_key, output_key)}
+    return Row(
+        question=_text(record, input_key, "input_key"),
+        answer=_text(record, output_key, "output_key"),
+        origin=record.origin,
+        metadata=rest,
+    )
+
+
+def conversation(record: Record, chat_key: str) -> Conversation:
+    """Messages of which at least one is the assistant's."""
+    messages = _messages(_field(record, chat_key, "chat_key"), chat_key, record.origin)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            f"{record.origin}: no message is the assistant's, so there is nothing to learn; take the row out"
+        )
+    return Conversation(messages=messages, origin=record.origin)
+
+
+def binary_pair(record: Record, prompt_key: str | None, chosen_key: str, rejected_key: str) -> PreferencePair:
+    """A pair from separate fields.
+
+    Prompts are text or messages, responses too. Responses that repeat the prompt's messages, as published data often
+    has them, are taken without these; without a `prompt_key` the prompt is what both begin with.
+    """
+    chosen = _as_messages(_field(record, chosen_key, "chosen_key"), chosen_key, "assistant", record.origin)
+    rejected = _as_messages(_field(record, rejected_key, "rejected_key"), rejected_key, "assistant", record.origin)
+    if prompt_key is None:
+        shared = _num_shared(chosen, rejected)
+        prompt = chosen[:shared]
+        if not prompt:
+            raise DataError(
+                f"{record.origin}: {chosen_key!r} and {rejected_key!r} begin with no common message that could be the "
+                "prompt; set prompt_key to the field that holds it"
+            )
+    else:
+        prompt = _as_messages(_field(record, prompt_key, "prompt_key"), prompt_key, "user", record.origin)
+    return _pair(prompt, chosen, rejected, record.origin)
+
+
+def ranked_pair(record: Record) -> PreferencePair:
+    """A pair from `context` and ranked `completions`: the lowest rank is the better response, the highest the worse."""
+    prompt = _as_messages(_field(record, "context", None), "context", "user", record.origin)
+    completions = _field(record, "completions", None)
+    is_list = isinstance(completions, list) and all(isinstance(entry, Mapping) for entry in completions)
+    if not is_list or len(completions) < 2:
+        raise DataError(f"{record.origin}: field 'completions' is no list of two or more objects; write it as one")
+    ranked = []
+    for number, entry in enumerate(completions, start=1):
+        if not isinstance(entry.get("rank"), int) or "completion" not in entry:
+            raise DataError(f"{record.origin}: completion {number} has no whole 'rank' or no 'completion'; write both")
+        ranked.append((entry["rank"], _as_messages(entry["completion"], "completion", "assistant", record.origin)))
+    best, worst = min(ranked, key=lambda entry: entry[0]), max(ranked, key=lambda entry: entry[0])
+    if best[0] == worst[0]:
+        raise DataError(f"{record.origin}: all completions have the rank {best[0]}; take the row out or rank them")
+    return _pair(prompt, best[1], worst[1], record.origin)
+
+
+def _pair(
+    prompt: tuple[Message, ...], chosen: tuple[Message, ...], rejected: tuple[Message, ...], origin: str
+) -> PreferencePair:
+    chosen, rejected = (
+        response[len(prompt) :] if response[: len(prompt)] == prompt else response for response in (chosen, rejected)
+    )
+    for name, response in (("better", chosen), ("worse", rejected)):
+        if not response or response[-1]["role"] != "assistant":
+            raise DataError(f"{origin}: the {name} response does not end with the assistant; mend it or take it out")
+    if chosen == rejected:
+        raise DataError(f"{origin}: the two responses are the same, so neither is better; take the row out")
+    return PreferencePair(prompt=prompt, chosen=chosen, rejected=rejected, origin=origin)
+
+
+def _field(record: Record, key: str, setting: str | None) -> Any:
+    if key not in record.fields:
+        known = ", ".join(sorted(record.fields)) or "none"
+        mend = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
+        raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {mend}")
+    return record.fields[key]
+
+
+def _text(record: Record, key: str, setting: str) -> str:
+    value = _field(record, key, setting)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{record.origin}: field {key!r} is a {type(value).__name__}; write text or a number")
+    return str(value)
+
+
+def _as_messages(value: Any, key: str, role: str, origin: str) -> tuple[Message, ...]:
+    return ({"role": role, "content": value},) if isinstance(value, str) else _messages(value, key, origin)
+
+
+def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if value == [] else f"a {type(value).__name__}"
+        raise DataError(f"{origin}: field {key!r} is {kind}; write a list of messages with `role` and `content`")
+    messages = []
+    for number, entry in enumerate(value, start=1):
+        # Tables give every message every field, None where it had none.
+        message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise DataError(f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both")
+        messages.append(message)
+    return tuple(messages)
+
+
+def _opening(messages: Sequence[Message]) -> str:
+    """What comes before the assistant's first turn."""
+    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return repr(messages[:first])
+
+
+def _num_shared(left: Sequence[Message], right: Sequence[Message]) -> int:
+    shared = 0
+    while shared < min(len(left), len(right)) and left[shared] == right[shared]:
+        shared += 1
+    return shared

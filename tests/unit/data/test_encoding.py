@@ -1,0 +1,129 @@
+"""Which tokens the loss counts, for templates of the kinds that are in use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_models import EOS_TOKEN, make_tokenizer
+
+from nemo_offload_rl.data.encoding import ChatEncoder
+from nemo_offload_rl.data.tokenizer import example_text, whole_text
+from nemo_offload_rl.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As Qwen3's: what was thought is shown in the last turn only.
+FORGETS_THOUGHTS = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' and loop.last %}[thinks]{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PASS_THROUGH = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+TWO_TURNS = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Grüße"},
+    {"role": "assistant", "content": "héllo"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": " bye "},
+]
+
+
+def make_encoder(template: str, **changes) -> ChatEncoder:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    encoder = ChatEncoder(
+        tokenizer=tokenizer, chat_template_kwargs={}, add_bos=True, add_eos=True, last_turn_only=False
+    )
+    return replace(encoder, **changes)
+
+
+def shown(template: str, messages=TWO_TURNS, num_given: int = 0, **changes) -> str:
+    encoder = make_encoder(template, **changes)
+    return example_text(encoder.encode(messages, "d.jsonl:1", num_given=num_given), whole_text(encoder.tokenizer))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["measured", "marked by the template"])
+def test_every_turn_of_the_assistant_counts_with_its_end_and_nothing_else(template):
+    assert shown(template) == (
+        "<system>Be kind.<|im_end|>\n<user>Grüße<|im_end|>\n<assistant>[[héllo<|im_end|>]]\n"
+        "<user>And?<|im_end|>\n<assistant>[[ bye <|im_end|>]]\n"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["measured", "marked by the template"])
+def test_on_demand_the_last_turn_alone_counts(template):
+    text = shown(template, last_turn_only=True)
+    assert text.count("[[") == 1
+    assert "[[ bye <|im_end|>]]" in text
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["measured", "marked by the template"])
+def test_turns_that_are_given_do_not_count(template):
+    text = shown(template, num_given=4)
+    assert text.count("[[") == 1
+    assert "[[ bye <|im_end|>]]" in text
+
+
+def test_the_text_is_tokenized_as_the_engine_will_read_it():
+    encoder = make_encoder(CHATML)
+    prompt = encoder.tokenizer.apply_chat_template(TWO_TURNS[:2], tokenize=False, add_generation_prompt=True)
+    prompt_ids = encoder.tokenizer.encode(prompt, add_special_tokens=False)
+    example = encoder.encode(TWO_TURNS[:3], "x")
+    assert example.token_ids[: len(prompt_ids)].tolist() == prompt_ids
+    assert example.token_mask[: len(prompt_ids)].tolist() == [False] * len(prompt_ids)
+    assert example.token_mask[len(prompt_ids)]
+
+
+def test_a_template_that_writes_a_turn_differently_later_is_refused_with_a_way_out():
+    with pytest.raises(DataError, match=r"d\.jsonl:1: the chat template writes .* message 3 .*only_unmask_final"):
+        shown(FORGETS_THOUGHTS)
+    assert "<assistant>[[[thinks] bye <|im_end|>]]\n" in shown(FORGETS_THOUGHTS, last_turn_only=True)
+
+
+def test_an_end_token_is_added_only_where_the_template_writes_none():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert shown(PASS_THROUGH, messages) == f"a[[b{EOS_TOKEN}]]"
+    assert shown(PASS_THROUGH, messages, add_eos=False) == "a[[b]]"
+    assert shown(CHATML, messages).count(EOS_TOKEN) == 2
+
+
+def test_a_begin_token_is_added_only_where_the_template_writes_none():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PASS_THROUGH
+    tokenizer.bos_token = "<300>"
+    encoder = ChatEncoder(
+        tokenizer=tokenizer, chat_template_kwargs={}, add_bos=True, add_eos=False, last_turn_only=False
+    )
+    assert encoder.encode(messages, "x").token_ids[0] == 300
+    assert replace(encoder, add_bos=False).encode(messages, "x").token_ids[0] != 300
+    tokenizer.chat_template = "{{ bos_token }}" + PASS_THROUGH
+    assert encoder.encode(messages, "x").token_ids.tolist().count(300) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for m in messages %}{{ m.content.nothing() }}{% endfor %}",
+        "{% for m in messages %}",
+        "{{ messages[0] + 1 }}",
+    ],
+    ids=["raises", "undefined", "syntax", "type"],
+)
+def test_a_template_that_fails_is_an_error_of_one_line_that_names_the_row(template):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: the chat template fails") as error:
+        shown(template)
+    assert "\n" not in str(error.value)
+
+
+def test_a_conversation_in_which_nothing_counts_is_an_error():
+    with pytest.raises(DataError, match="no token is the assistant's"):
+        shown(PASS_THROUGH, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], add_eos=False)

@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from nemo_offload_rl.data.readers import read_records
+from nemo_offload_rl.errors import DataError
+
+ROWS = [{"q": "1", "m": [{"role": "user", "content": "é"}]}, {"q": "2", "m": [{"role": "user", "content": "b"}]}]
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows=ROWS):
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def write_saved(path, rows=ROWS):
+    from datasets import Dataset
+
+    Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def write_json(path, rows=ROWS):
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "second"),
+    [
+        (write_jsonl, "d.jsonl", ":2"),
+        (write_json, "d.json", ", row 2"),
+        (write_parquet, "d.parquet", ", row 2"),
+        (write_saved, "saved", ", row 2"),
+    ],
+)
+def test_every_format_gives_the_same_rows_with_their_places(tmp_path, write, name, second):
+    path = write(tmp_path / name)
+    records = read_records(path)
+    assert [record.fields for record in records] == ROWS
+    assert records[1].origin == f"{path}{second}"
+
+
+def test_a_folder_of_files_is_read_in_the_order_of_names_and_a_split_picks_some(tmp_path):
+    write_jsonl(tmp_path / "train-1.jsonl", [{"q": "b"}])
+    write_parquet(tmp_path / "train-0.parquet", [{"q": "a"}])
+    write_json(tmp_path / "test-0.json", [{"q": "c"}])
+    (tmp_path / "README.md").write_text("not data")
+    assert [record.fields["q"] for record in read_records(tmp_path)] == ["c", "a", "b"]
+    assert [record.fields["q"] for record in read_records(tmp_path, "train")] == ["a", "b"]
+    with pytest.raises(DataError, match=r"no \.jsonl, .* file whose name begins with 'dev'"):
+        read_records(tmp_path, "dev")
+
+
+def test_a_saved_folder_with_splits_needs_one_of_them(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "d")
+    assert len(read_records(tmp_path / "d", "test")) == 1
+    assert read_records(tmp_path / "d", "test")[0].origin == f"{tmp_path / 'd'} (test), row 1"
+    with pytest.raises(DataError, match="has the splits train, test, and no split is named"):
+        read_records(tmp_path / "d")
+    with pytest.raises(DataError, match="there is no split 'dev'"):
+        read_records(tmp_path / "d", "dev")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{not json", r"data.jsonl:2 is not JSON .*column 2"), ("[1, 2]", r"data.jsonl:2 holds a JSON list")],
+)
+def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path, line, message):
+    (tmp_path / "data.jsonl").write_text('{"q": "1"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        read_records(tmp_path / "data.jsonl")
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"q": 1}\n\n{"q": 2}\n')
+    assert [record.origin[-2:] for record in read_records(tmp_path / "d.jsonl")] == [":1", ":3"]
+
+
+def unreadable(folder, kind):
+    path = folder / {"missing": "none.jsonl", "empty": "e.jsonl", "latin": "l.jsonl"}.get(kind, kind)
+    match kind:
+        case "empty":
+            path.write_text("\n\n")
+        case "latin":
+            path.write_bytes(b'{"q": "\xe9"}')
+        case "broken.parquet" | "x.csv":
+            path.write_text("a,b")
+        case "broken.json":
+            path.write_text('[{"q": 1},\n oops]')
+        case "object.json":
+            path.write_text("{}")
+        case "broken_folder":
+            write_saved(path)
+            for arrow in path.glob("*.arrow"):
+                arrow.unlink()
+        case "empty_folder":
+            path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"none.jsonl cannot be read: No such file or directory; set `path`"),
+        ("empty", "e.jsonl has no rows"),
+        ("latin", "l.jsonl is not UTF-8 text"),
+        ("x.csv", r"has the suffix '.csv'; name a file that ends in one of .jsonl, .json, .parquet"),
+        ("broken.parquet", "broken.parquet cannot be read as Parquet"),
+        ("broken.json", "broken.json:2 is not JSON"),
+        ("object.json", "holds a JSON dict; write a list of objects"),
+        ("broken_folder", "broken_folder cannot be read by `datasets`"),
+        ("empty_folder", "has no .jsonl, .json or .parquet file and is none that `datasets` saved"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_one_line(tmp_path, kind, message):
+    path = unreadable(tmp_path, kind)
+    with pytest.raises(DataError, match=message) as error:
+        read_records(path)
+    assert "\n" not in str(error.value)

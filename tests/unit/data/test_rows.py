@@ -1,0 +1,116 @@
+import pytest
+
+from nemo_offload_rl.data.readers import Record
+from nemo_offload_rl.data.records import Row
+from nemo_offload_rl.data.rows import binary_pair, conversation, ranked_pair, response_row, split_by
+from nemo_offload_rl.errors import DataError
+
+
+def record(**fields) -> Record:
+    return Record(fields, "data.jsonl:2")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_a_row_keeps_its_place_and_its_other_fields():
+    row = response_row(record(q="1+1", a=2, level="easy"), "q", "a")
+    assert row == Row(question="1+1", answer="2", origin="data.jsonl:2", metadata={"level": "easy"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"question": "x", "a": "y"}, r"data.jsonl:2 has no field 'q' \(fields: a, question\); set input_key"),
+        ({"q": "x"}, r"data.jsonl:2 has no field 'a' .*set output_key"),
+        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list"),
+        ({"q": "x", "a": None}, r"data.jsonl:2: field 'a' is a NoneType"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_names_its_place_and_the_mend(fields, message):
+    with pytest.raises(DataError, match=message):
+        response_row(record(**fields), "q", "a")
+
+
+def test_the_split_is_seeded_and_keeps_rows_with_the_same_question_together():
+    rows = [Row(question=f"q{i % 50}", answer=str(i), origin=str(i)) for i in range(100)]
+
+    def split(seed):
+        return split_by(rows, lambda row: row.question, share=0.2, seed=seed)
+
+    splits = split(3)
+    assert splits == split(3)
+    assert splits != split(4)
+    assert len(splits.validation) == 20
+    assert len(splits.train) == 80
+    assert not {row.question for row in splits.train} & {row.question for row in splits.validation}
+
+
+def test_a_conversation_loses_the_empty_fields_that_tables_give_every_message():
+    given = [{**user("a"), "name": None}, {**assistant("b"), "name": "bot"}]
+    assert conversation(record(m=given), "m").messages == (user("a"), {**assistant("b"), "name": "bot"})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text", "field 'm' is a str; write a list of messages"),
+        ([], "field 'm' is an empty list"),
+        ([user("a"), {"role": "assistant"}], "message 2 of 'm' has no text for `role` or `content`"),
+        (["a"], "message 1 of 'm' has no text"),
+        ([user("a")], "no message is the assistant's"),
+    ],
+)
+def test_a_bad_conversation_is_an_error_that_names_its_place(value, message):
+    with pytest.raises(DataError, match=message) as error:
+        conversation(record(m=value), "m")
+    assert str(error.value).startswith("data.jsonl:2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt_key"),
+    [
+        ({"p": "q", "c": "good", "r": "bad"}, "p"),
+        ({"p": [user("q")], "c": [assistant("good")], "r": [assistant("bad")]}, "p"),
+        ({"p": "q", "c": [user("q"), assistant("good")], "r": [user("q"), assistant("bad")]}, "p"),
+        ({"c": [user("q"), assistant("good")], "r": [user("q"), assistant("bad")]}, None),
+    ],
+    ids=["text", "messages", "prompt repeated", "prompt implied"],
+)
+def test_published_ways_to_write_a_pair_mean_the_same(fields, prompt_key):
+    pair = binary_pair(record(**fields), prompt_key, "c", "r")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ((user("q"),), (assistant("good"),), (assistant("bad"),))
+
+
+def test_ranked_completions_give_the_lowest_and_the_highest_rank():
+    entries = [{"rank": 2, "completion": "bad"}, {"rank": 0, "completion": [assistant("good")]}]
+    entries.insert(1, {"rank": 1, "completion": "middling"})
+    pair = ranked_pair(record(context=[user("q")], completions=entries))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ((user("q"),), (assistant("good"),), (assistant("bad"),))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: binary_pair(record(p="q", c="a"), "p", "c", "r"), "has no field 'r' .*set rejected_key"),
+        (lambda: binary_pair(record(p="q", c="a", r="a"), "p", "c", "r"), "are the same"),
+        (lambda: binary_pair(record(c="a", r="b"), None, "c", "r"), "no common message.*set prompt_key"),
+        (lambda: binary_pair(record(p="q", c=[user("a")], r="b"), "p", "c", "r"), "better response does not end"),
+        (lambda: ranked_pair(record(context="q", completions=[])), "'completions' is no list of two or more"),
+        (lambda: ranked_pair(record(context="q", completions=[{"rank": 0}] * 2)), "completion 1 has no whole 'rank'"),
+        (
+            lambda: ranked_pair(record(context="q", completions=[{"rank": 0, "completion": x} for x in "ab"])),
+            "all completions have the rank 0",
+        ),
+        (lambda: ranked_pair(record(completions=[])), "no field 'context'.*write 'context' into each row"),
+    ],
+)
+def test_a_bad_pair_is_an_error_that_names_its_place(make, message):
+    with pytest.raises(DataError, match=message) as error:
+        make()
+    assert str(error.value).startswith("data.jsonl:2")
