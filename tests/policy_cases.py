@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from megatron_cpu_shim import megatron_on_cpu
 from tiny_models import VOCAB_SIZE, qwen3_config, save_model_folder
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from nemo_offload_rl.config.convert import freeze
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.settings import BatchingSettings, DTensorSettings, OptimizerSettings, PolicySettings
+from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
+from nemo_offload_rl.policy.backends.flat_range import FlatRange
+from nemo_offload_rl.policy.settings import (
+    BatchingSettings,
+    DTensorSettings,
+    LoraSettings,
+    MegatronSettings,
+    OptimizerSettings,
+    PolicySettings,
+)
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.utils.config import load_config
 
 PAD_ID = 256
+NO_LORA = LoraSettings(
+    enabled=False,
+    target_modules=(),
+    exclude_modules=(),
+    match_all_linear=True,
+    dim=4,
+    alpha=8,
+    dropout=0.0,
+    lora_A_init="xavier",
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +78,53 @@ class RaisesAt:
         return NLL()(logprobs_BS, batch, norm)
 
 
-def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **changes: Any) -> PolicySettings:
-    """Settings for a tiny model in fp32 with AdamW; `changes` replace fields, also those of `dtensor_cfg`."""
+def make_settings(
+    model_name: Path | str, *, backend: str = "dtensor", tensor_parallel_size: int = 1, **changes: Any
+) -> PolicySettings:
+    """Settings for a tiny model in fp32 with AdamW; `changes` replace fields, also those of the backend's section."""
+    settings = _plain_settings(model_name, tensor_parallel_size)
+    if backend == "megatron":
+        settings = replace(settings, megatron_cfg=make_megatron_settings(tensor_parallel_size))
+    for name, value in changes.items():
+        if name in {field.name for field in fields(PolicySettings)}:
+            settings = replace(settings, **{name: value})
+        elif settings.megatron is not None:
+            settings = replace(settings, megatron_cfg=_replace_anywhere(settings.megatron, name, value))
+        else:
+            settings = replace(settings, dtensor_cfg=replace(settings.dtensor_cfg, **{name: value}))
+    return settings
+
+
+def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronSettings:
+    """The exemplar's, with local layers, nothing that needs a GPU, and the optimizer of `_plain_settings`."""
+    raw = load_config("examples/configs/grpo_math_1B.yaml")["policy"]["megatron_cfg"]
+    settings = replace(
+        freeze(MegatronSettings, raw),
+        enabled=True,
+        transformer_impl="local",
+        tensor_model_parallel_size=tensor_parallel_size,
+        pipeline_dtype="float32",
+    )
+    rate, decay = 1e-3, 0.1
+    changes = {"lr": rate, "min_lr": 0.0, "weight_decay": decay, "clip_grad": 0.0, "bf16": False}
+    changes |= {"use_precision_aware_optimizer": False, "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
+    changes |= {"start_weight_decay": decay, "end_weight_decay": decay, "grad_reduce_in_fp32": True}
+    changes |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    for name, value in changes.items():
+        settings = _replace_anywhere(settings, name, value)
+    return settings
+
+
+def _replace_anywhere(settings: MegatronSettings, name: str, value: Any) -> MegatronSettings:
+    """Replace a field of the settings, or of the one part of them that has it."""
+    if hasattr(settings, name):
+        return replace(settings, **{name: value})
+    parts = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    (part,) = (key for key, found in parts.items() if is_dataclass(found) and hasattr(found, name))
+    return replace(settings, **{part: replace(getattr(settings, part), **{name: value})})
+
+
+def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> PolicySettings:
     off = BatchingSettings(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
     dtensor = DTensorSettings(
         enabled=True,
@@ -57,10 +132,13 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         context_parallel_size=1,
         sequence_parallel=False,
         activation_checkpointing=False,
+        torch_compile=False,
         cpu_offload=False,
         offload_optimizer_states=False,
+        offload_optimizer_states_chunk_mib=None,
+        lora_cfg=NO_LORA,
     )
-    settings = PolicySettings(
+    return PolicySettings(
         model_name=str(model_name),
         hf_config_overrides={},
         precision="float32",
@@ -77,6 +155,7 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         dynamic_batching=off,
         sequence_packing=off,
         dtensor_cfg=dtensor,
+        megatron_cfg=None,
         refit_buffer_size_gib=0.0001,
         residency="always",
         residency_overrides={},
@@ -90,12 +169,6 @@ def make_settings(model_name: Path | str, *, tensor_parallel_size: int = 1, **ch
         colocated=True,
         seed=0,
     )
-    for name, value in changes.items():
-        if hasattr(dtensor, name):
-            settings = replace(settings, dtensor_cfg=replace(settings.dtensor_cfg, **{name: value}))
-        else:
-            settings = replace(settings, **{name: value})
-    return settings
 
 
 def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:
@@ -116,7 +189,9 @@ def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:
 
 
 def save_family(path: Path, family: str) -> Any:
-    """A tiny model folder of a family ("qwen3", "qwen3-tied", "qwen2", "llama-tied"); returns the model."""
+    """A tiny model folder of "qwen3", "qwen3-tied", "qwen3-moe", "qwen2" or "llama-tied"; returns the model."""
+    if family == "qwen3-moe":
+        return save_moe(path)
     if family.startswith("qwen3"):
         return save_model_folder(path, 0, qwen3_config(tied=family.endswith("tied")))
     save_model_folder(path, 0)  # for the tokenizer
@@ -133,6 +208,31 @@ def save_family(path: Path, family: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if family == "qwen2" else LlamaForCausalLM(LlamaConfig(**sizes))
+    model.eval().save_pretrained(path)
+    return model
+
+
+def save_moe(path: Path) -> Any:
+    """Qwen3 with four experts, of which two take each token."""
+    save_model_folder(path, 0)  # for the tokenizer
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
     model.eval().save_pretrained(path)
     return model
 
@@ -158,24 +258,97 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+@contextmanager
+def worker_of(
+    settings: PolicySettings, process: ProcessInfo, *, keep_reference: bool = False
+) -> Iterator[PolicyWorker]:
+    """A worker that ends with the body; a Megatron one on CPU through the shim."""
+    with megatron_on_cpu() if settings.megatron is not None and process.device == "cpu" else nullcontext():
+        worker = PolicyWorker(settings, process, keep_reference)
+        try:
+            yield worker
+        finally:
+            worker.shutdown()
+
+
+def is_megatron(worker: PolicyWorker) -> bool:
+    return worker._settings.megatron is not None
+
+
 def full_params(worker: PolicyWorker) -> dict[str, Tensor]:
     """Whole parameters by Hugging Face name, whatever the phase."""
     with worker.residency.checkpoint_view():
+        if is_megatron(worker):
+            return {name: full(tensor) for name, tensor in worker.named_weights()}
         return {name: full(parameter) for name, parameter in worker._backend._parameters}
 
 
 def full_grads(worker: PolicyWorker) -> dict[str, Tensor]:
+    """Whole gradients by Hugging Face name, reduced over the ranks."""
+    if is_megatron(worker):
+        return megatron_grads(worker)
     return {name: full(parameter.grad) for name, parameter in worker._backend._parameters}
 
 
+@torch.no_grad()
+def megatron_grads(worker: PolicyWorker) -> dict[str, Tensor]:
+    """Gathers what the distributed optimizer has left on each rank, and has the bridge convert it like parameters."""
+    chunks = worker._backend._chunks
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                group = buffer.data_parallel_group
+                pieces = list(bucket.grad_data.chunk(group.size()))
+                torch.distributed.all_gather(pieces, pieces[group.rank()].clone(), group=group)
+    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
+    values = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    try:
+        return {name: full(tensor) for name, tensor in worker.named_weights()}
+    finally:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+
+
+def grad_norm(worker: PolicyWorker) -> float:
+    """The norm that clipping would use."""
+    backend = worker._backend
+    if is_megatron(worker):
+        backend._optimizer.prepare_grads()
+        return float(backend._optimizer.get_grad_norm())
+    return float(global_grad_norm(backend._trainable(), backend._tp_rank, backend.device))
+
+
+def has_grads(worker: PolicyWorker) -> bool:
+    if is_megatron(worker):
+        tensors = [buffer.grad_data for chunk in worker._backend._chunks for buffer in chunk.buffers]
+        return any(tensor.untyped_storage().nbytes() and tensor.any() for tensor in tensors)
+    return any(parameter.grad is not None for _, parameter in worker._backend._parameters)
+
+
 def full_optimizer(worker: PolicyWorker) -> dict[str, Tensor]:
+    """Optimizer states: whole ones of the DTensor backend, this rank's of Megatron's."""
     with worker.residency.checkpoint_view():
+        if is_megatron(worker):
+            return {
+                name: full(tensor.part if isinstance(tensor, FlatRange) else tensor)
+                for name, tensor in worker._backend._training_state().tensors().items()
+                if name.startswith("optimizer/")
+            }
         optimizer = worker._backend._optimizer
         return {
             f"{name}/{key}": full(value)
             for name, parameter in worker._backend._parameters
             for key, value in optimizer.state[parameter].items()
         }
+
+
+def forward_hook_on_layer(worker: PolicyWorker, layer: int, hook: Callable[..., Any]) -> Any:
+    """Have `hook` run after the MLP of a layer; the handle removes it."""
+    if is_megatron(worker):
+        return worker._backend._chunks[0].module.decoder.layers[layer].mlp.register_forward_hook(hook)
+    return worker._backend._model.causal_lm.model.layers[layer].mlp.register_forward_hook(hook)
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

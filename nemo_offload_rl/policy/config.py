@@ -54,6 +54,24 @@ SchedulerEntry = Annotated[
 
 
 @closed
+class LoraConfig(TypedDict):
+    """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
+
+    enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
+    target_modules: Annotated[
+        list[str], doc("Names of the linear layers that get adapters, as `q_proj`; not read with `match_all_linear`.")
+    ]
+    exclude_modules: Annotated[list[str], doc("Names of layers that get none.")]
+    match_all_linear: Annotated[bool, doc("Every linear layer but the output layer gets adapters.")]
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
+    alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Share of an adapter's inputs that are dropped in training.", ge=0, lt=1)]
+    lora_A_init: Annotated[
+        Literal["xavier", "uniform"], doc("First values of A: Xavier's normal, or peft's uniform. B begins with zeros.")
+    ]
+
+
+@closed
 class DTensorConfig(TypedDict):
     """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
 
@@ -68,6 +86,13 @@ class DTensorConfig(TypedDict):
     activation_checkpointing: Annotated[
         bool, doc("Recompute activations in the backward pass instead of keeping them.")
     ]
+    torch_compile: Annotated[
+        bool,
+        doc(
+            "Compile the layers with torch.compile: faster and smaller, for half a minute at the first step (kept on "
+            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU."
+        ),
+    ]
     cpu_offload: Annotated[
         bool,
         doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
@@ -75,10 +100,19 @@ class DTensorConfig(TypedDict):
     offload_optimizer_states: Annotated[
         bool,
         doc(
-            "Keep the optimizer on the device inside the optimizer step only: it returns beside the last micro-batch "
-            "where there is room and leaves beside the next forward pass. The update stays on the device."
+            "Keep optimizer states on the device inside the optimizer step only: they return beside the last "
+            "micro-batch where there is room and leave beside the next forward pass. The update stays on the device."
         ),
     ]
+    offload_optimizer_states_chunk_mib: Annotated[
+        float | None,
+        doc(
+            "With `offload_optimizer_states`: states come, are updated and leave in parts of this size, of which two "
+            "are on the device at once. null for one part, which hides best and needs the most memory.",
+            gt=0,
+        ),
+    ]
+    lora_cfg: Annotated[LoraConfig, doc("Low-rank adapters (LoRA).")]
 
 
 @closed
@@ -92,15 +126,17 @@ class BatchingConfig(TypedDict):
 
 
 @closed
-class PolicyConfig(TypedDict):
-    """`policy`: the model, how it is trained and where its state lives."""
+class TrainedPolicyConfig(TypedDict):
+    """`policy`: the model, how it is trained and where its state lives. All that SFT and DPO have."""
 
     model_name: Annotated[str, doc("Folder or hub name of a Hugging Face causal language model.", min_length=1)]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
     hf_config_overrides: Annotated[dict[str, Any], doc("Values to set in the model's Hugging Face configuration.")]
-    train_global_batch_size: Annotated[int, doc("Responses for each optimizer step, over all workers.", ge=1)]
-    train_micro_batch_size: Annotated[int, doc("Responses in one forward and backward pass of one worker.", ge=1)]
-    logprob_batch_size: Annotated[int, doc("Responses in one forward pass for logprobs of one worker.", ge=1)]
+    train_global_batch_size: Annotated[
+        int, doc("Sequences for each optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
+    ]
+    train_micro_batch_size: Annotated[int, doc("The same in one forward and backward pass of one worker.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("The same in one forward pass for logprobs of one worker.", ge=1)]
     logprob_chunk_size: Annotated[
         int | None, doc("Positions whose logits are turned into logprobs at once, to save memory; null for all.", ge=1)
     ]
@@ -116,25 +152,10 @@ class PolicyConfig(TypedDict):
     scheduler: Annotated[
         list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")
     ]
-    dynamic_batching: Annotated[BatchingConfig, doc("Group responses of like length into one micro-batch.")]
-    sequence_packing: Annotated[BatchingConfig, doc("Put the responses of a micro-batch into one row without padding.")]
+    dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of like length into one micro-batch.")]
+    sequence_packing: Annotated[BatchingConfig, doc("Put the sequences of a micro-batch into one row without padding.")]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, doc("The Megatron backend.")]]
-    refit_buffer_size_gib: Annotated[
-        float, doc("Memory of the buffers that carry weights to the engine, in GiB.", gt=0)
-    ]
-    residency: Annotated[
-        Literal["always", "auto"],
-        doc(
-            "`always` moves every state group as the residency table says. `auto` leaves groups on the device during "
-            "generation when they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan is "
-            "logged once."
-        ),
-    ]
-    residency_overrides: Annotated[
-        dict[Literal["params", "optimizer"], Literal["device", "host"]],
-        doc("Groups whose place during refit and generation is fixed, whatever `residency` says; {} for none."),
-    ]
     residency_overlap: Annotated[
         bool,
         doc("Let copies run beside compute. false waits for each one where it starts: for measuring and debugging."),
@@ -164,5 +185,26 @@ class PolicyConfig(TypedDict):
     ]
     offload_optimizer_states_for_logprob: Annotated[
         bool, doc("Keep the optimizer on the host while logprobs are computed too: less GPU memory, more copies.")
+    ]
+
+
+@closed
+class PolicyConfig(TrainedPolicyConfig):
+    """`policy`: the model, how it is trained, where its state lives, and how it generates."""
+
+    refit_buffer_size_gib: Annotated[
+        float, doc("Size of each of the two buffers that carry weights to the engine, in GiB.", gt=0)
+    ]
+    residency: Annotated[
+        Literal["always", "auto"],
+        doc(
+            "`always` moves every state group as the residency table says. `auto` leaves groups on the device during "
+            "generation when they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan is "
+            "logged once."
+        ),
+    ]
+    residency_overrides: Annotated[
+        dict[Literal["params", "optimizer"], Literal["device", "host"]],
+        doc("Groups whose place during refit and generation is fixed, whatever `residency` says; {} for none."),
     ]
     generation: Annotated[GenerationConfig, doc("Sampling and the inference engine.")]

@@ -70,6 +70,10 @@ class WorkerGroup(Protocol):
         """Wait for a `start_all` and return the results by rank."""
         ...
 
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its own host."""
+        ...
+
     def shutdown(self) -> None:
         """End every worker process; safe to call twice."""
         ...

@@ -6,10 +6,6 @@ from typing import Annotated, Literal, TypedDict
 
 from nemo_offload_rl.schema import closed, doc
 
-OffloadModule = Literal[
-    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
-]
-
 
 @closed
 class MegatronOptimizerConfig(TypedDict):
@@ -30,7 +26,7 @@ class MegatronOptimizerConfig(TypedDict):
     use_precision_aware_optimizer: Annotated[
         bool, doc("Transformer Engine's optimizer, which holds the fp32 masters itself.")
     ]
-    clip_grad: Annotated[float, doc("Gradients are scaled down to this norm; 0 for no limit.", ge=0)]
+    clip_grad: Annotated[float | None, doc("Gradients are scaled down to this norm; 0 or null for no limit.", ge=0)]
     optimizer_cpu_offload: Annotated[bool, doc("Keep the optimizer on the host for good and compute its update there.")]
     optimizer_offload_fraction: Annotated[
         float,
@@ -44,6 +40,17 @@ class MegatronOptimizerConfig(TypedDict):
         doc(
             "Keep optimizer states and fp32 masters on the host except inside the optimizer step, which stays on the "
             "GPU; excludes `optimizer_cpu_offload`."
+        ),
+    ]
+    offload_optimizer_states_fraction: Annotated[
+        float, doc("Share of those bytes that leaves, with `offload_optimizer_states`; the rest stays.", ge=0, le=1)
+    ]
+    offload_optimizer_states_chunk_mib: Annotated[
+        float | None,
+        doc(
+            "MiB of states that come back, are used and leave together inside the step, whose peak is two such chunks. "
+            "null for one chunk, which hides best and needs the most memory.",
+            gt=0,
         ),
     ]
 
@@ -73,10 +80,56 @@ class MegatronDdpConfig(TypedDict):
 
 
 @closed
+class MegatronFp8Config(TypedDict):
+    """`policy.megatron_cfg.fp8_cfg`: 8-bit matrix products in Transformer Engine."""
+
+    enabled: Annotated[bool, doc("Compute linear layers in 8 bits.")]
+    fp8: Annotated[Literal["e4m3", "hybrid"], doc("Number format; `hybrid` is e4m3 forward and e5m2 backward.")]
+    fp8_recipe: Annotated[
+        Literal["blockwise", "tensorwise", "delayed", "mxfp8"], doc("How scales are chosen; mxfp8 needs Blackwell.")
+    ]
+    force_clear_fp8_caches: Annotated[
+        bool, doc("Free the 8-bit copies of the weights before each refit; the next forward pass makes them again.")
+    ]
+
+
+@closed
+class MegatronLoraConfig(TypedDict):
+    """`policy.megatron_cfg.peft`: train low-rank adapters instead of the model's own weights."""
+
+    enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
+    target_modules: Annotated[
+        list[str],
+        doc(
+            "Layers that get adapters, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or a "
+            "pattern as `*.layers.0.*.linear_qkv`; empty for all four."
+        ),
+    ]
+    exclude_modules: Annotated[list[str], doc("Those of the four that get none, with an empty `target_modules`.")]
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
+    alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Share that is dropped in training.", ge=0, lt=1)]
+    dropout_position: Annotated[Literal["pre", "post"], doc("Of an adapter's inputs, or of its outputs.")]
+    lora_A_init_method: Annotated[
+        Literal["xavier", "normal", "kaiming"], doc("First values of A: Xavier's normal, normal, Kaiming's uniform.")
+    ]
+    lora_B_init_method: Annotated[
+        Literal["zero", "xavier", "normal", "kaiming"], doc("First values of B; zero begins with the model itself.")
+    ]
+
+
+@closed
 class MegatronConfig(TypedDict):
     """`policy.megatron_cfg`: Megatron-core models."""
 
-    enabled: Annotated[bool, doc("Use this backend. It is not available yet.")]
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
+    transformer_impl: Annotated[
+        Literal["transformer_engine", "local"],
+        doc(
+            "Layers of Transformer Engine, or megatron-core's own, which run without it and without a GPU but cannot "
+            "pack sequences, split them over devices or offload activations."
+        ),
+    ]
     tensor_model_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
     pipeline_model_parallel_size: Annotated[int, doc("Devices that the layers are dealt out to.", ge=1)]
     num_layers_in_first_pipeline_stage: Annotated[
@@ -98,16 +151,50 @@ class MegatronConfig(TypedDict):
     recompute_granularity: Annotated[
         Literal["full", "selective"], doc("Recompute whole layers or `recompute_modules`.")
     ]
-    recompute_modules: Annotated[list[str] | None, doc("Modules to recompute when selective.")]
+    recompute_modules: Annotated[
+        list[str] | None, doc("Modules to recompute when selective, such as `[mlp]`; null for `[core_attn]`.")
+    ]
     fine_grained_activation_offloading: Annotated[
         bool, doc("Move the activations of `offload_modules` to the host between the forward and the backward pass.")
     ]
     offload_modules: Annotated[
-        list[OffloadModule] | None, doc("Modules whose activations move; `attn_proj` needs `core_attn` beside it.")
+        list[str] | None,
+        doc(
+            "Modules whose inputs move: qkv_linear, core_attn, attn_proj (needs core_attn) and, of mixture-of-experts "
+            "models, mlp_norm, expert_fc1 and moe_act. Pays with long rows: docs/megatron.md has numbers."
+        ),
+    ]
+    min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay; in elements, not bytes.", ge=0)]
+    activation_offload_fraction: Annotated[
+        float, doc("Share of the layers' modules, from the first one on, whose activations move.", gt=0, le=1)
+    ]
+    activation_offload_host_limit_gib: Annotated[
+        float,
+        doc(
+            "GiB of pinned host memory that one worker keeps for activations between passes: above it, buffers that "
+            "were not used lately are given back. A pass that needs more at once takes more, with a warning.",
+            gt=0,
+        ),
+    ]
+    cuda_graph_impl: Annotated[
+        Literal["none", "local", "transformer_engine", "full_iteration"],
+        doc("CUDA graphs of the training step. Only none is available."),
+    ]
+    clear_memory_caches_before_refit: Annotated[
+        bool,
+        doc(
+            "Free rotary embeddings, tensors that mixture-of-experts dispatchers hold and Transformer Engine's "
+            "workspaces before each refit; the next pass makes them again."
+        ),
     ]
     empty_unused_memory_level: Annotated[
         int,
-        doc("Give cached GPU memory back: 0 never, 1 after a training step, 2 after each micro-batch too.", ge=0, le=2),
+        doc(
+            "Give cached GPU memory back: 0 at changes of phase only, as residency does, 1 after every optimizer step, "
+            "2 after each micro-batch too.",
+            ge=0,
+            le=2,
+        ),
     ]
     freeze_moe_router: Annotated[bool, doc("Do not train the routers of mixture-of-experts models.")]
     moe_router_dtype: Annotated[
@@ -123,6 +210,8 @@ class MegatronConfig(TypedDict):
         bool, doc("Turn logits into float32 chunk by chunk; needs `policy.logprob_chunk_size`.")
     ]
     env_vars: Annotated[dict[str, str] | None, doc("Environment variables of the policy workers.")]
+    fp8_cfg: Annotated[MegatronFp8Config, doc("8-bit matrix products.")]
+    peft: Annotated[MegatronLoraConfig, doc("Low-rank adapters (LoRA).")]
     optimizer: Annotated[MegatronOptimizerConfig, doc("The optimizer.")]
     scheduler: Annotated[MegatronSchedulerConfig, doc("The learning-rate schedule.")]
     distributed_data_parallel_config: Annotated[MegatronDdpConfig, doc("Gradient reduction.")]

@@ -19,7 +19,8 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult, WorkerGroup
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import TransitionReport
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.cuda_ipc import join_handles
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 
 def deal_rows(num_rows: int, rows_per_step: int, dp_size: int) -> list[list[int]]:
@@ -38,11 +39,12 @@ def deal_rows(num_rows: int, rows_per_step: int, dp_size: int) -> list[list[int]
 
 
 def pad_rows[Batch: TokenBatch](batch: Batch, multiple: int) -> Batch:
-    """Repeat the first row until the rows divide by `multiple`; repeated rows have `sample_mask` 0."""
-    num_added = -len(batch) % multiple
+    """Repeat the first group of rows until the groups divide by `multiple`; repeated rows have `sample_mask` 0."""
+    group = batch.rows_per_group
+    num_added = -len(batch) % (multiple * group)
     if not num_added:
         return batch
-    padded = batch.select([*range(len(batch)), *[0] * num_added])
+    padded = batch.select([*range(len(batch)), *[index % group for index in range(num_added)]])
     if isinstance(padded, TrainBatch):
         sample_mask = padded.sample_mask.clone()
         sample_mask[len(batch) :] = 0
@@ -54,19 +56,24 @@ class Policy:
     """Driver side of the policy workers.
 
     Args:
-        group: Workers by rank, rank = dp_rank * tp_size + tp_rank.
+        group: Workers by rank, numbered as `settings.model_parallel` says.
         settings: The workers' settings.
-        dp_size: Data-parallel ranks.
-        tp_size: Ranks that share one shard of the data.
+
+    Raises:
+        ConfigError: The workers are no whole copies of the model.
     """
 
-    def __init__(self, group: WorkerGroup, settings: PolicySettings, dp_size: int, tp_size: int) -> None:
-        if group.world_size != dp_size * tp_size:
-            raise ValueError(f"{group.world_size} workers are not dp_size={dp_size} times tp_size={tp_size}")
+    def __init__(self, group: WorkerGroup, settings: PolicySettings) -> None:
+        parallel, world_size = settings.model_parallel, group.world_size
+        if world_size % parallel.ranks_per_copy:
+            raise ConfigError(
+                f"{world_size} policy workers are no whole copies of a model that is spread over "
+                f"{parallel.ranks_per_copy} of them; change the parallel sizes or the number of devices."
+            )
         self._group = group
         self._settings = settings
-        self._dp_size = dp_size
-        self._tp_size = tp_size
+        self._dp_size = world_size // parallel.ranks_per_copy
+        self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -115,10 +122,11 @@ class Policy:
             )
         return self._run_sharded("train", batch, deal_rows(len(batch), rows, self._dp_size), loss_fn)[0]
 
-    def evaluate(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
-        """The loss of the whole batch as one global batch, without gradients."""
+    def evaluate(self, batch: TrainBatch, loss_fn: LossFn, micro_batch_size: int | None = None) -> TrainResult:
+        """The loss of the whole batch as one global batch, without gradients; see `PolicyWorker`."""
         padded = pad_rows(batch, self._dp_size)
-        return self._run_sharded("evaluate", padded, deal_rows(len(padded), len(padded), self._dp_size), loss_fn)[0]
+        rows = deal_rows(len(padded), len(padded), self._dp_size)
+        return self._run_sharded("evaluate", padded, rows, loss_fn, micro_batch_size)[0]
 
     def get_logprobs(self, batch: TokenBatch) -> Tensor:
         """[B, S] float32 logprobs under the policy, rows as in `batch`; column 0 and padding are 0."""
@@ -138,34 +146,55 @@ class Policy:
     def _run_sharded(
         self, method: str, batch: TokenBatch, rows_by_dp: Sequence[Sequence[int]], *args: Any
     ) -> list[Any]:
-        """Call `method` with each rank's rows; results by data-parallel rank (tensor-parallel ranks give the same)."""
+        """Call `method` with each rank's rows; results by data-parallel rank (ranks of the same one give the same)."""
         shards = [batch.select(rows) for rows in rows_by_dp]
-        per_rank = [(shards[rank // self._tp_size], *args) for rank in range(self._group.world_size)]
-        return self._group.run_each(method, per_rank)[:: self._tp_size]
+        results = self._group.run_each(method, [(shards[dp_rank], *args) for dp_rank in self._dp_ranks])
+        return [results[self._dp_ranks.index(dp_rank)] for dp_rank in range(self._dp_size)]
 
     # -- refit -----------------------------------------------------------------------------------------------------
+
+    def join_refit_group(self, address: RefitGroupAddress) -> None:
+        """Rank 0 joins the communicator of refits to engines on other devices, which join at the same time."""
+        self._group.run_all("join_refit_group", address)
 
     def start_refit(self) -> None:
         """Begin to send weights; an unfinished refit is dropped."""
         self._group.run_all("start_refit")
 
     def next_bucket(self) -> WeightBucket | None:
-        """Rank 0's next bucket, None after the last; every rank takes part."""
-        return self._group.run_all("next_bucket")[0]
+        """The next bucket, None after the last; every rank takes part."""
+        return join_handles(self._group.run_all("next_bucket"))
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, schedule and random state into the folder `path`, which appears whole."""
-        self._group.run_all("save_checkpoint", path)
+        self.start_save(path, in_background=False)
+        self.finish_save()
+
+    def start_save(self, path: Path, in_background: bool) -> None:
+        """Begin a save; in the background, training may go on until `finish_save` gives the folder its name."""
+        self._group.run_all("start_save", path, in_background)
+
+    def save_is_done(self) -> bool:
+        """Whether every rank has written its part of the save under way, or failed to."""
+        return all(self._group.run_all("save_is_done"))
+
+    def finish_save(self) -> None:
+        """Wait for the save under way, if there is one; raises what kept it from being written."""
+        self._group.run_all("finish_save")
 
     def load_checkpoint(self, path: Path) -> None:
-        """Read what `save_checkpoint` wrote."""
+        """Read what a save wrote."""
         self._group.run_all("load_checkpoint", path)
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face folder with the weights in the compute precision."""
         self._group.run_all("export_hf", path)
+
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank."""
+        return self._group.pids()
 
     def shutdown(self) -> None:
         """End the workers; safe to call twice."""

@@ -28,6 +28,20 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters: which layers get them, and their size."""
+
+    enabled: bool
+    target_modules: tuple[str, ...]
+    exclude_modules: tuple[str, ...]
+    match_all_linear: bool
+    dim: int
+    alpha: int
+    dropout: float
+    lora_A_init: str  # "xavier" or "uniform"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DTensorSettings:
     """How the DTensor backend splits and stores a model."""
 
@@ -36,8 +50,150 @@ class DTensorSettings:
     context_parallel_size: int
     sequence_parallel: bool
     activation_checkpointing: bool
+    torch_compile: bool
     cpu_offload: bool
     offload_optimizer_states: bool
+    offload_optimizer_states_chunk_mib: float | None  # None for one part
+    lora_cfg: LoraSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptimizerSettings:
+    """Megatron's optimizer and where it lives."""
+
+    optimizer: str
+    lr: float
+    min_lr: float
+    weight_decay: float
+    bf16: bool
+    fp16: bool
+    params_dtype: str
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    sgd_momentum: float
+    use_distributed_optimizer: bool
+    use_precision_aware_optimizer: bool
+    clip_grad: float | None  # 0 or None for no limit
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: float
+    overlap_cpu_optimizer_d2h_h2d: bool
+    offload_optimizer_states: bool
+    offload_optimizer_states_fraction: float
+    offload_optimizer_states_chunk_mib: float | None  # None for one part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSchedulerSettings:
+    """Megatron's schedule of learning rate and weight decay; iterations are optimizer steps."""
+
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_style: str
+    lr_decay_style: str
+    lr_decay_iters: int
+    lr_warmup_iters: int
+    lr_warmup_init: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronDdpSettings:
+    """How Megatron reduces gradients and gathers parameters."""
+
+    grad_reduce_in_fp32: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronFp8Settings:
+    """8-bit matrix products of Transformer Engine."""
+
+    enabled: bool
+    fp8: str
+    fp8_recipe: str
+    force_clear_fp8_caches: bool
+
+
+# Megatron's linear layers of attention and of dense MLPs, which adapters are made for.
+MEGATRON_ADAPTED_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronLoraSettings:
+    """Low-rank adapters beside Megatron's layers."""
+
+    enabled: bool
+    target_modules: tuple[str, ...]  # empty for all linear layers but those of `exclude_modules`
+    exclude_modules: tuple[str, ...]
+    dim: int
+    alpha: int
+    dropout: float
+    dropout_position: str  # "pre" or "post"
+    lora_A_init_method: str
+    lora_B_init_method: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings:
+    """How the Megatron backend builds, splits and trains a model."""
+
+    enabled: bool
+    transformer_impl: str  # "transformer_engine" or "local"
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    pipeline_dtype: str
+    sequence_parallel: bool
+    activation_checkpointing: bool
+    recompute_granularity: str
+    recompute_modules: tuple[str, ...] | None
+    fine_grained_activation_offloading: bool
+    offload_modules: tuple[str, ...] | None
+    min_offloaded_tensor_size: int  # elements
+    activation_offload_fraction: float
+    activation_offload_host_limit_gib: float
+    cuda_graph_impl: str
+    clear_memory_caches_before_refit: bool
+    empty_unused_memory_level: int
+    freeze_moe_router: bool
+    moe_router_dtype: str | None
+    moe_permute_fusion: bool
+    moe_token_dispatcher_type: str
+    apply_rope_fusion: bool
+    bias_activation_fusion: bool
+    defer_fp32_logits: bool
+    env_vars: Mapping[str, str] | None
+    fp8_cfg: MegatronFp8Settings
+    peft: MegatronLoraSettings
+    optimizer: MegatronOptimizerSettings
+    scheduler: MegatronSchedulerSettings
+    distributed_data_parallel_config: MegatronDdpSettings
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """Over how many ranks one copy of the model is spread, and how ranks are numbered.
+
+    Numbers of tensor-parallel ranks are neighbours; context-, data- and pipeline-parallel ones follow in this order.
+    """
+
+    tensor: int
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that share one shard of the data."""
+        return self.tensor * self.context * self.pipeline
+
+    def data_parallel_rank(self, rank: int, world_size: int) -> int:
+        """Which shard of the data a rank gets."""
+        return rank % (world_size // self.pipeline) // (self.tensor * self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +221,12 @@ class PolicySettings:
     max_total_sequence_length: int
     make_sequence_length_divisible_by: int
     max_grad_norm: float | None
-    optimizer: OptimizerSettings
+    optimizer: OptimizerSettings | None  # of the DTensor backend
     scheduler: tuple[SchedulerSettings, ...]
     dynamic_batching: BatchingSettings
     sequence_packing: BatchingSettings
     dtensor_cfg: DTensorSettings
+    megatron_cfg: MegatronSettings | None
     refit_buffer_size_gib: float
     residency: str  # "always" or "auto"
     residency_overrides: Mapping[str, str]  # group -> "device" or "host"
@@ -82,3 +239,31 @@ class PolicySettings:
     offload_optimizer_states_for_logprob: bool
     colocated: bool  # generation shares this worker's devices
     seed: int
+
+    @property
+    def megatron(self) -> MegatronSettings | None:
+        """The Megatron backend's settings where it trains the model, else None."""
+        return self.megatron_cfg if self.megatron_cfg is not None and self.megatron_cfg.enabled else None
+
+    @property
+    def offload_optimizer_states(self) -> bool:
+        """Whether the backend that is on streams optimizer states around the step."""
+        cfg = self.dtensor_cfg if self.megatron is None else self.megatron.optimizer
+        return cfg.offload_optimizer_states
+
+    @property
+    def optimizer_cpu_offload(self) -> bool:
+        """Whether the backend that is on keeps all of its optimizer on the host."""
+        cfg = None if self.megatron is None else self.megatron.optimizer
+        return cfg is not None and cfg.optimizer_cpu_offload and cfg.optimizer_offload_fraction >= 1.0
+
+    @property
+    def model_parallel(self) -> ModelParallel:
+        """Of the backend that is on."""
+        if self.megatron is None:
+            return ModelParallel(self.dtensor_cfg.tensor_parallel_size)
+        return ModelParallel(
+            self.megatron.tensor_model_parallel_size,
+            self.megatron.context_parallel_size,
+            self.megatron.pipeline_model_parallel_size,
+        )

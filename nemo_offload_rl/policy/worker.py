@@ -10,7 +10,7 @@ Every rank makes the same calls, since each of them gathers over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,16 +18,20 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
+from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
 from nemo_offload_rl.data.packing import pack_rows
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
-from nemo_offload_rl.policy.backends.factory import build_backend
+from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
+from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
-from nemo_offload_rl.policy.residency_setup import REFERENCE, build_manager
+from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import Phase, TransitionReport
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.residency import REFERENCE, Phase, ResidencyManager, TransitionReport, make_device
+from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
+from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
 from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
@@ -43,9 +47,19 @@ class PolicyWorker:
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo, keep_reference: bool) -> None:
         self._settings = settings
-        self._backend = build_backend(settings, process)
-        self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference)
+        device = make_device(torch.device(process.device))
+        arenas = begin_host_memory(settings, expected_bytes(settings, process), keep_reference, device)
+        try:
+            self._backend = build_backend(settings, process)
+            self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference, arenas, device)
+        except BaseException:
+            arenas.close()
+            raise
+        state_bytes = sum(size for name, size in self._group_bytes.items() if name != REFERENCE)
+        self._saver = CheckpointSaver(self.residency, state_bytes)
         self._sender: BucketSender | None = None
+        self._refit_group: NcclGroup | None = None
+        self._sends_to_other_devices = False
         if settings.memory_snapshot_dir is not None and self._backend.device.type == "cuda":
             record_memory_history(Path(settings.memory_snapshot_dir), process.rank)
 
@@ -61,10 +75,13 @@ class PolicyWorker:
 
     def offload_before_refit(self) -> TransitionReport:
         """Leave only the parameters on the device."""
+        self._backend.clear_caches()
         return self.residency.enter(Phase.REFIT)
 
     def offload_after_refit(self) -> TransitionReport:
         """Leave nothing on the device."""
+        if self._sender is not None:
+            self._sender.release()
         return self.residency.enter(Phase.GENERATION)
 
     def residency_plan(self) -> str:
@@ -122,34 +139,23 @@ class PolicyWorker:
             The loss and metrics of the global batch.
         """
         self._require("forward_backward", Phase.TRAINING)
-        micro_batches = [batch.select(rows) for rows in self._micro_batches(batch, is_training=True)]
+        micro_batches = [batch.select(rows) for rows in self._training_rows(batch)]
         norm = self._loss_norm(batch)
         self.residency.step_opened()
         try:
             with explain_out_of_memory(self.residency):
-                return self._backend.forward_backward(self._paced(self._trim(micro_batches)), loss_fn, norm)
+                return self._backend.forward_backward(_Paced(self._trim(micro_batches), self.residency), loss_fn, norm)
         except BaseException:
             # Part of the gradients is there; using them would be a wrong step.
             self.zero_grad()
             raise
-
-    def _paced(self, micro_batches: Sequence[TrainBatch]) -> Iterator[TrainBatch]:
-        """The micro-batches, with the residency's turn before each.
-
-        Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
-        """
-        for index, micro_batch in enumerate(micro_batches):
-            self.residency.poll()
-            if index == len(micro_batches) - 1:
-                self.residency.prefetch(Phase.OPTIM_STEP)
-            yield micro_batch
 
     def optim_step(self) -> StepResult:
         """Use the gradients; closes the training step."""
         with self.residency.during(Phase.OPTIM_STEP):
             # Before the update: an update that fails half-way has written too.
             self.residency.mark_written("params", "optimizer")
-            result = self._backend.optim_step()
+            result = self._backend.optim_step(self.residency.streamed())
         self.residency.step_closed()
         return result
 
@@ -158,10 +164,14 @@ class PolicyWorker:
         self._backend.drop_grads()
         self.residency.step_closed()
 
-    def evaluate(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
-        """The loss of the whole batch as one global batch, without gradients; one entry, gradient norm 0."""
+    def evaluate(self, batch: TrainBatch, loss_fn: LossFn, micro_batch_size: int | None = None) -> TrainResult:
+        """The loss of the whole batch as one global batch, without gradients; one entry, gradient norm 0.
+
+        `micro_batch_size` in rows; None for that of training. With micro-batches made by tokens it is not read.
+        """
         self._require("evaluate", Phase.TRAINING, Phase.LP_INFERENCE)
-        micro_batches = [batch.select(rows) for rows in self._micro_batches(batch, is_training=True)]
+        size = micro_batch_size or self._settings.train_micro_batch_size
+        micro_batches = [batch.select(rows) for rows in self._micro_batches(batch, is_training=True, size=size)]
         loss, metrics = self._backend.evaluate(self._trim(micro_batches), loss_fn, self._loss_norm(batch))
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
@@ -179,7 +189,7 @@ class PolicyWorker:
             [B, S] float32 on the CPU; column 0 and padding are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
-        plan = self._micro_batches(batch, is_training=False)
+        plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
         with explain_out_of_memory(self.residency):
             pieces = self._backend.logprobs(self._trim([batch.select(rows) for rows in plan]))
         logprobs_BS = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
@@ -195,17 +205,27 @@ class PolicyWorker:
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch, *, is_training: bool) -> list[list[int]]:
-        """Row indices by micro-batch; the same number of micro-batches on every data-parallel rank."""
-        settings = self._settings
+    def _training_rows(self, batch: TokenBatch) -> list[list[int]]:
+        return self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
+
+    def _micro_batches(self, batch: TokenBatch, *, is_training: bool, size: int) -> list[list[int]]:
+        """Row indices by micro-batch of `size` rows, or as many as a budget of tokens holds.
+
+        The same number of micro-batches on every data-parallel rank; rows of a group stay together.
+        """
+        settings, per_group = self._settings, batch.rows_per_group
         by_tokens = {plan_micro_batches: settings.dynamic_batching, pack_rows: settings.sequence_packing}
         for make_plan, batching in by_tokens.items():
             if batching.enabled:
+                packed = make_plan is pack_rows
                 max_tokens = batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
                 round_to = max(batching.sequence_length_round, settings.make_sequence_length_divisible_by)
-                plan = make_plan(batch.input_lengths.tolist(), max_tokens, round_to)
-                return split_to_count(plan, self._backend.all_reduce_max(len(plan)))
-        size = settings.train_micro_batch_size if is_training else settings.logprob_batch_size
+                lengths = batch.input_lengths.tolist()
+                if per_group > 1:
+                    lengths = group_lengths(lengths, per_group, round_to=round_to, packed=packed)
+                    max_tokens = max_tokens if packed else max_tokens // per_group
+                plan = make_plan(lengths, max_tokens, round_to)
+                return rows_of_groups(split_to_count(plan, self._backend.all_reduce_max(len(plan))), per_group)
         return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
 
     def _trim[Batch: TokenBatch](self, batches: Sequence[Batch]) -> list[Batch]:
@@ -217,13 +237,27 @@ class PolicyWorker:
         """Begin to send weights; an unfinished refit is dropped."""
         self._require("start_refit", Phase.REFIT, Phase.LP_INFERENCE, Phase.TRAINING)
         if self._sender is None:
-            sender = SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender
-            buffer_bytes = int(self._settings.refit_buffer_size_gib * 2**30)
-            self._sender = sender(self._backend.weight_specs(), buffer_bytes)
+            self._sender = self._new_sender()
         self._sender.start(self._backend.named_weights())
 
+    def join_refit_group(self, address: RefitGroupAddress) -> None:
+        """Refits go over NCCL from now on: rank 0 joins the engines' communicator and sends for all."""
+        self._sends_to_other_devices = True
+        if self._backend.rank_info.rank == 0:
+            self._refit_group = NcclGroup(address, 0, self._backend.device)
+
+    def _new_sender(self) -> BucketSender:
+        """Every rank sends on its own GPU; to other devices, and on CPU, rank 0 sends for all."""
+        specs, buffer_bytes = self._backend.weight_specs(), int(self._settings.refit_buffer_size_gib * 2**30)
+        if self._refit_group is not None:
+            return NcclSender(specs, buffer_bytes, self._refit_group)
+        if self._backend.device.type == "cuda" and not self._sends_to_other_devices:
+            return CudaIpcSender(specs, buffer_bytes, self._backend.device)
+        sender = SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender
+        return sender(specs, buffer_bytes)
+
     def next_bucket(self) -> WeightBucket | None:
-        """The next bucket of the refit, None after the last; only rank 0's holds bytes."""
+        """The next bucket of the refit, None after the last."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
         self.residency.poll()
@@ -236,12 +270,36 @@ class PolicyWorker:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random state into the folder `path`, in any phase."""
-        with self.residency.checkpoint_view():
-            self._backend.save(path)
+        """Write model, optimizer, schedule and random state into the folder `path`, which appears whole."""
+        self.start_save(path, in_background=False)
+        self.finish_save()
+
+    def start_save(self, path: Path, in_background: bool) -> None:
+        """Begin a save, in any phase; nothing is moved for it.
+
+        Args:
+            path: The folder that `finish_save` makes appear.
+            in_background: Return as soon as the state has been copied into host memory.
+
+        Raises:
+            CheckpointError: The folder cannot be made, or the save before this one failed.
+        """
+        self._saver.start(path, self._backend.stage_save, in_background)
+
+    def save_is_done(self) -> bool:
+        """Whether `finish_save` would not wait."""
+        return self._saver.is_done()
+
+    def finish_save(self) -> None:
+        """Wait for the save under way, if there is one, and give its folder its name.
+
+        Raises:
+            CheckpointError: It could not be written; nothing of it is left.
+        """
+        self._saver.finish()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Read what `save_checkpoint` wrote, in any phase. The reference stays what the worker was made with."""
+        """Read what a save wrote, in any phase. The reference stays what the worker was made with."""
         with self.residency.checkpoint_view():
             self.residency.mark_written("params", "optimizer")
             self._backend.load(path)
@@ -256,5 +314,32 @@ class PolicyWorker:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+        if self._refit_group is not None:
+            self._refit_group.close()
+            self._refit_group = None
         self.residency.close()
         self._backend.close()
+
+
+class _Paced(Collection[TrainBatch]):
+    """Micro-batches of a training pass, with the residency's turn before each.
+
+    Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
+    """
+
+    def __init__(self, micro_batches: Sequence[TrainBatch], residency: ResidencyManager) -> None:
+        self._micro_batches = micro_batches
+        self._residency = residency
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def __contains__(self, micro_batch: object) -> bool:
+        return micro_batch in self._micro_batches
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        for index, micro_batch in enumerate(self._micro_batches):
+            self._residency.poll()
+            if index == len(self) - 1:
+                self._residency.prefetch(Phase.OPTIM_STEP)
+            yield micro_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.residency import StateGroup
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,15 @@ class PolicyBackend(Protocol):
         """Every byte that this rank keeps on the device between calls: `params`, `grads`, `optimizer`."""
         ...
 
+    def expected_bytes(self) -> dict[str, int]:
+        """Host bytes, alignment included, of each row of the plan whose groups may leave, optimizer states included.
+
+        Optimizer states appear in the first step only; this says what they will take.
+        """
+        ...
+
     def forward_backward(
-        self, micro_batches: Iterable[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks.
 
@@ -105,8 +115,12 @@ class PolicyBackend(Protocol):
         """Forget accumulated gradients, and what a pass that raised left behind."""
         ...
 
-    def optim_step(self) -> StepResult:
-        """Clip, update, advance the schedule and drop the gradients."""
+    def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
+        """Clip, update, advance the schedule and drop the gradients.
+
+        Args:
+            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.
+        """
         ...
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
@@ -121,8 +135,12 @@ class PolicyBackend(Protocol):
         """The largest value over the data-parallel ranks."""
         ...
 
+    def clear_caches(self) -> None:
+        """A refit comes next: free what the last passes left behind on the device, where the settings ask for it."""
+        ...
+
     def weight_specs(self) -> list[WeightSpec]:
-        """What `named_weights` yields, in the same order, without touching data."""
+        """What `named_weights` yields, in the same order; called with the parameters on the device, by every rank."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,12 +150,23 @@ class PolicyBackend(Protocol):
         """
         ...
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, scheduler and RNG; every rank calls it."""
+    def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
+        """Begin to save model, optimizer, scheduler and RNG; every rank calls it.
+
+        What must not change until it is written is fetched with `reader` here; nothing of the state is kept alive.
+
+        Args:
+            folder: Exists already, empty; not yet under its name.
+            reader: Reads tensors wherever residency keeps them, and copies them for a save in the background.
+        """
         ...
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `stage_save` wrote, with everything on the device; every rank calls it.
+
+        Raises:
+            CheckpointError: `path` holds no checkpoint, a damaged one, or one of another model or optimizer.
+        """
         ...
 
     def export_hf(self, path: Path) -> None:

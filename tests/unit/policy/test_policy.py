@@ -5,6 +5,7 @@ import torch
 from policy_cases import NLL, assert_equal, full_params, make_batch, make_settings
 from tiny_models import save_model_folder
 
+from nemo_offload_rl.data.batch import PreferenceBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo
@@ -42,9 +43,17 @@ def test_added_rows_count_for_nothing():
     assert pad_rows(padded, 4) is padded
 
 
+def test_added_pairs_are_whole():
+    batch = make_batch(num_rows=6)
+    tensors = {name: getattr(batch, name) for name in ("input_ids", "input_lengths", "token_mask", "sample_mask")}
+    pairs = PreferenceBatch(**tensors, reference_sums=torch.arange(6, dtype=torch.float64))
+    assert pad_rows(pairs, 2).reference_sums.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert pad_rows(pairs, 3) is pairs
+
+
 def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_order():
     group = RecordingGroup(world_size=4)
-    policy = Policy(group, make_settings("unused", train_global_batch_size=4), dp_size=2, tp_size=2)
+    policy = Policy(group, make_settings("unused", train_global_batch_size=4, tensor_parallel_size=2))
     batch = make_batch(num_rows=8)
     assert policy.train(batch, NLL()).loss == [0.0]
     for rank, rows in enumerate([[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]):
@@ -55,14 +64,26 @@ def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_ord
     assert [len(shard) for shard in group.given["get_logprobs"]] == [4, 4, 4, 4]
 
 
+def test_stages_of_a_pipeline_get_the_same_rows():
+    group = RecordingGroup(world_size=8)
+    sizes = {"tensor_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    policy = Policy(group, make_settings("unused", backend="megatron", train_global_batch_size=4, **sizes))
+    batch = make_batch(num_rows=4)
+    # Megatron numbers stages last: the second one begins at rank 4.
+    policy.train(batch, NLL())
+    for rank, rows in enumerate([[0, 1], [0, 1], [2, 3], [2, 3]] * 2):
+        assert torch.equal(group.given["train"][rank].input_ids, batch.input_ids[rows])
+    assert torch.equal(policy.get_logprobs(batch), batch.input_ids.float())
+
+
 def test_batches_that_do_not_divide_are_refused():
-    policy = Policy(RecordingGroup(4), make_settings("unused", train_global_batch_size=6), dp_size=4, tp_size=1)
+    policy = Policy(RecordingGroup(4), make_settings("unused", train_global_batch_size=6))
     with pytest.raises(ConfigError, match="train_global_batch_size=6"):
         policy.train(make_batch(num_rows=8), NLL())
     with pytest.raises(ConfigError, match="4 data-parallel ranks"):
         policy.train(make_batch(num_rows=6), NLL())
-    with pytest.raises(ValueError, match="4 workers"):
-        Policy(RecordingGroup(4), make_settings("unused"), dp_size=3, tp_size=1)
+    with pytest.raises(ConfigError, match="4 policy workers"):
+        Policy(RecordingGroup(4), make_settings("unused", tensor_parallel_size=3))
 
 
 def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
@@ -70,7 +91,7 @@ def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
     settings = make_settings(tmp_path / "model", train_global_batch_size=4)
     batch = make_batch()
     worker, plain = (PolicyWorker(settings, ONE_RANK, keep_reference=True) for _ in range(2))
-    policy = Policy(LocalWorkerGroup(worker), settings, dp_size=1, tp_size=1)
+    policy = Policy(LocalWorkerGroup(worker), settings)
 
     policy.prepare_for_lp_inference()
     plain.prepare_for_lp_inference()

@@ -21,6 +21,7 @@ VARIANTS = {
     "waited for": {"residency_overlap": False},
     "pageable": {"use_pinned_optimizer_offload": False},
     "streamed": {"offload_optimizer_states": True},
+    "streamed in parts": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.2},
     "away for logprobs": {"offload_optimizer_states_for_logprob": True},
     "auto": {"residency": "auto", "engine_memory_share": 0.5},
 }

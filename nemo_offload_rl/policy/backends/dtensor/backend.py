@@ -7,7 +7,7 @@ calls every parameter is sharded: gathered copies would hold old weights after a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,18 +16,31 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.policy.backends import dcp
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel
-from nemo_offload_rl.policy.backends.dtensor.logprobs import VocabShard
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, load_causal_lm, load_config
+from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, load_causal_lm
+from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
+from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
+from nemo_offload_rl.residency import (
+    BASE,
+    PARAMS,
+    GradsGroup,
+    StateGroup,
+    TensorGroup,
+    aligned,
+    optimizer_tensors,
+    unique_storages,
+)
 
 logger = logging.getLogger(__name__)
-
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_settings(settings: PolicySettings) -> None:
@@ -41,6 +54,10 @@ def check_settings(settings: PolicySettings) -> None:
         "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
         "policy.dtensor_cfg.sequence_parallel": (cfg.sequence_parallel, "false"),
         "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
+        "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
+            cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
+            "1",
+        ),
     }
     for key, (is_set, only_value) in unsupported.items():
         if is_set:
@@ -71,7 +88,7 @@ class DTensorBackend:
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._config = load_config(settings.model_name, settings.hf_config_overrides)
         parallel.check_model(self._config, tp_size)
-        self._owns_process_group = parallel.join_process_group(process)
+        self._owns_process_group = join_process_group(process)
         mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
         self._dp_group = mesh.get_group(parallel.DP)
         self._tp_rank = mesh.get_local_rank(parallel.TP)
@@ -79,9 +96,14 @@ class DTensorBackend:
         self._rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
         torch.manual_seed(settings.seed + self._rank_info.dp_rank)
 
-        causal_lm = load_causal_lm(settings.model_name, self._config)
+        on_gpu = self._device.type == "cuda"
+        packs, in_half = settings.sequence_packing.enabled, self._compute_dtype != torch.float32
+        causal_lm = load_causal_lm(settings.model_name, self._config, packed_attention=on_gpu and packs and in_half)
         if settings.dtensor_cfg.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        lora_cfg = settings.dtensor_cfg.lora_cfg
+        if lora_cfg.enabled:
+            add_adapters(causal_lm, lora_cfg, settings.seed)
         shard = VocabShard(0, None)
         if tp_size > 1:
             parallel.apply_tensor_parallel(causal_lm, tp_mesh)
@@ -91,12 +113,20 @@ class DTensorBackend:
             temperature=settings.logprob_temperature,
             chunk_size=settings.logprob_chunk_size,
             shard=shard,
-            pack=settings.sequence_packing.enabled,
+            pack=packs,
         )
+        if settings.dtensor_cfg.torch_compile and on_gpu:
+            compile_layers(causal_lm.model.layers)
         self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
         self._parameters = self._model.hf_parameters()
+        self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None
+        if self._lora is not None:
+            self._parameters = self._lora.trainable
+        if settings.optimizer is None:
+            raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
         self._optimizer = optim.build_optimizer(settings.optimizer, self._trainable())
         self._scheduler = optim.build_scheduler(settings.scheduler, self._optimizer)
+        self._parts = optim.divide(self._parameters, settings.dtensor_cfg)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -117,20 +147,40 @@ class DTensorBackend:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_groups(self) -> Sequence[StateGroup]:
-        """`params` (buffers included), `grads` and `optimizer`."""
+        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+
+        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
+        """
+
+        def frozen() -> Iterator[tuple[str, Tensor]]:
+            yield from self._lora.base if self._lora is not None else ()
+            yield from self._model.named_buffers()
 
         def params() -> Iterator[tuple[str, Tensor]]:
             yield from self._parameters
-            yield from self._model.named_buffers()
+            yield from frozen()
 
-        def optimizer_state() -> Iterator[tuple[str, Tensor]]:
-            return optimizer_tensors(self._optimizer, lambda: self._parameters)
-
+        if self._lora is None:
+            weights = [TensorGroup(PARAMS, params, prepare=self._reshard)]
+        else:
+            weights = [
+                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard),
+                TensorGroup(BASE, frozen, prepare=self._reshard),
+            ]
         return (
-            TensorGroup("params", params, prepare=self._reshard),
+            *weights,
             GradsGroup(lambda: self._parameters),
-            TensorGroup("optimizer", optimizer_state),
+            *self._parts.groups(lambda some: optimizer_tensors(self._optimizer, lambda: some)),
         )
+
+    def expected_bytes(self) -> dict[str, int]:
+        """Host bytes of each row of the plan, optimizer states included."""
+        sizes = {
+            group.name: sum(aligned(record.storage.nbytes()) for record in unique_storages(group.tensors()).values())
+            for group in self.state_groups()
+            if group.name in (PARAMS, BASE)
+        }
+        return {**sizes, **optimizer_row_bytes(self._settings, sizes[PARAMS])}
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +189,7 @@ class DTensorBackend:
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._model.train()
-        totals = _Totals(self._device)
+        totals = Totals(self._device)
         for micro_batch in micro_batches:
             batch = micro_batch.to(self._device)
             loss, metrics = loss_fn(self._model(batch.input_ids, batch.input_lengths), batch, norm)
@@ -153,7 +203,7 @@ class DTensorBackend:
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics without gradients, dropout off."""
         self._model.eval()
-        totals = _Totals(self._device)
+        totals = Totals(self._device)
         try:
             for micro_batch in micro_batches:
                 batch = micro_batch.to(self._device)
@@ -181,14 +231,14 @@ class DTensorBackend:
         self._reshard()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def optim_step(self) -> StepResult:
+    def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update, advance the schedule and drop the gradients."""
         norm = optim.global_grad_norm(self._trainable(), self._tp_rank, self._device)
         if self._settings.max_grad_norm is not None:
             factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             optim.scale_grads(self._trainable(), factor)
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        self._optimizer.step()
+        self._parts.step(self._optimizer, streamed)
         if self._scheduler is not None:
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -208,65 +258,45 @@ class DTensorBackend:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
+    def clear_caches(self) -> None:
+        """Nothing: no pass leaves anything behind here."""
+
     def weight_specs(self) -> list[WeightSpec]:
         """What `named_weights` yields, without touching data."""
+        if self._lora is not None:
+            return [WeightSpec(name, shape, self._compute_dtype) for name, shape in self._lora.shapes()]
         return [WeightSpec(name, tuple(param.shape), self._compute_dtype) for name, param in self._parameters]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the compute dtype, one at a time; tied tensors once; a collective over all ranks."""
+        """Full tensors in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
+
+        Adapters are merged into the weights that they belong to.
+        """
+        if self._lora is not None:
+            yield from self._lora.merged(self._compute_dtype)
+            return
         for name, parameter in self._parameters:
             yield name, checkpoint.full_tensor(parameter, self._compute_dtype)
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, scheduler and RNG."""
-        checkpoint.save_state(path, self._parameters, self._optimizer, self._scheduler)
+    def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
+        """Begin to save model, optimizer, scheduler and RNG."""
+        return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `stage_save` wrote."""
         self._reshard()
-        checkpoint.load_state(path, self._parameters, self._optimizer, self._scheduler)
+        dcp.load_state(path, self._training_state())
+
+    def _training_state(self) -> checkpoint.DTensorState:
+        return checkpoint.DTensorState(self._parameters, self._optimizer, self._scheduler)
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""
         source = self._settings.model_name
-        checkpoint.export_hf_folder(path, self._parameters, self._config, self._compute_dtype, source)
+        export_hf_folder(path, self.named_weights(), self._config, self._compute_dtype, source)
 
     def close(self) -> None:
         """Leave the process group, if this backend made it."""
         if self._owns_process_group:
             self._owns_process_group = False
             dist.destroy_process_group()
-
-
-class _Totals:
-    """Loss and metrics of the micro-batches of one optimizer step; nothing is read from the device until `reduce`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
-
-    @staticmethod
-    def _op(name: str) -> dist.ReduceOp.RedOpType:
-        if name.endswith("_min"):
-            return dist.ReduceOp.MIN
-        return dist.ReduceOp.MAX if name.endswith("_max") else dist.ReduceOp.SUM
-
-    def add(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        for name, value in {**metrics, "loss": loss}.items():
-            value = torch.as_tensor(value, device=self._device).detach().double()
-            if name not in self._values:
-                self._values[name] = value
-                continue
-            combine = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum}
-            self._values[name] = combine.get(self._op(name), torch.add)(self._values[name], value)
-
-    def reduce(self, group: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
-        """Over the data-parallel ranks; every rank gives the same metric names."""
-        reduced = {}
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            names = sorted(name for name in self._values if self._op(name) == op)
-            if names:
-                packed = torch.stack([self._values[name] for name in names])
-                dist.all_reduce(packed, op=op, group=group)
-                reduced |= dict(zip(names, packed.tolist(), strict=True))
-        return reduced.pop("loss"), reduced

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.policy.backends.dtensor.logprobs import VocabShard, sequence_logprobs
+from nemo_offload_rl.policy.backends.dtensor.packed_attention import PACKED_ATTENTION, register_packed_attention
+from nemo_offload_rl.policy.backends.logprobs import VocabShard, sequence_logprobs
 
 PREFIX = "causal_lm."
 
 
-def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
-    """The model's Hugging Face config with `policy.hf_config_overrides` applied.
-
-    Raises:
-        UserError: The config cannot be read, or an override names no key of it.
-    """
-    try:
-        config = AutoConfig.from_pretrained(model_name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The config of policy.model_name={model_name} cannot be read: {error}") from error
-    known = config.to_dict()
-    for key, value in overrides.items():
-        if key not in known:
-            raise UserError(f"policy.hf_config_overrides.{key} is no key of the config of {model_name}; remove it.")
-        setattr(config, key, value)
-    return config
-
-
-def load_causal_lm(model_name: str, config: Any) -> Any:
+def load_causal_lm(model_name: str, config: Any, *, packed_attention: bool = False) -> Any:
     """The model with fp32 weights on the CPU.
+
+    Args:
+        model_name: Folder or hub name.
+        config: What `load_config` gave.
+        packed_attention: Attend by `packed_attention.py`, for packed rows on a GPU in half precision.
 
     Raises:
         UserError: The weights cannot be read, or some are missing.
     """
     transformers_logging.disable_progress_bar()
+    if packed_attention:
+        register_packed_attention()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_name,
             config=config,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation=PACKED_ATTENTION if packed_attention else "sdpa",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in one line
         )
@@ -65,12 +55,18 @@ def load_causal_lm(model_name: str, config: Any) -> Any:
     return model
 
 
+def compile_layers(layers: nn.ModuleList) -> None:
+    """Have each layer's `forward` compiled at its first call; hooks of FSDP and checkpointing stay outside of it."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+
+
 class LogprobModel(nn.Module):
     """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
-    With `pack`, the rows become one row without padding; positions that begin again at 0 tell Hugging Face's models
-    where attention must not reach across.
+    With `pack`, the rows become one row without padding. Where attention must not reach across, Hugging Face's models
+    see from positions that begin again at 0, and `packed_attention.py` from the sequences' bounds.
     """
 
     def __init__(
@@ -93,12 +89,22 @@ class LogprobModel(nn.Module):
         position_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
         is_real_BS = position_BS < input_lengths_B.unsqueeze(1)
         ids_1T, position_1T = input_ids_BS[is_real_BS].unsqueeze(0), position_BS[is_real_BS].unsqueeze(0)
-        hidden_1TH = self.causal_lm.model(input_ids=ids_1T, position_ids=position_1T, use_cache=False).last_hidden_state
+        hidden_1TH = self.causal_lm.model(
+            input_ids=ids_1T, position_ids=position_1T, use_cache=False, **self._bounds(input_lengths_B)
+        ).last_hidden_state
         length_1 = torch.full((1,), ids_1T.shape[1], device=ids_1T.device)
         packed_1T = sequence_logprobs(self.causal_lm.lm_head, hidden_1TH, ids_1T, length_1, **self._score)
         logprobs_BS = torch.zeros_like(input_ids_BS, dtype=torch.float32).masked_scatter(is_real_BS, packed_1T)
         # A sequence's first token was scored after its neighbour's last one.
         return logprobs_BS.masked_fill(position_BS == 0, 0.0)
+
+    def _bounds(self, input_lengths_B: Tensor) -> dict[str, Any]:
+        """What `packed_attention` is told about the row."""
+        if self.causal_lm.config._attn_implementation != PACKED_ATTENTION:
+            return {}
+        bounds = F.pad(input_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = int(input_lengths_B.max())
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names; a tied one once, under its first name."""

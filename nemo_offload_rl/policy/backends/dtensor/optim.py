@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
-from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
-from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.policy.settings import DTensorSettings, OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.residency import OptimizerParts, adam_state_bytes, divide_optimizer, local_tensor
 
 
 def _class_by_name(key: str, dotted: str, base: type) -> Any:
@@ -41,6 +41,17 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         return cls(list(parameters), **settings.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.optimizer.kwargs does not fit {settings.name}: {error}.") from error
+
+
+def divide(parameters: Sequence[tuple[str, nn.Parameter]], settings: DTensorSettings) -> OptimizerParts:
+    """Which optimizer states stream around the step, and in which parts."""
+    chunk_mib = settings.offload_optimizer_states_chunk_mib
+    return divide_optimizer(
+        parameters,
+        lambda parameter: adam_state_bytes(local_tensor(parameter).nbytes),
+        1.0 if settings.offload_optimizer_states else 0.0,
+        None if chunk_mib is None else int(chunk_mib * 2**20),
+    )
 
 
 def build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) -> LRScheduler | None:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,30 +17,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 
 DP, TP = "dp", "tp"
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
-
-def join_process_group(process: ProcessInfo) -> bool:
-    """Make the default process group unless there is one; returns whether it was made here.
-
-    CPU tensors go through gloo also on a GPU machine, which checkpoints and counters use.
-    """
-    if dist.is_initialized():
-        return False
-    device = torch.device(process.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    kwargs: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
-    if process.world_size == 1:
-        # No port: a run on one device must not fail because another run listens on the same one.
-        kwargs["store"] = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    else:
-        kwargs["init_method"] = process.init_method
-    dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)
-    return True
 
 
 def build_mesh(device: torch.device, world_size: int, tensor_parallel_size: int) -> DeviceMesh:

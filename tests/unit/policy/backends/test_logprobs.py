@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_offload_rl.policy.backends.dtensor.logprobs import VocabShard, sequence_logprobs, token_logprobs
+from nemo_offload_rl.policy.backends.logprobs import VocabShard, sequence_logprobs, token_logprobs
 
 WHOLE = VocabShard(0, None)
 

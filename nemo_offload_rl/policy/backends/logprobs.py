@@ -1,4 +1,6 @@
-"""Logprobs of given tokens from logits, in fp32, with one chunk of fp32 logits alive at a time.
+"""Logprobs of given tokens from logits, computed in fp32, with one chunk of logits alive at a time.
+
+On a GPU the kernels of `logprob_kernels.py` read the logits as they are, so that they never exist in fp32.
 
 Shape suffixes: B samples, S positions, V vocabulary (V is this rank's part under tensor parallelism).
 """
@@ -71,7 +73,35 @@ def _scaled(logits_BSV: Tensor, temperature: float) -> Tensor:
     return scaled
 
 
-def token_logprobs(logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard) -> Tensor:
+class _FusedTokenLogprobs(torch.autograd.Function):
+    """The same by Triton kernels. The logits' memory becomes the gradient's: only for logits that nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard) -> Tensor:
+        from nemo_offload_rl.policy.backends.logprob_kernels import logit_stats
+
+        logits_BSV = logits_BSV.contiguous()
+        local_max_BS, sum_BS, picked_BS = logit_stats(logits_BSV, targets_BS, temperature, shard.start)
+        max_BS = shard.reduce(local_max_BS.clone(), dist.ReduceOp.MAX)
+        log_sum_BS = shard.reduce(sum_BS * (local_max_BS - max_BS).exp_(), dist.ReduceOp.SUM).log_()
+        picked_BS = shard.reduce(picked_BS, dist.ReduceOp.SUM)
+        ctx.save_for_backward(logits_BSV, targets_BS, max_BS, log_sum_BS)
+        ctx.temperature, ctx.start = temperature, shard.start
+        return picked_BS - max_BS - log_sum_BS
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        from nemo_offload_rl.policy.backends.logprob_kernels import logit_gradient_
+
+        logits_BSV, targets_BS, max_BS, log_sum_BS = ctx.saved_tensors
+        stats = (max_BS, log_sum_BS)
+        grad = logit_gradient_(logits_BSV, targets_BS, stats, grad_outputs[0], ctx.temperature, ctx.start)
+        return grad, None, None, None
+
+
+def token_logprobs(
+    logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard, *, owns_logits: bool = False
+) -> Tensor:
     """Logprob of each target under softmax(logits / temperature).
 
     Args:
@@ -79,11 +109,60 @@ def token_logprobs(logits_BSV: Tensor, targets_BS: Tensor, temperature: float, s
         targets_BS: [B, S] int64, ids in the whole vocabulary.
         temperature: What the sampler divided its logits by; above 0.
         shard: Which columns these are.
+        owns_logits: Nobody else uses the logits: on a GPU backward may write the gradient over them.
 
     Returns:
         [B, S] float32, equal on all ranks of `shard.group`.
     """
+    if logits_BSV.is_cuda:
+        if not owns_logits:
+            logits_BSV = logits_BSV.clone()
+        return _FusedTokenLogprobs.apply(logits_BSV, targets_BS, temperature, shard)  # type: ignore[return-value]
     return _TokenLogprobs.apply(logits_BSV, targets_BS, temperature, shard)  # type: ignore[return-value]
+
+
+def chunked_logprobs(
+    output_layer: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    dim: int,
+    temperature: float,
+    chunk_size: int | None,
+    shard: VocabShard,
+) -> Tensor:
+    """Logprob of the target at every position.
+
+    With a `chunk_size`, logits exist for that many positions at a time, and backward computes them again.
+
+    Args:
+        output_layer: Hidden states of some positions to logits of this rank's vocabulary columns, positions where
+            those of `targets` are.
+        hidden: Last hidden states, positions along `dim`.
+        targets: int64 token ids, positions along `dim`.
+        dim: Where positions are counted.
+        temperature: See `token_logprobs`.
+        chunk_size: Positions per chunk; None takes all at once.
+        shard: See `token_logprobs`.
+
+    Returns:
+        float32 in the shape of `targets`.
+    """
+
+    def score(chunk: tuple[Tensor, Tensor]) -> Tensor:
+        return token_logprobs(output_layer(chunk[0]), chunk[1], temperature, shard, owns_logits=True)
+
+    def score_again_in_backward(chunk: tuple[Tensor, Tensor]) -> Tensor:
+        return checkpoint(score, chunk, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    size = max(targets.shape[dim], 1) if chunk_size is None else chunk_size
+    if targets.shape[dim] <= size:
+        chunks = [(hidden, targets)]
+    else:
+        chunks = list(zip(hidden.split(size, dim), targets.split(size, dim), strict=True))
+    if chunk_size is not None and torch.is_grad_enabled():
+        return torch.cat([score_again_in_backward(chunk) for chunk in chunks], dim=dim)
+    return torch.cat([score(chunk) for chunk in chunks], dim=dim)
 
 
 def sequence_logprobs(
@@ -98,7 +177,7 @@ def sequence_logprobs(
 ) -> Tensor:
     """Logprobs of every token given those before it, by the package's convention (column 0 is 0, padding is 0).
 
-    With a `chunk_size`, logits exist for that many positions at a time, and backward computes them again.
+    With a `chunk_size`, see `chunked_logprobs`.
 
     Args:
         output_layer: Hidden states to logits of this rank's vocabulary columns.
@@ -112,18 +191,15 @@ def sequence_logprobs(
     Returns:
         [B, S] float32.
     """
-
-    def score(hidden: Tensor, targets: Tensor) -> Tensor:
-        return token_logprobs(output_layer(hidden), targets, temperature, shard)
-
-    num_scored = input_ids_BS.shape[1] - 1
-    step = chunk_size or max(num_scored, 1)
-    recompute = chunk_size is not None and torch.is_grad_enabled()
-    pieces = []
-    for start in range(0, max(num_scored, 1), step):
-        stop = min(start + step, num_scored)
-        hidden, targets = hidden_BSH[:, start:stop], input_ids_BS[:, start + 1 : stop + 1]
-        pieces.append(checkpoint(score, hidden, targets, use_reentrant=False) if recompute else score(hidden, targets))
-    logprobs = F.pad(torch.cat(pieces, dim=1), (1, 0))
+    scored = chunked_logprobs(
+        output_layer,
+        hidden_BSH[:, :-1],
+        input_ids_BS[:, 1:],
+        dim=1,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        shard=shard,
+    )
+    logprobs = F.pad(scored, (1, 0))
     is_real = torch.arange(input_ids_BS.shape[1], device=logprobs.device) < input_lengths_B.unsqueeze(1)
     return torch.where(is_real, logprobs, 0.0)

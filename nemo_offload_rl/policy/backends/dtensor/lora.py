@@ -1,0 +1,103 @@
+"""Low-rank adapters (arXiv 2106.09685) by peft: only they are trained, and every weight that leaves is merged.
+
+The model's own parameters become the state group `base`, which nothing writes: it crosses to the host once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.checkpoint import full_tensor
+from nemo_offload_rl.policy.settings import LoraSettings
+
+_ADAPTER = "default"
+_BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
+
+
+def add_adapters(causal_lm: Any, settings: LoraSettings, seed: int) -> None:
+    """Put adapters beside linear layers, in place, and freeze everything else.
+
+    Args:
+        causal_lm: A Hugging Face causal model.
+        settings: `enabled` is true.
+        seed: Of the adapters' first values, the same on every rank.
+
+    Raises:
+        ConfigError: No layer has the names asked for, or peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "policy.dtensor_cfg.lora_cfg.enabled is true, but peft is not installed; pip install peft"
+        ) from error
+    config = LoraConfig(
+        r=settings.dim,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if settings.match_all_linear else list(settings.target_modules),
+        exclude_modules=list(settings.exclude_modules) or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, causal_lm)
+        except ValueError as error:
+            raise ConfigError(
+                f"policy.dtensor_cfg.lora_cfg fits no layer of the model ({str(error).splitlines()[0]}); change "
+                "target_modules or exclude_modules, or set match_all_linear to true"
+            ) from error
+        if settings.lora_A_init == "xavier":
+            for name, parameter in causal_lm.named_parameters():
+                if _A in name:
+                    nn.init.xavier_normal_(parameter)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The low-rank factors of one weight, and what their product is multiplied by."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scaling: float
+
+    def merge(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole weight with the adapters in it, in peft's order of operations in fp32; a collective."""
+        a_RI, b_OR = full_tensor(self.a_RI, torch.float32), full_tensor(self.b_OR, torch.float32)
+        # A view of the parameter itself on one rank: never added to in place.
+        return (full_tensor(weight_OI, torch.float32) + (b_OR @ a_RI) * self.scaling).to(dtype)
+
+
+class LoraWeights:
+    """A model with adapters, seen as the model without them.
+
+    Args:
+        parameters: All parameters by name, adapters included.
+        settings: How the adapters were made.
+    """
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], settings: LoraSettings) -> None:
+        self.trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self.base = [(name, parameter) for name, parameter in parameters if not parameter.requires_grad]
+        self._by_name: dict[str, nn.Parameter] = dict(parameters)
+        self._scaling = settings.alpha / settings.dim
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the merged weights."""
+        return [(name.replace(_BASE, "."), tuple(parameter.shape)) for name, parameter in self.base]
+
+    def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Full merged weights under the names that the model without adapters gives them; a collective."""
+        for name, parameter in self.base:
+            if _BASE not in name or not name.endswith("weight"):
+                yield name.replace(_BASE, "."), full_tensor(parameter, dtype)
+                continue
+            a_RI, b_OR = (self._by_name[name.replace(_BASE, side)] for side in (_A, _B))
+            yield name.replace(_BASE, "."), Adapters(a_RI, b_OR, self._scaling).merge(parameter, dtype)

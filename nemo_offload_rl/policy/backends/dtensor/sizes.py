@@ -1,0 +1,55 @@
+"""How many bytes a rank will hold, from the model's configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, prod
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.policy.backends.hf_folder import load_config
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, aligned
+
+_FP32_BYTES = 4
+
+
+def expected_state_bytes(settings: PolicySettings, world_size: int) -> dict[str, int]:
+    """Host bytes of one rank's parameters and optimizer states by row of the residency plan, before a weight is read.
+
+    Exact without tensor parallelism. With it an upper bound: which dimension a weight is split along is not known here.
+    """
+    check_model_folder(settings.model_name)
+    params_bytes = _parameter_bytes(settings, world_size)
+    return {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes)}
+
+
+def optimizer_row_bytes(settings: PolicySettings, params_bytes: int) -> dict[str, int]:
+    """Bytes of the optimizer's row, for optimizers whose states are known."""
+    if settings.optimizer is None or "adam" not in settings.optimizer.name.lower():
+        return {}
+    return {OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER: 2 * params_bytes}
+
+
+def _parameter_bytes(settings: PolicySettings, world_size: int) -> int:
+    """Bytes of one rank's fp32 parameters and buffers as the host arena holds them."""
+    config = load_config(settings.model_name, settings.hf_config_overrides)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tp_size = settings.dtensor_cfg.tensor_parallel_size
+    dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
+    return sum(_shard_bytes(parameter.shape, dp_size, tp_size) for parameter in model.parameters()) + sum(
+        aligned(buffer.nbytes) for buffer in model.buffers()
+    )
+
+
+def _shard_bytes(shape: Iterable[int], dp_size: int, tp_size: int) -> int:
+    """FSDP splits the first dimension into equal shards, the last ones padded."""
+    rows, *rest = shape
+    if not rest:  # norms and biases: whole on every tensor-parallel rank
+        return aligned(ceil(rows / dp_size) * _FP32_BYTES)
+    by_rows = ceil(ceil(rows / tp_size) / dp_size) * prod(rest)
+    by_columns = ceil(rows / dp_size) * ceil(prod(rest) / tp_size)
+    return aligned(max(by_rows, by_columns) * _FP32_BYTES)

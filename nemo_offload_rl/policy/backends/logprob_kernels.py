@@ -1,0 +1,122 @@
+"""Triton kernels for logprobs of given tokens: one pass over the logits forward, one backward, nothing kept in fp32.
+
+In plain torch the same takes about ten passes over an fp32 copy of the logits, which for a vocabulary of 152,000 costs
+a third of a 0.6 B model's forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: the difference of two infinities is no number
+
+
+@triton.jit
+def _stats_kernel(
+    logits, targets, max_out, sum_out, picked_out, num_columns, temperature, start, BLOCK: tl.constexpr
+):  # pragma: no cover - compiled
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * num_columns
+    lane = tl.arange(0, BLOCK)
+    # Each lane keeps a maximum and a sum of its own; they meet after the loop.
+    highest = tl.full([BLOCK], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, num_columns, BLOCK):
+        column = first + lane
+        value = tl.load(base + column, mask=column < num_columns, other=_LOWEST).to(tl.float32) / temperature
+        value = tl.maximum(value, _LOWEST)
+        new_highest = tl.maximum(highest, value)
+        total = total * tl.exp(highest - new_highest) + tl.exp(value - new_highest)
+        highest = new_highest
+    row_max = tl.max(highest, axis=0)
+    tl.store(max_out + row, row_max)
+    tl.store(sum_out + row, tl.sum(total * tl.exp(highest - row_max), axis=0))
+    local = tl.load(targets + row) - start
+    is_mine = (local >= 0) & (local < num_columns)
+    picked = tl.load(base + local, mask=is_mine, other=0.0).to(tl.float32) / temperature
+    tl.store(picked_out + row, picked)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, targets, row_max, log_sum, grad, out, num_columns, temperature, start, BLOCK: tl.constexpr
+):  # pragma: no cover - compiled
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_columns
+    value = tl.load(logits + row * num_columns + column, mask=mask, other=_LOWEST).to(tl.float32) / temperature
+    probability = tl.exp(value - tl.load(row_max + row) - tl.load(log_sum + row))
+    is_target = column == tl.load(targets + row) - start
+    slope = tl.load(grad + row) / temperature
+    result = (tl.where(is_target, 1.0, 0.0) - probability) * slope
+    tl.store(out + row * num_columns + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+def logit_stats(logits: Tensor, targets: Tensor, temperature: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exponentials below it, and the target's value of each row of logits / temperature.
+
+    Args:
+        logits: [..., V] contiguous, any float type.
+        targets: [...] int64 ids; `start` is the id of column 0. A target in another shard gives the value 0.
+        temperature: Above 0.
+        start: See `targets`.
+
+    Returns:
+        Three tensors [...] float32: max, sum of exp(x - max), x at the target.
+    """
+    num_columns = logits.shape[-1]
+    highest, total, picked = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    if targets.numel():
+        _stats_kernel[(targets.numel(),)](
+            logits,
+            targets.contiguous(),
+            highest,
+            total,
+            picked,
+            num_columns,
+            float(temperature),
+            start,
+            BLOCK=_block(num_columns),  # pyright: ignore[reportArgumentType]
+            num_warps=8,  # pyright: ignore[reportCallIssue]
+        )
+    return highest, total, picked
+
+
+def logit_gradient_(
+    logits: Tensor, targets: Tensor, stats: tuple[Tensor, Tensor], grad: Tensor, temperature: float, start: int
+) -> Tensor:
+    """Overwrite the logits with the gradient of their logprobs, and return them.
+
+    Args:
+        logits: As in `logit_stats`.
+        targets: As in `logit_stats`.
+        stats: [...] maximum of logits / temperature and log of the sum of exponentials below it, whole vocabulary.
+        grad: [...] float32 gradient of the logprobs.
+        temperature: As in `logit_stats`.
+        start: As in `logit_stats`.
+    """
+    num_columns = logits.shape[-1]
+    if targets.numel():
+        block = _block(num_columns)
+        _gradient_kernel[(targets.numel(), triton.cdiv(num_columns, block))](
+            logits,
+            targets.contiguous(),
+            stats[0].contiguous(),
+            stats[1].contiguous(),
+            grad.contiguous(),
+            logits,
+            num_columns,
+            float(temperature),
+            start,
+            BLOCK=block,  # pyright: ignore[reportArgumentType]
+            num_warps=8,  # pyright: ignore[reportCallIssue]
+        )
+    return logits
+
+
+def _block(num_columns: int) -> int:
+    return min(_BLOCK, 1 << (num_columns - 1).bit_length())

@@ -1,0 +1,243 @@
+"""The Megatron backend: one rank's part of a Megatron-core model, its optimizer and its schedule.
+
+Parameters have the type of `policy.precision`; with bfloat16, fp32 masters are the optimizer's. Gradients of the global
+batch are in Megatron's flat buffers from `forward_backward` to `optim_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.policy.backends import dcp
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
+from nemo_offload_rl.policy.backends.megatron import caches, optim, parallel, state
+from nemo_offload_rl.policy.backends.megatron.activation_offload import (
+    ActivationOffloading,
+    check_modules,
+    check_transformer_engine,
+)
+from nemo_offload_rl.policy.backends.megatron.affinity import bind_to_numa_node_of
+from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
+from nemo_offload_rl.policy.backends.megatron.model import build_model
+from nemo_offload_rl.policy.backends.megatron.passes import Passes
+from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
+from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup, unique_storages
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """See `PolicyBackend`.
+
+    Args:
+        settings: The policy's settings.
+        cfg: `settings.megatron`.
+        process: This rank; the process group is joined, or made, here.
+    """
+
+    def __init__(self, settings: PolicySettings, cfg: MegatronSettings, process: ProcessInfo) -> None:
+        check_model_folder(settings.model_name)
+        self._settings = settings
+        self._cfg = cfg
+        self._device = torch.device(process.device)
+        if cfg.fine_grained_activation_offloading:
+            check_transformer_engine()
+        bind_to_numa_node_of(self._device)
+        self._owns_process_group = join_process_group(process)
+        self._owns_groups = parallel.join_model_parallel(cfg, settings.model_parallel, process.world_size)
+        self._rank_info = parallel.rank_info(process)
+        parallel.seed_everything(settings.seed)
+        self._model = build_model(settings, cfg)
+        self._chunks = self._model.chunks
+        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks)
+        self._scheduler = optim.build_scheduler(cfg.scheduler, cfg.optimizer, self._optimizer)
+        sizes = state.state_bytes(
+            self._chunks,
+            self._optimizer,
+            momentum_only=cfg.optimizer.optimizer == "sgd",
+            precision_aware=cfg.optimizer.use_precision_aware_optimizer,
+        )
+        self._streamed = StreamedStates(self._optimizer, cfg.optimizer, sizes)
+        self._model.config.grad_scale_func = self._optimizer.scale_loss
+        host_limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
+        self._activations = ActivationOffloading([self._model.config], host_limit_bytes, self._device)
+        if self._activations.is_enabled:
+            check_modules(self._chunks, cfg.offload_modules or ())
+        self._weight_specs: list[WeightSpec] | None = None
+        self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        return self._rank_info
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are while they are not offloaded."""
+        return self._device
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+
+        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
+        """
+        return (
+            *state.weight_groups(self._chunks, has_adapters=self._cfg.peft.enabled),
+            state.MegatronGrads(self._chunks),
+            *self._streamed.groups(),
+        )
+
+    def expected_bytes(self) -> dict[str, int]:
+        """Sizes of the groups that the host may hold."""
+        sizes = state.weight_bytes(self._chunks, has_adapters=self._cfg.peft.enabled)
+        sizes[OPTIMIZER] = self._streamed.rest_bytes
+        if self._streamed.streamed_bytes:
+            sizes[OPTIMIZER_PART] = self._streamed.streamed_bytes
+        return sizes
+
+    # -- compute ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        micro_batches: Collection[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        return self._reduce(self._passes.train(micro_batches, loss_fn, norm))
+
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics without gradients, dropout off."""
+        return self._reduce(self._passes.evaluate(micro_batches, loss_fn, norm))
+
+    def _reduce(self, results: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> tuple[float, dict[str, float]]:
+        reduced = None
+        if parallel.is_last_stage():
+            totals = Totals(self._device)
+            for loss, metrics in results:
+                totals.add(loss, metrics)
+            reduced = totals.reduce(parallel.data_parallel_group())
+        found = parallel.from_last_stage(reduced)
+        assert found is not None
+        return found
+
+    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
+        return parallel.from_last_stage(self._passes.logprobs(micro_batches))
+
+    def drop_grads(self) -> None:
+        """Zero the gradient buffers and forget what a pass that raised left behind."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
+        """Clip, update, advance the schedule and zero the gradients."""
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        with self._streamed.streaming(iter(streamed)):
+            is_updated, grad_norm, _ = self._optimizer.step()
+        if is_updated:  # else float16 gradients have overflown, and the loss scale was lowered instead
+            self._scheduler.step(1)
+        self.drop_grads()
+        if self._cfg.distributed_data_parallel_config.overlap_param_gather:
+            # Parameters are whole between calls: they may leave, be sent or be saved next.
+            with torch.no_grad():
+                for chunk in self._chunks:
+                    chunk.start_param_sync(force_sync=True)
+        if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return StepResult(grad_norm=math.inf if grad_norm is None else float(grad_norm), learning_rate=learning_rate)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data-parallel ranks."""
+        total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=parallel.data_parallel_group())
+        return total.tolist()
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
+        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.data_parallel_group())
+        return int(largest)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def clear_caches(self) -> None:
+        """See `PolicyBackend`."""
+        if self._cfg.clear_memory_caches_before_refit:
+            caches.clear_memory_caches(self._chunks)
+        if self._cfg.fp8_cfg.force_clear_fp8_caches:
+            caches.clear_fp8_caches(self._chunks)
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields; the first call goes through it, since only the conversion knows the shapes."""
+        if self._weight_specs is None:
+            self._weight_specs = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in self.named_weights()]
+        return self._weight_specs
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, one at a time; tied tensors once; a collective over all ranks.
+
+        Adapters are merged into the weights that they belong to.
+        """
+        for name, tensor in self._model.bridge.export_hf_weights(list(self._chunks), cpu=False, show_progress=False):
+            yield name, tensor.detach()
+
+    def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
+        """Begin to save model, optimizer, scheduler and RNG."""
+        return dcp.stage_save(folder, self._training_state(), reader)
+
+    def load(self, path: Path) -> None:
+        """Read what `stage_save` wrote."""
+        training_state = self._training_state()
+        training_state.check_layout(path)
+        dcp.load_state(path, training_state)
+
+    def _training_state(self) -> MegatronState:
+        with_frozen = not self._cfg.peft.enabled
+        return MegatronState(self._model, self._optimizer, self._scheduler, self._device, with_frozen=with_frozen)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load."""
+        dtype = COMPUTE_DTYPES[self._settings.precision]
+        export_hf_folder(path, self.named_weights(), self._model.hf_config, dtype, self._settings.model_name)
+
+    def _release_device_memory(self) -> None:
+        """Of the state, whatever still holds its tensors: Megatron's hooks refer to each other in circles."""
+        if self._device.type != "cuda":
+            return
+        torch.cuda.synchronize(self._device)
+        for group in self.state_groups():
+            for record in unique_storages(group.tensors()).values():
+                if record.storage.device.type == "cuda":
+                    record.storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Give memory back and leave the process groups, if this backend made them."""
+        self._activations.close()
+        self._release_device_memory()
+        if self._owns_groups:
+            self._owns_groups = False
+            parallel.leave_model_parallel()
+        if self._owns_process_group:
+            self._owns_process_group = False
+            dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""Importing Megatron-Bridge, also where Transformer Engine is not installed.
+
+Bridge 0.6.2 needs Transformer Engine at import only for the class bodies of one LoRA module. Where it is missing, a
+placeholder stands in `sys.modules` while that module's body runs, and is gone afterwards: left there, Megatron-core
+would take Transformer Engine to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from nemo_offload_rl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_NEEDS_ENGINE = "megatron.bridge.peft.lora_layers"
+# What that module imports itself: loaded before the placeholder exists, which they must not see.
+_LOADED_BEFORE = (
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.bridge.peft.adapter_wrapper",
+    "megatron.bridge.peft.lora_merge",
+)
+_ENGINE = "transformer_engine"
+
+
+class _Placeholder(ModuleType):
+    """Answers to any name, for annotations and base classes that are never used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {}) if name[0].isupper() else _Placeholder(f"{self.__name__}.{name}")
+
+
+class _LoaderWithPlaceholder(Loader):
+    """Runs a module's body with placeholders for Transformer Engine in `sys.modules`."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        for name in _LOADED_BEFORE:
+            importlib.import_module(name)
+        # `import a.b as c` looks `a.b` up by itself first.
+        sys.modules |= {name: _Placeholder(name) for name in (_ENGINE, f"{_ENGINE}.pytorch")}
+        try:
+            self._loader.exec_module(module)
+        finally:
+            del sys.modules[_ENGINE], sys.modules[f"{_ENGINE}.pytorch"]
+
+
+class _Finder(MetaPathFinder):
+    """Finds the one module that needs the placeholder."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _NEEDS_ENGINE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderWithPlaceholder(spec.loader)
+        return spec
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; it is not imported to find out."""
+    return importlib.util.find_spec(_ENGINE) is not None
+
+
+@contextmanager
+def _importable_without_engine() -> Iterator[None]:
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def import_auto_bridge() -> Any:
+    """Megatron-Bridge's `AutoBridge`; the two libraries then log warnings only.
+
+    Raises:
+        UserError: Megatron-core or Megatron-Bridge is not installed.
+    """
+    try:
+        if has_transformer_engine() or _NEEDS_ENGINE in sys.modules:
+            from megatron.bridge import AutoBridge
+        else:
+            logger.info("transformer-engine is not installed: Megatron-Bridge is imported without it")
+            with _importable_without_engine():
+                from megatron.bridge import AutoBridge
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"policy.megatron_cfg.enabled=true needs megatron-core and megatron-bridge, but {error.name} is not "
+            "installed; install requirements/megatron.txt."
+        ) from error
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    return AutoBridge
+
+
+def import_lora() -> Any:
+    """Megatron-Bridge's `LoRA`, after `import_auto_bridge`."""
+    from megatron.bridge.peft import utils
+    from megatron.bridge.peft.lora import LoRA
+
+    if not has_transformer_engine():
+        # It takes Megatron-core's module of that name for the engine, whose classes are None without it.
+        utils.HAVE_TE = False
+    return LoRA

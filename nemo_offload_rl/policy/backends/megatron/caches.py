@@ -1,0 +1,127 @@
+"""Device memory that Megatron-core and Transformer Engine keep between passes without owning it as state.
+
+It is small beside parameters, but it sits between their pages when they leave, and 8-bit copies of weights are half of
+the weights. Nothing here is lost: the next pass makes it again. Names are those of megatron-core 0.19.2 and Transformer
+Engine 2.20.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor, nn
+
+_DISPATCHER_TENSORS = (
+    "dispatched_indices",
+    "dispatched_probs",
+    "dispatched_routing_map",
+    "local_map",
+    "local_probs",
+    "num_global_tokens_per_local_expert",
+    "pad_offsets",
+    "probs",
+    "reversed_local_input_permutation_mapping",
+    "reversed_mapping_for_combine",
+    "routing_map",
+    "token_indices",
+    "token_probs",
+    "tokens_per_expert",
+)
+_SHARED_EXPERT_TENSORS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+_GEMM_CACHES = ("get_cublas_workspace", "_get_grouped_gemm_setup_workspace", "_get_grouped_cublas_workspace")
+_CONTEXT_PARALLEL_CACHES = (
+    "_cu_seqlens_info_with_cp_cache",
+    "_seq_chunk_ids_cache_for_reordering_before_attn",
+    "_seq_chunk_ids_cache_for_reordering_after_attn",
+    "_softmax_offset_chunk_ids_cache",
+)
+
+
+def clear_memory_caches(chunks: Sequence[nn.Module]) -> None:
+    """Free rotary embeddings, what token dispatchers hold of their last pass, and Transformer Engine's workspaces.
+
+    Args:
+        chunks: The model's chunks. No pass may be open: a backward pass reads some of these.
+    """
+    clear_rotary_caches(chunks)
+    clear_dispatchers(chunks)
+    clear_workspaces()
+
+
+def clear_rotary_caches(chunks: Sequence[nn.Module]) -> None:
+    """Rotary embeddings: up to 32 lengths are kept, and with sequence packing every micro-batch has its own."""
+    for module in _modules(chunks):
+        if isinstance(module, RotaryEmbedding):
+            # One cache for all instances of the class, on the method itself.
+            _cache_of(type(module).forward).cache_clear()
+        elif isinstance(module, GPTModel):
+            vars(module)["rotary_pos_emb_cache"].clear()
+
+
+def clear_dispatchers(chunks: Sequence[nn.Module]) -> None:
+    """Routing maps, probabilities and permutations of the last pass in every mixture-of-experts layer."""
+    for module in _modules(chunks):
+        if isinstance(module, MoELayer):
+            dispatcher = module.token_dispatcher
+            # The flexible dispatcher leaves its tensors to a manager of its communication.
+            for owner in (dispatcher, vars(dispatcher).get("_comm_manager")):
+                _forget(owner, _DISPATCHER_TENSORS)
+        elif isinstance(module, SharedExpertMLP):
+            _forget(module, _SHARED_EXPERT_TENSORS)
+
+
+def clear_workspaces() -> None:
+    """Transformer Engine's workspaces of matrix products (32 MiB each on Hopper), placeholders and index buffers."""
+    gemm = sys.modules.get("transformer_engine.pytorch.cpp_extensions.gemm")
+    if gemm is not None:
+        for name in _GEMM_CACHES:
+            _cache_of(vars(gemm)[name]).cache_clear()
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is not None:
+        vars(base)["_dummy_wgrads"].clear()
+    permutation: Any = sys.modules.get("transformer_engine.pytorch.permutation")
+    if permutation is not None:
+        permutation._moe_permute_index_map_workspace = None
+        permutation._moe_permute_index_map_max_expanded_token_num = 0
+    ring = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
+    if ring is not None:
+        for name in _CONTEXT_PARALLEL_CACHES:
+            vars(ring)[name].clear()
+
+
+def clear_fp8_caches(chunks: Sequence[nn.Module]) -> None:
+    """The 8-bit copies of weights that Transformer Engine keeps from one micro-batch to the next."""
+    base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is None:
+        return
+    for module in _modules(chunks):
+        if isinstance(module, base.TransformerEngineBaseModule):
+            vars(module)["_fp8_workspaces"].clear()
+
+
+def _modules(chunks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    for chunk in chunks:
+        yield from chunk.modules()
+
+
+def _forget(owner: Any, names: Sequence[str]) -> None:
+    """Set attributes that hold tensors to None."""
+    if owner is None:
+        return
+    held = vars(owner)
+    for name in names:
+        if name in held and isinstance(held[name], Tensor):
+            setattr(owner, name, None)
+
+
+def _cache_of(function: Any) -> functools._lru_cache_wrapper[Any]:
+    if not isinstance(function, functools._lru_cache_wrapper):
+        raise TypeError(f"{function!r} keeps no cache any more; look again at what this release of its package keeps")
+    return function

@@ -1,0 +1,141 @@
+"""Host memory that offloaded activations go to: reused across shapes, bounded, pinned to the byte.
+
+Megatron-core's own pool keeps a pinned buffer for every exact shape it has ever seen. Reinforcement learning brings new
+shapes with every batch, so that pool only grows. Here a buffer serves any tensor that it holds, and what was not used
+lately is given back above a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.errors import ResidencyError
+from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion
+from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
+
+logger = logging.getLogger(__name__)
+
+ROUND_BYTES = 2 << 20  # a huge page, the least that a pinned region takes
+MAX_WASTE = 1.5  # a buffer serves requests down to this fraction of its size
+
+
+@dataclass(eq=False)
+class _Buffer:
+    region: HostRegion
+    num_bytes: int
+    last_pass: int
+
+
+def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
+    """What makes host memory for copies from `device`: pinned near a GPU, else ordinary memory."""
+    if device.type != "cuda":
+        return PageableRegion
+    numa_node = numa_node_of_gpu(device.index or 0)
+
+    def new_region(num_bytes: int) -> HostRegion:
+        try:
+            return PinnedRegion(num_bytes, numa_node)
+        except ResidencyError as error:
+            logger.warning("%s Activations go to pageable memory, which does not overlap with compute.", error)
+            return PageableRegion(num_bytes)
+
+    return new_region
+
+
+class HostBufferPool:
+    """Stands in for megatron-core's `OffloadTensorPool` (0.19.2): `allocate`, `free`, `reset` and `clear`.
+
+    Args:
+        limit_bytes: What is kept between passes. A pass that needs more at once takes more, with one warning.
+        new_region: Makes host memory of a size.
+        synchronize: Waits for copies under way; called before memory is given back, since Megatron calls `free` when
+            a copy back has been started, not when it has finished.
+    """
+
+    def __init__(
+        self, limit_bytes: int, new_region: Callable[[int], HostRegion], synchronize: Callable[[], None]
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._new_region = new_region
+        self._synchronize = synchronize
+        self._free: list[_Buffer] = []  # sorted by size
+        self._in_use: dict[int, _Buffer] = {}  # by address
+        self._pass = 0
+        self._has_warned = False
+        self.total_bytes = 0
+        self.num_regions_made = 0
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A host tensor with arbitrary contents."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._take_free(num_bytes) or self._make(num_bytes)
+        buffer.last_pass = self._pass
+        tensor = buffer.region.buffer[:num_bytes].view(dtype).view(tuple(shape))
+        self._in_use[tensor.data_ptr()] = buffer
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Take a tensor of `allocate` back.
+
+        Raises:
+            ResidencyError: It is not in use.
+        """
+        buffer = self._in_use.pop(tensor.data_ptr(), None)
+        if buffer is None:
+            raise ResidencyError("an activation's host buffer was freed twice or belongs to another pool")
+        insort(self._free, buffer, key=_size)
+
+    def reset(self) -> None:
+        """A pass has ended: every buffer is free, and those above the limit are given back."""
+        for buffer in self._in_use.values():
+            insort(self._free, buffer, key=_size)
+        self._in_use.clear()
+        self._pass += 1
+        self._give_back(self._limit_bytes)
+
+    def clear(self) -> None:
+        """Give everything back."""
+        self.reset()
+        self._give_back(0)
+
+    def _take_free(self, num_bytes: int) -> _Buffer | None:
+        index = bisect_left(self._free, num_bytes, key=_size)
+        if index < len(self._free) and self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES):
+            return self._free.pop(index)
+        return None
+
+    def _make(self, num_bytes: int) -> _Buffer:
+        num_bytes = max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
+        self._give_back(self._limit_bytes - num_bytes)
+        self.total_bytes += num_bytes
+        self.num_regions_made += 1
+        if self.total_bytes > self._limit_bytes and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Offloaded activations need more than policy.megatron_cfg.activation_offload_host_limit_gib=%g GiB of "
+                "host memory at once; raise it, since buffers above it are made anew in every pass.",
+                self._limit_bytes / 2**30,
+            )
+        return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)
+
+    def _give_back(self, target_bytes: int) -> None:
+        """Close free buffers, the longest unused first, until the rest is within `target_bytes`."""
+        if self.total_bytes <= target_bytes or not self._free:
+            return
+        self._synchronize()
+        for buffer in sorted(self._free, key=lambda buffer: buffer.last_pass):
+            if self.total_bytes <= target_bytes:
+                break
+            self._free.remove(buffer)
+            self.total_bytes -= buffer.num_bytes
+            buffer.region.close()
+
+
+def _size(buffer: _Buffer) -> int:
+    return buffer.num_bytes

@@ -1,0 +1,141 @@
+"""How the rows of a micro-batch lie in the model's input: padded or packed, whole or split over context parallelism.
+
+Shape suffixes: B samples, S positions of a sample, R rows and T positions of the model's input (padded: R = B; packed:
+R = 1), L positions that this context-parallel rank has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.policy.backends.megatron import parallel
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Input of this rank, and what brings its logprobs back to the samples' places.
+
+    Attributes:
+        ids_RL: Token ids.
+        positions_RL: Position of each token in its sample.
+        targets_RL: The token after each one; arbitrary where there is none.
+        packed: Where samples begin, for packed input.
+        is_token_RT: Which positions of the whole input are tokens of samples, in the samples' order.
+        is_real_BS: Which tokens of the samples are no padding.
+        order_T: Position in the whole input of each position that the ranks hold, rank after rank; None for one rank.
+    """
+
+    ids_RL: Tensor
+    positions_RL: Tensor
+    targets_RL: Tensor
+    packed: PackedSeqParams | None
+    is_token_RT: Tensor
+    is_real_BS: Tensor
+    order_T: Tensor | None
+
+    def logprobs(self, scored_RL: Tensor) -> Tensor:
+        """[B, S] logprobs by the package's convention, from the logprob of each position's target."""
+        scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
+        after_RT = F.pad(scored_RT[:, :-1], (1, 0))
+        logprobs_BS = torch.zeros(self.is_real_BS.shape, dtype=torch.float32, device=scored_RL.device)
+        logprobs_BS = logprobs_BS.masked_scatter(self.is_real_BS, after_RT[self.is_token_RT])
+        # A packed sample's first token was scored after its neighbour's last one.
+        is_first_S = torch.arange(self.is_real_BS.shape[1], device=scored_RL.device) == 0
+        return logprobs_BS.masked_fill(is_first_S, 0.0)
+
+
+def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> ModelInput:
+    """The model's input for a micro-batch on the device.
+
+    Args:
+        batch: The micro-batch.
+        pack: Put the samples end to end, without padding but what the splits below need.
+        sequence_parallel_size: Positions of a rank are a multiple of it.
+    """
+    cp_group = parallel.context_parallel_group()
+    cp_size = cp_group.size()
+    # Each rank gets an early and a late piece, so that causal attention costs all of them the same.
+    multiple = sequence_parallel_size * (2 * cp_size if cp_size > 1 else 1)
+    ids_BS, num_columns = batch.input_ids, batch.input_ids.shape[1]
+    position_S = torch.arange(num_columns, device=ids_BS.device)
+    is_real_BS = position_S < batch.input_lengths.unsqueeze(1)
+    ids_BP = F.pad(ids_BS, (0, -num_columns % multiple))
+    width = ids_BP.shape[1]
+    position_BP = torch.arange(width, device=ids_BS.device).expand_as(ids_BP)
+    is_token_BP = F.pad(is_real_BS, (0, width - num_columns))
+    packed = None
+    lengths_B = torch.full_like(batch.input_lengths, width)
+    if pack:
+        lengths_B = -(-batch.input_lengths // multiple) * multiple
+        is_kept_BP = position_BP < lengths_B.unsqueeze(1)
+        ids_BP, position_BP, is_token_BP = (
+            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_token_BP)
+        )
+        packed = _packed_params(lengths_B)
+    targets_RT = ids_BP.roll(-1, dims=1)
+    order_T = None
+    if cp_size > 1:
+        starts = lengths_B.cumsum(0) - lengths_B if pack else lengths_B.new_zeros(1)
+        order_T = _zigzag(starts.tolist(), (lengths_B if pack else lengths_B[:1]).tolist(), cp_size).to(ids_BS.device)
+    mine = slice(None) if order_T is None else order_T.chunk(cp_size)[cp_group.rank()]
+    return ModelInput(
+        ids_RL=ids_BP[:, mine],
+        positions_RL=position_BP[:, mine],
+        targets_RL=targets_RT[:, mine],
+        packed=packed,
+        is_token_RT=is_token_BP,
+        is_real_BS=is_real_BS,
+        order_T=order_T,
+    )
+
+
+def _packed_params(lengths_B: Tensor) -> PackedSeqParams:
+    ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(lengths_B.max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _zigzag(starts: list[int], lengths: list[int], cp_size: int) -> Tensor:
+    """[T] positions of all ranks, rank after rank: of each sample's 2 * cp_size pieces, rank r has r and its mirror."""
+    by_rank = []
+    for rank in range(cp_size):
+        for start, length in zip(starts, lengths, strict=True):
+            pieces = torch.arange(start, start + length).chunk(2 * cp_size)
+            by_rank += [pieces[rank], pieces[2 * cp_size - 1 - rank]]
+    return torch.cat(by_rank)
+
+
+class _GatherPositions(torch.autograd.Function):
+    """All context-parallel ranks' positions; every rank goes on with the whole, so its gradient is its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, scored_RL: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.width = group.rank(), scored_RL.shape[1]
+        pieces = [torch.empty_like(scored_RL) for _ in range(group.size())]
+        dist.all_gather(pieces, scored_RL.contiguous(), group=group)
+        return torch.cat(pieces, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0].narrow(1, ctx.rank * ctx.width, ctx.width).contiguous(), None
+
+
+def _gather_positions(scored_RL: Tensor, order_T: Tensor) -> Tensor:
+    gathered_RT: Any = _GatherPositions.apply(scored_RL, parallel.context_parallel_group())
+    return torch.empty_like(gathered_RT).index_copy(1, order_T, gathered_RT)

@@ -1,0 +1,180 @@
+"""From a Hugging Face folder to Megatron model chunks wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from torch import nn
+
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.hf_folder import load_config
+from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
+from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
+from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and what converts it to Hugging Face's names.
+
+    Attributes:
+        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (one in all here).
+        bridge: Megatron-Bridge's `AutoBridge`.
+        hf_config: The Hugging Face config, overrides included.
+        config: Megatron's transformer config.
+    """
+
+    chunks: Sequence[Any]
+    bridge: Any
+    hf_config: Any
+    config: Any
+
+
+def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
+    """Load the weights of `policy.model_name` into a Megatron model; every rank calls it.
+
+    Raises:
+        UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
+    """
+    auto_bridge = import_auto_bridge()
+    hf_config = load_config(settings.model_name, settings.hf_config_overrides)
+    try:
+        bridge = auto_bridge.from_hf_pretrained(settings.model_name)
+    except ValueError as error:
+        raise UserError(
+            f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
+        ) from error
+    bridge.hf_pretrained.config = hf_config
+    provider = bridge.to_megatron_provider(load_weights=True)
+    _configure(provider, settings, cfg)
+    if cfg.freeze_moe_router:
+        provider.register_pre_wrap_hook(_freeze_routers)
+    if cfg.peft.enabled:
+        check_adapters(provider, cfg)
+        # After the hook that loads the weights, which knows nothing of adapters.
+        provider.register_pre_wrap_hook(
+            partial(add_adapters, settings=cfg.peft, seed=settings.seed, recomputes=cfg.activation_checkpointing)
+        )
+    provider.finalize()
+    with warnings.catch_warnings():
+        # It points to a builder that 0.6.2's conversions do not use yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        chunks = provider.provide_distributed_model(ddp_config=_ddp_config(cfg), data_parallel_random_init=False)
+    config = chunks[0].config
+    config.no_sync_func = chunks[0].no_sync
+    config.finalize_model_grads_func = _finalize_gradients
+    return BuiltModel(chunks, bridge, hf_config, config)
+
+
+def _configure(provider: Any, settings: PolicySettings, cfg: MegatronSettings) -> None:
+    """Set the provider's fields, which are those of Megatron's `TransformerConfig`."""
+    dtype = COMPUTE_DTYPES[settings.precision]
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": cfg.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": cfg.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": cfg.context_parallel_size,
+        "expert_model_parallel_size": cfg.expert_model_parallel_size,
+        "expert_tensor_parallel_size": cfg.expert_tensor_parallel_size,
+        "sequence_parallel": cfg.sequence_parallel,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "params_dtype": dtype,
+        "autocast_dtype": dtype,
+        "pipeline_dtype": COMPUTE_DTYPES[cfg.pipeline_dtype],
+        # Micro-batches differ in width.
+        "variable_seq_lengths": cfg.pipeline_model_parallel_size > 1,
+        "seq_length": settings.max_total_sequence_length,
+        # Our losses are divided by the counts of the global batch: gradients are summed, by DDP and over micro-batches.
+        "calculate_per_token_loss": True,
+        # It needs kernels of apex.
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "apply_rope_fusion": cfg.apply_rope_fusion,
+        "bias_activation_fusion": cfg.bias_activation_fusion,
+        "transformer_impl": cfg.transformer_impl,
+        "cuda_graph_impl": cfg.cuda_graph_impl,
+    }
+    values |= _recompute(cfg) | _mixture_of_experts(cfg)
+    if cfg.fine_grained_activation_offloading:
+        values |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(cfg.offload_modules or ()),
+            "min_offloaded_tensor_size": cfg.min_offloaded_tensor_size,
+            "activation_offload_fraction": cfg.activation_offload_fraction,
+        }
+    if cfg.fp8_cfg.enabled:
+        values |= {"fp8": cfg.fp8_cfg.fp8, "fp8_recipe": cfg.fp8_cfg.fp8_recipe}
+    if cfg.transformer_impl == "local":
+        values |= _local_layers()
+    for name, value in values.items():
+        setattr(provider, name, value)
+
+
+def _recompute(cfg: MegatronSettings) -> dict[str, Any]:
+    if not cfg.activation_checkpointing:
+        return {}
+    if cfg.recompute_granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(cfg.recompute_modules or ("core_attn",))}
+
+
+def _mixture_of_experts(cfg: MegatronSettings) -> dict[str, Any]:
+    return {
+        "moe_router_dtype": cfg.moe_router_dtype,
+        "moe_permute_fusion": cfg.moe_permute_fusion,
+        "moe_token_dispatcher_type": cfg.moe_token_dispatcher_type,
+        # A policy's loss is the one that its algorithm defines: no auxiliary loss is added to its gradients.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def _local_layers() -> dict[str, Any]:
+    """Megatron's own layers in plain torch: no kernels of Transformer Engine or apex."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    return {
+        "transformer_layer_spec": local_layer_spec,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _ddp_config(cfg: MegatronSettings) -> DistributedDataParallelConfig:
+    ddp = cfg.distributed_data_parallel_config
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
+    )
+
+
+def _freeze_routers(chunks: list[nn.Module]) -> list[nn.Module]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad = False
+    return chunks
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reductions without its division by the number of tokens: our losses are divided already."""
+    finalize_model_grads(chunks, None, **kwargs)

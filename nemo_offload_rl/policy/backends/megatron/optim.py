@@ -1,0 +1,70 @@
+"""Megatron's optimizer and schedule from `policy.megatron_cfg`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.settings import MegatronOptimizerSettings, MegatronSchedulerSettings, PolicySettings
+
+
+def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerSettings, chunks: Sequence[Any]) -> Any:
+    """Megatron's optimizer over the model's trainable parameters."""
+    dtype = COMPUTE_DTYPES[settings.precision]
+    config = OptimizerConfig(
+        optimizer=cfg.optimizer,
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        sgd_momentum=cfg.sgd_momentum,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        use_precision_aware_optimizer=cfg.use_precision_aware_optimizer,
+        # Without a limit the norm would not be computed.
+        clip_grad=cfg.clip_grad or math.inf,
+        optimizer_cpu_offload=cfg.optimizer_cpu_offload,
+        optimizer_offload_fraction=cfg.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=cfg.overlap_cpu_optimizer_d2h_h2d,
+    )
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+def sub_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of dense and expert parameters, each over a torch optimizer."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def build_scheduler(
+    cfg: MegatronSchedulerSettings, optimizer_cfg: MegatronOptimizerSettings, optimizer: Any
+) -> OptimizerParamScheduler:
+    """Learning rate and weight decay by optimizer step; begins at the first one."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=cfg.lr_warmup_init,
+        max_lr=optimizer_cfg.lr,
+        min_lr=optimizer_cfg.min_lr,
+        lr_warmup_steps=cfg.lr_warmup_iters,
+        lr_decay_steps=cfg.lr_decay_iters,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.start_weight_decay,
+        end_wd=cfg.end_weight_decay,
+        wd_incr_steps=cfg.lr_decay_iters,
+        wd_incr_style=cfg.weight_decay_incr_style,
+        # What a checkpoint says about the schedule counts no more than the configuration does.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=max(1, cfg.lr_decay_iters // 10),
+        lr_wsd_decay_style="exponential",
+    )

@@ -1,0 +1,167 @@
+"""Forward and backward passes through Megatron's schedules: losses while training, logprobs otherwise.
+
+Logits never leave the model: its output layer is called by `GPTModel`'s output processor, chunk by chunk, and what
+comes out of the last pipeline stage are logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
+from nemo_offload_rl.policy.backends.megatron import parallel
+from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
+from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, lay_out
+from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
+from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+
+
+class Passes:
+    """Runs micro-batches through a model.
+
+    Args:
+        model: The model.
+        settings: The policy's settings.
+        cfg: The Megatron backend's settings.
+        activations: Guards the passes where activations are offloaded.
+        device: Where micro-batches are put.
+    """
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        settings: PolicySettings,
+        cfg: MegatronSettings,
+        activations: ActivationOffloading,
+        device: torch.device,
+    ) -> None:
+        self._chunks = model.chunks
+        self._device = device
+        self._activations = activations
+        self._max_length = settings.max_total_sequence_length
+        self._empties_cache = cfg.empty_unused_memory_level >= 2 and device.type == "cuda"
+        self._pack = settings.sequence_packing.enabled
+        self._temperature = settings.logprob_temperature
+        self._chunk_size = settings.logprob_chunk_size
+        tp_group = parallel.tensor_parallel_group()
+        self._sequence_parallel_size = tp_group.size() if cfg.sequence_parallel else 1
+        # Megatron pads no vocabulary here: its rows are dealt out evenly, or the model was refused.
+        num_rows = model.hf_config.vocab_size // tp_group.size()
+        self._shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
+
+    def train(
+        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
+        """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
+        with self._activations.training_pass(len(micro_batches)):
+            return self._run(micro_batches, _Losses(loss_fn, norm), forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
+        """The same without gradients, dropout off."""
+        with self._activations.forward_only():
+            return self._run(micro_batches, _Losses(loss_fn, norm), forward_only=True)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[B, S] logprobs by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
+        with self._activations.forward_only():
+            return self._run(micro_batches, _keep_logprobs, forward_only=True)
+
+    def _run(
+        self,
+        micro_batches: Collection[Any],
+        consume: Callable[[Tensor, Any], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Results of `consume`, which turns logprobs and their micro-batch into a scalar and a result to keep."""
+        if not micro_batches:
+            return []
+        for chunk in self._chunks:
+            chunk.train(not forward_only)
+
+        def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            if self._empties_cache:
+                torch.cuda.empty_cache()
+            batch = next(batches).to(self._device)
+
+            def reduce(logprobs_BS: Tensor) -> tuple[Tensor, Tensor, Any]:
+                scalar, result = consume(logprobs_BS, batch)
+                # No tokens: our losses are divided by the counts of the global batch already.
+                return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
+
+            return self._forward(chunk, batch), reduce
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=list(self._chunks),
+            num_microbatches=len(micro_batches),
+            # Of fixed shapes, which only pipelines have that say so: ours tell each other the shapes.
+            seq_length=self._max_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, chunk: Any, batch: TokenBatch) -> Tensor:
+        """Logprobs on the last pipeline stage, hidden states on the others."""
+        laid_out = lay_out(batch, pack=self._pack, sequence_parallel_size=self._sequence_parallel_size)
+        return chunk(
+            input_ids=laid_out.ids_RL,
+            position_ids=laid_out.positions_RL,
+            attention_mask=None,  # causal, and rows are padded on the right
+            packed_seq_params=laid_out.packed,
+            output_processor=self._logprobs_of,
+            output_processor_context=laid_out,
+        )
+
+    def _logprobs_of(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: ModelInput, **_: Any
+    ) -> Tensor:
+        """[B, S] logprobs from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden]."""
+        splits = self._sequence_parallel_size
+
+        def logits(hidden: Tensor) -> Tensor:
+            found, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
+            # With sequence parallelism the layer gathers the ranks' positions one rank after the other.
+            return found.unflatten(0, (splits, -1)).transpose(0, 1)
+
+        targets = context.targets_RL.t().unflatten(0, (splits, -1)).transpose(0, 1)
+        chunk_size = None if self._chunk_size is None else max(1, self._chunk_size // splits)
+        scored = chunked_logprobs(
+            logits,
+            hidden_states,
+            targets,
+            dim=0,
+            temperature=self._temperature,
+            chunk_size=chunk_size,
+            shard=self._shard,
+        )
+        return context.logprobs(scored.transpose(0, 1).flatten(0, 1).t())
+
+
+class _Losses:
+    """Loss and metrics of a micro-batch's logprobs."""
+
+    def __init__(self, loss_fn: LossFn, norm: LossNorm) -> None:
+        self._loss_fn = loss_fn
+        self._norm = norm
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        loss, metrics = self._loss_fn(logprobs_BS, batch, self._norm)
+        # A copy: the schedule scales the loss in place.
+        return loss, (loss.detach().clone(), metrics)
+
+
+def _keep_logprobs(logprobs_BS: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    return logprobs_BS.new_zeros(()), logprobs_BS.cpu()

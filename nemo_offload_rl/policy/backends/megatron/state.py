@@ -1,0 +1,196 @@
+"""What a Megatron worker keeps on the device between calls, by state group.
+
+- params: parameters, module buffers, and the flat buffers that the parameters are views into; with adapters, theirs.
+- base: with adapters, everything that is frozen, and module buffers.
+- grads: the flat gradient buffers, and those outside of them.
+- optimizer: fp32 masters wherever the optimizer's flavour keeps them, its state tensors, scales of 8-bit states.
+
+Groups are listed in this order, and a storage that several list belongs to the first: without fp32 masters, the
+optimizer's own parameters are views of the parameter buffers and stay where those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch import Tensor
+
+from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.residency import (
+    BASE,
+    PARAMS,
+    StateGroup,
+    TensorGroup,
+    aligned,
+    storage_bytes,
+    storage_key,
+    unique_storages,
+)
+
+type NamedTensors = Iterator[tuple[str, Tensor]]
+
+MASTER = "/master"
+
+
+def _buffers(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Megatron's flat buffers, those of experts included."""
+    for index, chunk in enumerate(chunks):
+        for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+            for number, buffer in enumerate(buffers):
+                yield f"chunk{index}/{kind}{number}", buffer
+
+
+def param_tensors(chunks: Sequence[Any]) -> NamedTensors:
+    """Parameter buffers, parameters and module buffers."""
+    yield from _flat_parameters(chunks)
+    for index, chunk in enumerate(chunks):
+        module = chunk.module  # the wrapper's attribute `buffers` hides the method of that name
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            yield f"chunk{index}/{name}", tensor
+
+
+def _flat_parameters(chunks: Sequence[Any]) -> NamedTensors:
+    for name, buffer in _buffers(chunks):
+        if buffer.param_data is not None:
+            yield f"{name}/param_data", buffer.param_data
+
+
+def trainable_tensors(chunks: Sequence[Any]) -> NamedTensors:
+    """Of `param_tensors`, what training writes."""
+    yield from _flat_parameters(chunks)
+    for index, chunk in enumerate(chunks):
+        for name, tensor in chunk.module.named_parameters():
+            if tensor.requires_grad:
+                yield f"chunk{index}/{name}", tensor
+
+
+def frozen_tensors(chunks: Sequence[Any]) -> NamedTensors:
+    """Of `param_tensors`, what nothing writes: frozen parameters, and module buffers."""
+    for index, chunk in enumerate(chunks):
+        for name, tensor in chunk.module.named_parameters():
+            if not tensor.requires_grad:
+                yield f"chunk{index}/{name}", tensor
+        for name, tensor in chunk.module.named_buffers():
+            yield f"chunk{index}/{name}", tensor
+
+
+def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGroup, ...]:
+    """`params`, and with adapters `base` too."""
+    if not has_adapters:
+        return (TensorGroup(PARAMS, lambda: param_tensors(chunks)),)
+    return (
+        TensorGroup(PARAMS, lambda: trainable_tensors(chunks)),
+        TensorGroup(BASE, lambda: frozen_tensors(chunks)),
+    )
+
+
+def grad_tensors(chunks: Sequence[Any]) -> NamedTensors:
+    """Gradient buffers, and gradients that Megatron keeps outside of them."""
+    for name, buffer in _buffers(chunks):
+        yield f"{name}/grad_data", buffer.grad_data
+        for number, extra in enumerate(buffer.extra_main_grads):
+            yield f"{name}/extra_main_grad{number}", extra
+
+
+def updated_parameters(mcore: Any) -> Iterator[Tensor]:
+    """What one of Megatron's optimizers hands to its torch optimizers: masters, or parts of the parameters."""
+    for inner in _inner_optimizers(mcore.optimizer):
+        for group in inner.param_groups:
+            yield from group["params"]
+
+
+def optimizer_tensors(optimizer: Any, members: Iterable[Tensor] | None = None) -> NamedTensors:
+    """Masters and states of every flavour; those that are views of parameters are among them.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        members: Only what belongs to these of `updated_parameters`; None for all.
+    """
+    wanted = None if members is None else {id(parameter) for parameter in members}
+    for index, mcore in enumerate(sub_optimizers(optimizer)):
+        if mcore.is_stub_optimizer:
+            continue
+        for inner in _inner_optimizers(mcore.optimizer):
+            scales = vars(inner).get("_scales", {})
+            for group_index, group in enumerate(inner.param_groups):
+                for number, parameter in enumerate(group["params"]):
+                    if wanted is not None and id(parameter) not in wanted:
+                        continue
+                    name = f"optimizer{index}/{group_index}.{number}"
+                    yield name + MASTER, parameter
+                    # Not `state[parameter]`: that would make an entry for one that has none yet.
+                    for key, value in inner.state[parameter].items() if parameter in inner.state else ():
+                        # Scalars (Adam's `step`) cost nothing on the host, where torch keeps them.
+                        if isinstance(value, Tensor) and value.dim() > 0:
+                            yield f"{name}/{key}", value
+                    for key, value in scales.get(parameter, {}).items():
+                        yield f"{name}/{key}_scale", value
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that hold states on the device; what Megatron's hybrid optimizer has on the host is its own."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return [] if optimizer.gpu_optimizer is None else [optimizer.gpu_optimizer]
+    return [optimizer]
+
+
+class MegatronGrads(StateGroup):
+    """Gradient buffers: their memory is given up between steps, and comes back zeroed; views of them stay valid."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        super().__init__("grads")
+        self._chunks = chunks
+        self._sizes_bytes: dict[int, int] = {}
+
+    def tensors(self) -> NamedTensors:
+        return grad_tensors(self._chunks)
+
+    def free(self) -> None:
+        for key, record in unique_storages(self.tensors()).items():
+            if record.storage.nbytes():
+                self._sizes_bytes[key] = record.storage.nbytes()
+                record.storage.resize_(0)
+
+    def materialize(self) -> None:
+        for key, record in unique_storages(self.tensors()).items():
+            if not record.storage.nbytes():
+                record.storage.resize_(self._sizes_bytes[key])
+                storage_bytes(record.storage, self._sizes_bytes[key]).zero_()
+
+
+def weight_bytes(chunks: Sequence[Any], *, has_adapters: bool) -> dict[str, int]:
+    """Host bytes of each of `weight_groups`."""
+    return {
+        group.name: sum(aligned(record.storage.nbytes()) for record in unique_storages(group.tensors()).values())
+        for group in weight_groups(chunks, has_adapters=has_adapters)
+    }
+
+
+def state_bytes(
+    chunks: Sequence[Any], optimizer: Any, *, momentum_only: bool, precision_aware: bool
+) -> dict[Tensor, int]:
+    """Host bytes of masters and states of each of `updated_parameters`, once all of the lazy state is there.
+
+    Args:
+        chunks: The model.
+        optimizer: Megatron's optimizer.
+        momentum_only: SGD, which keeps one state tensor instead of Adam's two.
+        precision_aware: Masters are made by the optimizer, as the 16 bits that a bfloat16 parameter lacks.
+    """
+    params = unique_storages(param_tensors(chunks))
+    sizes: dict[Tensor, int] = {}
+    for mcore in sub_optimizers(optimizer):
+        if mcore.is_stub_optimizer:
+            continue
+        for parameter in updated_parameters(mcore):
+            sizes[parameter] = aligned(4 * parameter.numel()) * (1 if momentum_only else 2)
+            storage = parameter.untyped_storage()
+            if storage_key(storage) not in params:
+                sizes[parameter] += aligned(storage.nbytes())
+            elif precision_aware and parameter.dtype is not torch.float32:
+                sizes[parameter] += aligned(2 * parameter.numel())
+    return sizes

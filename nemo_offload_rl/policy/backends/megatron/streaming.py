@@ -1,0 +1,135 @@
+"""Optimizer states and masters that are on the device for their own update only (`offload_optimizer_states`).
+
+Megatron's distributed optimizer updates all parameters at once and then copies all masters into the parameter buffers.
+Here its inner optimizer is stood in for, during the step, by one that updates part after part and copies each part's
+masters while they are there. Gradient norm, clipping and the gathering of parameters stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from nemo_offload_rl.policy.backends.megatron import state
+from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
+from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer
+
+# What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
+_PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
+
+
+class StreamedStates:
+    """Which states stream, and the step that streams them.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        cfg: How much streams, in parts of which size.
+        state_bytes: Bytes of masters and states by parameter of an inner optimizer.
+    """
+
+    def __init__(self, optimizer: Any, cfg: MegatronOptimizerSettings, state_bytes: Mapping[Tensor, int]) -> None:
+        fraction = cfg.offload_optimizer_states_fraction if cfg.offload_optimizer_states else 0.0
+        chunk_mib = cfg.offload_optimizer_states_chunk_mib
+        self._optimizer = optimizer
+        self._parts: list[tuple[Any, OptimizerParts]] = []
+        first_index = 0
+        for mcore in sub_optimizers(optimizer):
+            if mcore.is_stub_optimizer:
+                continue
+            named = [(str(i), p) for i, p in enumerate(state.updated_parameters(mcore)) if p in state_bytes]
+            parts = divide_optimizer(
+                named,
+                lambda parameter: state_bytes[parameter],
+                fraction,
+                None if chunk_mib is None else int(chunk_mib * 2**20),
+                first_index,
+            )
+            self._parts.append((mcore, parts))
+            first_index += len(parts.parts)
+        self.rest_bytes = sum(state_bytes[p] for _, parts in self._parts for _, p in parts.rest)
+        self.streamed_bytes = sum(state_bytes.values()) - self.rest_bytes
+
+    def groups(self) -> list[StateGroup]:
+        """The states that stay through a step as one group, then one of each part."""
+        members = {OPTIMIZER: [p for _, parts in self._parts for _, p in parts.rest]}
+        for _, parts in self._parts:
+            members |= {name: [parameter for _, parameter in some] for name, some in parts.parts.items()}
+        return [
+            TensorGroup(name, lambda mine=mine: state.optimizer_tensors(self._optimizer, mine))
+            for name, mine in members.items()
+        ]
+
+    @contextmanager
+    def streaming(self, streamed: Iterator[str]) -> Iterator[None]:
+        """Inside, a step of Megatron's optimizer goes part by part, as `streamed` names those on the device."""
+        with ExitStack() as stack:
+            in_parts = [
+                stack.enter_context(_stood_in_for(mcore, parts, streamed))
+                for mcore, parts in self._parts
+                if parts.parts
+            ]
+            yield
+        if any(stand_in.has_stepped for stand_in in in_parts):  # a float16 step that overflowed is skipped
+            # The last part leaves when the one after it is asked for.
+            for name in streamed:
+                raise RuntimeError(f"the states of {name} came, but no optimizer updates them")
+
+
+class _InParts:
+    """Stands in for the torch optimizer inside a distributed optimizer."""
+
+    def __init__(self, mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) -> None:
+        self._mcore = mcore
+        self._inner = mcore.optimizer
+        self._parts = parts
+        self._streamed = streamed
+        self.has_stepped = False
+        self._pairs = [(getattr(mcore, main), getattr(mcore, model)) for main, model in _PAIRED]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self) -> None:
+        self.has_stepped = True
+        mine = itertools.islice(self._streamed, len(self._parts.parts))
+        self._parts.step(self._inner, mine, self._copy_masters)
+        # Megatron copies what is listed after this; all of it has been copied, and has left.
+        self._list_pairs([([], []) for _ in _PAIRED])
+
+    def restore(self) -> None:
+        self._mcore.optimizer = self._inner
+        self._list_pairs(self._pairs)
+
+    def _copy_masters(self, members: Sequence[tuple[str, Tensor]]) -> None:
+        updated = {id(parameter) for _, parameter in members}
+        self._list_pairs([_only(main, model, updated) for main, model in self._pairs])
+        self._mcore._copy_main_params_to_model_params()
+
+    def _list_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        for (main_name, model_name), (main, model) in zip(_PAIRED, pairs, strict=True):
+            setattr(self._mcore, main_name, main)
+            setattr(self._mcore, model_name, model)
+
+
+@contextmanager
+def _stood_in_for(mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) -> Iterator[_InParts]:
+    in_parts = _InParts(mcore, parts, streamed)
+    mcore.optimizer = in_parts
+    try:
+        yield in_parts
+    finally:
+        in_parts.restore()
+
+
+def _only(main_groups: Any, model_groups: Any, wanted: set[int]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The pairs whose shard is wanted, group by group."""
+    kept = [
+        [(main, model) for main, model in zip(mains, models, strict=True) if id(main) in wanted]
+        for mains, models in zip(main_groups, model_groups, strict=True)
+    ]
+    return [[main for main, _ in group] for group in kept], [[model for _, model in group] for group in kept]

@@ -1,0 +1,66 @@
+"""The process group of a backend, and sums over its data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+
+
+def join_process_group(process: ProcessInfo) -> bool:
+    """Make the default process group unless there is one; returns whether it was made here.
+
+    CPU tensors go through gloo also on a GPU machine, which checkpoints and counters use.
+    """
+    if dist.is_initialized():
+        return False
+    device = torch.device(process.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kwargs: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
+    if process.world_size == 1:
+        # No port: a run on one device must not fail because another run listens on the same one.
+        kwargs["store"] = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        kwargs["init_method"] = process.init_method
+    dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)
+    return True
+
+
+class Totals:
+    """Loss and metrics of the micro-batches of one optimizer step; nothing is read from the device until `reduce`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
+
+    @staticmethod
+    def _op(name: str) -> dist.ReduceOp.RedOpType:
+        if name.endswith("_min"):
+            return dist.ReduceOp.MIN
+        return dist.ReduceOp.MAX if name.endswith("_max") else dist.ReduceOp.SUM
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in {**metrics, "loss": loss}.items():
+            value = torch.as_tensor(value, device=self._device).detach().double()
+            if name not in self._values:
+                self._values[name] = value
+                continue
+            combine = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum}
+            self._values[name] = combine.get(self._op(name), torch.add)(self._values[name], value)
+
+    def reduce(self, group: dist.ProcessGroup) -> tuple[float, dict[str, float]]:
+        """Over the data-parallel ranks; every rank gives the same metric names."""
+        reduced = {}
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            names = sorted(name for name in self._values if self._op(name) == op)
+            if names:
+                packed = torch.stack([self._values[name] for name in names])
+                dist.all_reduce(packed, op=op, group=group)
+                reduced |= dict(zip(names, packed.tolist(), strict=True))
+        return reduced.pop("loss"), reduced

@@ -1,0 +1,184 @@
+"""What only the Megatron backend has: masters, gradient buffers, several forms of the optimizer. One rank on CPU."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from policy_cases import (
+    NLL,
+    assert_equal,
+    full_optimizer,
+    full_params,
+    hf_logprobs,
+    make_batch,
+    make_settings,
+    save_family,
+    worker_of,
+)
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.residency.storage import storage_key
+
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+# Changes, and bytes of masters and states for each parameter.
+FLAVOURS = {
+    "fp32": ({}, 8),
+    "fp32, not sharded": ({"use_distributed_optimizer": False}, 8),
+    "bf16": (BFLOAT16, 12),
+    "bf16, not sharded": ({**BFLOAT16, "use_distributed_optimizer": False}, 12),
+    "bf16, gradients too": ({**BFLOAT16, "grad_reduce_in_fp32": False}, 12),
+    "sgd": ({**BFLOAT16, "sgd": True, "use_distributed_optimizer": False}, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_family(path, "qwen3-tied")
+    return path
+
+
+def make_worker(folder, *, sgd=False, **changes):
+    settings = make_settings(folder, backend="megatron", **changes)
+    if sgd:
+        cfg = settings.megatron_cfg
+        settings = replace(settings, megatron_cfg=replace(cfg, optimizer=replace(cfg.optimizer, optimizer="sgd")))
+    return worker_of(settings, ONE_RANK)
+
+
+def offload(worker):
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+
+
+def train_and_cycle(worker, seeds, *, cycled=True):
+    results = []
+    for seed in seeds:
+        if cycled:
+            offload(worker)
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(make_batch(seed=seed))
+        worker.prepare_for_training()
+        results.append(worker.train(make_batch(seed=seed), NLL()))
+    return results, full_params(worker), full_optimizer(worker)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_every_form_of_the_optimizer_leaves_whole_and_comes_back_bit_by_bit(folder, tmp_path, flavour):
+    changes, bytes_per_parameter = FLAVOURS[flavour]
+    with make_worker(folder, **changes) as worker:
+        expected, params, optimizer = train_and_cycle(worker, range(4), cycled=False)
+    with make_worker(folder, **changes) as worker:
+        sizes = worker._backend.expected_bytes()
+        results, *_ = train_and_cycle(worker, range(2))
+        num_parameters = sum(parameter.numel() for parameter in params.values())
+        assert worker.residency.device_bytes()["optimizer"] == bytes_per_parameter * num_parameters
+        offload(worker)
+        assert set(worker.residency.device_bytes().values()) == {0}
+        on_host = worker.residency.host_bytes()
+        for name in ("params", "optimizer"):
+            assert on_host[name] <= sizes[name] < 1.05 * on_host[name]
+        worker.save_checkpoint(tmp_path / "saved")
+    with make_worker(folder, **changes) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        more, *found = train_and_cycle(worker, range(2, 4))
+        assert results + more == expected
+        assert_equal(found[0], params)
+        assert_equal(found[1], optimizer)
+
+
+@pytest.mark.parametrize("flavour", ["fp32", "bf16"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, fraction):
+    changes, _ = FLAVOURS[flavour]
+    with make_worker(folder, **changes) as worker:
+        expected = train_and_cycle(worker, range(3), cycled=False)
+    streamed = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.25}
+    with make_worker(folder, **changes, **streamed, offload_optimizer_states_fraction=fraction) as worker:
+        found = train_and_cycle(worker, range(3))
+        assert found[0] == expected[0]
+        assert_equal(found[1], expected[1])
+        assert_equal(found[2], expected[2])
+        on_device = worker.residency.device_bytes()
+        parts = [size for name, size in on_device.items() if "part" in name]
+        assert len(parts) > 1 and set(parts) == {0}
+        assert (on_device["optimizer"] > 0) == (fraction < 1.0)
+
+
+def test_nothing_that_training_made_stays_outside_of_the_groups(folder):
+    """Storages over 64 KiB that are alive after an offload and were not before the worker was made."""
+
+    def alive():
+        gc.collect()
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        return {storage_key(t.untyped_storage()): t for t in tensors if t.untyped_storage().nbytes() > 64 << 10}
+
+    before = alive().keys()
+    with make_worker(folder, **BFLOAT16) as worker:
+        train_and_cycle(worker, range(2))
+        offload(worker)
+        host_bytes = worker.residency.host_bytes()
+        left = [found for key, found in alive().items() if key not in before]
+    # The arena itself, which holds everything.
+    assert sum(tensor.untyped_storage().nbytes() for tensor in left) < 1.05 * sum(host_bytes.values()), left
+
+
+def test_gradient_buffers_come_back_zeroed_with_their_views(folder):
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        module = worker._backend._chunks[0].module
+        views = {name: parameter.main_grad for name, parameter in module.named_parameters()}
+        worker.forward_backward(make_batch(), NLL())
+        assert any(view.any() for view in views.values())
+        worker.zero_grad()
+        offload(worker)
+        assert worker.residency.device_bytes()["grads"] == 0
+        worker.prepare_for_training()
+        for name, parameter in module.named_parameters():
+            assert parameter.main_grad is views[name]
+            assert not views[name].any()
+
+
+def test_bfloat16_models_are_scored_and_sent_in_bfloat16_and_updated_through_fp32_masters(folder):
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    batch = make_batch()
+    with make_worker(folder, **BFLOAT16, lr=1e-5) as worker:
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(half, batch).detach(), rtol=0, atol=0.2)
+        assert {spec.dtype for spec in worker._backend.weight_specs()} == {torch.bfloat16}
+        stored = {name: tensor.clone() for name, tensor in half.state_dict().items() if name != "lm_head.weight"}
+        assert_equal(full_params(worker), stored)
+        worker.prepare_for_training()
+        # One step is too small for bfloat16 to see in most places; the masters add them up.
+        worker.train(batch, NLL())
+        after_one = full_params(worker)
+        worker.prepare_for_training()
+        for _ in range(30):
+            worker.train(batch, NLL())
+        after_many = full_params(worker)
+
+        def share_changed(params):
+            return sum(int((params[n] != stored[n]).sum()) for n in stored) / sum(t.numel() for t in stored.values())
+
+        assert share_changed(after_one) < 0.2 < share_changed(after_many)
+        masters = {t.dtype for n, t in full_optimizer(worker).items() if n.endswith("master")}
+        assert masters == {torch.float32}
+
+
+def test_steps_that_an_optimizer_counts_in_its_groups_are_resumed(folder, tmp_path):
+    """Transformer Engine's Adam has no count in a group before its first step, and begins at 1 without one."""
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(), NLL())
+        (inner,) = {id(m.optimizer): m.optimizer for m in sub_optimizers(worker._backend._optimizer)}.values()
+        for group in inner.param_groups:
+            group["step"] = 7
+        worker.save_checkpoint(tmp_path / "saved")
+    with make_worker(folder) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        for mcore in sub_optimizers(worker._backend._optimizer):
+            assert [group["step"] for group in mcore.optimizer.param_groups] == [7] * len(mcore.optimizer.param_groups)

@@ -1,0 +1,262 @@
+"""Saves of a real worker: what is in them, what they keep, and how they fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import (
+    NLL,
+    assert_close,
+    assert_equal,
+    full_optimizer,
+    full_params,
+    make_batch,
+    make_settings,
+    run_ranks,
+    save_family,
+    shard,
+)
+from resume_cases import goes_on_bitwise, train_steps, weights_of
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.settings import SchedulerSettings
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency import local_tensor
+
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+NUM_STEPS = 20
+WARM_UP = SchedulerSettings(
+    name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 15}, until_step=None
+)
+COMMON = {"scheduler": (WARM_UP,), "hf_config_overrides": {"attention_dropout": 0.2}, "max_grad_norm": 0.5}
+
+SETTINGS = {
+    "everything moves": {},
+    "pageable": {"use_pinned_optimizer_offload": False},
+    "optimizer away for logprobs": {"offload_optimizer_states_for_logprob": True},
+    "optimizer on the device in its step only": {"offload_optimizer_states": True},
+    "optimizer stays": {"residency_overrides": {"optimizer": "device"}},
+    "parameters stay": {"residency_overrides": {"params": "device"}},
+    "not colocated": {"colocated": False},
+    "copies waited for": {"residency_overlap": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3-tied")
+    save_family(path, "qwen3-tied")
+    return path
+
+
+@contextmanager
+def make_worker(folder, process=ONE_RANK, **changes):
+    worker = PolicyWorker(make_settings(folder, **COMMON | changes), process, keep_reference=False)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    with make_worker(folder, colocated=False, residency_overlap=False) as worker:
+        return train_steps(worker, 1, NUM_STEPS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ten_steps_a_resume_and_ten_more_are_twenty_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
+    goes_on_bitwise(lambda: make_worker(folder, **SETTINGS[name]), tmp_path, uninterrupted, in_background=True)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waited for", "in the background"])
+def test_the_same_with_everything_on_the_device(folder, tmp_path, uninterrupted, in_background):
+    goes_on_bitwise(
+        lambda: make_worker(folder), tmp_path, uninterrupted, in_background=in_background, from_training=True
+    )
+
+
+def test_the_same_with_a_save_that_is_waited_for(folder, tmp_path, uninterrupted):
+    goes_on_bitwise(lambda: make_worker(folder), tmp_path, uninterrupted, in_background=False)
+
+
+class GatedSave:
+    """A save that writes when the test lets it."""
+
+    def __init__(self, staged, error=None):
+        self.gate = threading.Event()
+        self.staged = staged
+        self.error = error
+
+    def write(self):
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.staged.write()
+
+    def finish(self):
+        self.staged.finish()
+
+
+def start_gated(worker, path, error=None):
+    """A save in the background that waits for its gate."""
+    made = []
+
+    def stage(folder, reader):
+        made.append(GatedSave(worker._backend.stage_save(folder, reader), error))
+        return made[0]
+
+    worker._saver.start(path, stage, True)
+    return made[0].gate
+
+
+def test_a_save_in_the_background_holds_no_state_and_sees_no_later_step(folder, tmp_path):
+    with make_worker(folder) as worker:
+        train_steps(worker, 1, 2)
+        saved = weights_of(worker)
+        worker.prepare_for_training()
+        optimizer = full_optimizer(worker)
+        gate = start_gated(worker, tmp_path / "saved")
+        assert not worker.save_is_done()
+        later = train_steps(worker, 3, 4)
+        assert not torch.equal(later.weights["model.norm.weight"], saved["model.norm.weight"])
+        # Everything left for the engine while the save was still to be written.
+        assert sum(worker.residency.device_bytes().values()) == 0
+
+        states = [state for each in worker._backend._optimizer.state.values() for state in each.values()]
+        refs = [StorageWeakRef(local_tensor(state).untyped_storage()) for state in states if state.dim()]
+        worker._backend._optimizer.state.clear()
+        del states
+        worker.residency_reports()  # a transition that nobody asked about still lists its storages
+        gc.collect()
+        assert all(ref.expired() for ref in refs)
+        gate.set()
+        worker.finish_save()
+    with make_worker(folder) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert_equal(weights_of(worker), saved)
+        assert_equal(full_optimizer(worker), optimizer)
+
+
+def test_a_second_save_waits_for_the_first(folder, tmp_path):
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        gate = start_gated(worker, tmp_path / "first")
+        threading.Timer(0.2, gate.set).start()
+        worker.start_save(tmp_path / "second", in_background=True)
+        assert (tmp_path / "first").is_dir() and not (tmp_path / "second").exists()
+        worker.finish_save()
+        assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+        worker.finish_save()
+
+
+def test_a_writer_that_fails_is_told_with_its_cause_and_leaves_nothing(folder, tmp_path):
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        for error, kind, text in (
+            (OSError(122, "Disk quota exceeded"), CheckpointError, r"saved cannot be written \(Disk quota exceeded\)"),
+            (ZeroDivisionError("a bug"), ZeroDivisionError, "a bug"),
+        ):
+            start_gated(worker, tmp_path / "saved", error).set()
+            with pytest.raises(kind, match=text):
+                worker.finish_save()
+            assert list(tmp_path.iterdir()) == []
+        worker.save_checkpoint(tmp_path / "saved")
+
+
+def test_without_host_memory_for_a_copy_a_save_is_waited_for(folder, tmp_path, caplog):
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker._saver._state_bytes = 1 << 60
+        worker.start_save(tmp_path / "saved", in_background=True)
+        assert worker.save_is_done()
+        worker.finish_save()
+        assert "this save is waited for" in caplog.text
+        assert (tmp_path / "saved" / ".metadata").is_file()
+
+
+@pytest.mark.parametrize(("name", "reason"), [(".metadata", "damaged or foreign"), ("__0_0.distcp", "damaged")])
+def test_a_truncated_or_foreign_file_is_refused_with_its_path(folder, tmp_path, name, reason):
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.save_checkpoint(tmp_path / "saved")
+        path = tmp_path / "saved" / name
+        data = path.read_bytes()
+        for content in (data[: len(data) // 2], b"", b"another format altogether"):
+            path.write_bytes(content)
+            with pytest.raises(CheckpointError, match=reason) as caught:
+                worker.load_checkpoint(tmp_path / "saved")
+            assert str(tmp_path / "saved") in str(caught.value)
+            assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_with_other_shapes_is_refused_by_the_first(folder, tmp_path):
+    save_family(tmp_path / "wide", "llama-tied")
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.save_checkpoint(tmp_path / "saved")
+    config = {"hf_config_overrides": {}}
+    with make_worker(tmp_path / "wide", **config) as worker, pytest.raises(CheckpointError, match="instead of"):
+        worker.load_checkpoint(tmp_path / "saved")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def two_ranks_go_on(process: ProcessInfo, folder: str, root: str) -> None:
+    """Load what one rank saved, train, save for one rank; and a rank that cannot write."""
+    paths = Path(root)
+    expected = torch.load(paths / "one.pt")
+    with make_worker(folder, process) as worker:
+        worker.load_checkpoint(paths / "one")
+        assert_equal(full_params(worker), expected["params"])
+        assert_equal(full_optimizer(worker), expected["optimizer"])
+        worker.prepare_for_training()
+        result = worker.train(shard(make_batch(seed=2), worker), NLL())
+        assert result.loss[0] == pytest.approx(expected["loss"], rel=1e-5)
+        worker.start_save(paths / "two", in_background=True)
+        worker.offload_after_refit()
+        worker.finish_save()
+        state = {"params": full_params(worker), "optimizer": full_optimizer(worker)}
+        if process.rank == 0:
+            torch.save(state, paths / "two.pt")
+
+        error = OSError(28, "No space left on device") if process.rank == 1 else None
+        start_gated(worker, paths / "full", error).set()
+        with pytest.raises(CheckpointError, match=r"by rank 1 \(No space left on device\)"):
+            worker.finish_save()
+        assert {path.name for path in paths.iterdir()} >= {"one", "two"}
+        torch.distributed.barrier()  # rank 0 removes the folder
+        assert not list(paths.glob("full*"))
+
+
+def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(folder, tmp_path):
+    # Dropout draws differ with the number of ranks.
+    no_dropout = {"hf_config_overrides": {}}
+    with make_worker(folder, **no_dropout) as worker:
+        train_steps(worker, 1, 1)
+        worker.save_checkpoint(tmp_path / "one")
+        state = {"params": full_params(worker), "optimizer": full_optimizer(worker)}
+        worker.prepare_for_training()
+        state["loss"] = worker.train(make_batch(seed=2), NLL()).loss[0]
+        after = full_params(worker)
+    torch.save(state, tmp_path / "one.pt")
+    run_ranks(2, tmp_path, two_ranks_go_on_without_dropout, str(folder), str(tmp_path))
+    two = torch.load(tmp_path / "two.pt")
+    assert_close(two["params"], after, rtol=1e-4, atol=1e-5)
+    with make_worker(folder, **no_dropout) as worker:
+        worker.load_checkpoint(tmp_path / "two")
+        assert_equal(full_params(worker), two["params"])
+        assert_equal(full_optimizer(worker), two["optimizer"])
+
+
+def two_ranks_go_on_without_dropout(process: ProcessInfo, folder: str, root: str) -> None:
+    COMMON["hf_config_overrides"] = {}
+    two_ranks_go_on(process, folder, root)

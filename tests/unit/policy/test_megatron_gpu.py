@@ -1,0 +1,220 @@
+"""The Megatron backend on a real GPU: layers of Transformer Engine, every optimizer flavour, packing, experts."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import make_batch, make_settings, worker_of
+from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_folder
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.settings import BatchingSettings
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency.audit import find_leftovers
+
+logger = logging.getLogger(__name__)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+if torch.cuda.is_available():
+    # Read when the libraries are loaded.
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+GPU = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+MIB = 2**20
+WITH_MASTERS: dict[str, Any] = {"use_precision_aware_optimizer": False}
+PRECISION_AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+CPU_OPTIMIZER: dict[str, Any] = {
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}
+FLAVOURS: dict[str, dict[str, Any]] = {
+    "masters": WITH_MASTERS,
+    "masters, not sharded": {**WITH_MASTERS, "use_distributed_optimizer": False},
+    "precision-aware": PRECISION_AWARE,
+    "precision-aware, overlapped": {**PRECISION_AWARE, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "on the CPU": CPU_OPTIMIZER,
+    "on the CPU, overlapped": {**CPU_OPTIMIZER, "overlap_cpu_optimizer_d2h_h2d": True},
+    "half on the CPU": {**CPU_OPTIMIZER, "optimizer_offload_fraction": 0.5},
+}
+STREAMED = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 64}
+
+
+@pytest.fixture(autouse=True)
+def needs_transformer_engine() -> None:
+    pytest.importorskip("transformer_engine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 M parameters: 160 MiB in bfloat16, six times that in masters and states."""
+    path = tmp_path_factory.mktemp("model")
+    config = qwen3_config(num_layers=8, hidden_size=1024)
+    config.initializer_range = 0.02
+    save_model_folder(path, 0, config)
+    return path
+
+
+def gpu_settings(folder: Path, **changes: Any) -> Any:
+    """bfloat16 and Transformer Engine, the rest as in the CPU tests."""
+    defaults = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+    values = {**defaults, "transformer_impl": "transformer_engine", **changes}
+    return make_settings(folder, backend="megatron", **values)
+
+
+@dataclass
+class Run:
+    """What a few steps with every phase gave, and the memory that was left when everything had been offloaded."""
+
+    values: list[float]
+    weights: Tensor
+    allocated_bytes: int
+    driver_bytes: int
+    leftovers: list[str]
+
+    def sizes_mib(self) -> dict[str, int]:
+        return {"allocated": self.allocated_bytes // MIB, "driver": self.driver_bytes // MIB}
+
+
+def run(settings: Any, num_steps: int = 3) -> Run:
+    values: list[float] = []
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_before = torch.cuda.mem_get_info()[0]
+    with worker_of(settings, GPU, keep_reference=True) as worker:
+        for seed in range(num_steps):
+            step(worker, seed, values)
+        worker.offload_before_refit()
+        weights = torch.cat([tensor.float().flatten().cpu() for _, tensor in worker.named_weights()])
+        worker.offload_after_refit()
+        torch.cuda.synchronize()
+        gc.collect()
+        driver_bytes = free_before - torch.cuda.mem_get_info()[0]
+        left = find_leftovers({}, (), torch.device("cuda:0"), from_bytes=MIB)
+        return Run(values, weights, torch.cuda.memory_allocated(), driver_bytes, [str(leftover) for leftover in left])
+
+
+def step(worker: PolicyWorker, seed: int, values: list[float]) -> None:
+    batch = make_batch(seed=seed)
+    worker.prepare_for_lp_inference()
+    values.append(float(worker.get_logprobs(batch).double().sum()))
+    values.append(float(worker.get_reference_logprobs(batch).double().sum()))
+    worker.prepare_for_training()
+    result = worker.train(batch, NLLLoss())
+    values += [*result.loss, *result.grad_norm]
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(folder: Path, flavour: str) -> None:
+    changes = FLAVOURS[flavour]
+    resident = run(gpu_settings(folder, colocated=False, **changes))
+    away = run(gpu_settings(folder, offload_optimizer_states_for_logprob=True, **changes))
+    logger.info("%s: %s", flavour, {"away": away.sizes_mib(), "resident": resident.sizes_mib(), "left": away.leftovers})
+    assert away.values == resident.values
+    assert torch.equal(away.weights, resident.weights)
+    assert len(set(away.values[::4])) == 3  # each step changed the policy
+    assert away.allocated_bytes < 100 * MIB < resident.allocated_bytes
+    assert not away.leftovers
+
+
+@pytest.mark.parametrize("flavour", ["masters", "precision-aware"])
+def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
+    resident = run(gpu_settings(folder, colocated=False, **FLAVOURS[flavour]))
+    streamed = run(gpu_settings(folder, **FLAVOURS[flavour], **STREAMED))
+    assert streamed.values == resident.values
+    assert torch.equal(streamed.weights, resident.weights)
+    assert not streamed.leftovers
+
+
+@pytest.mark.parametrize("flavour", ["masters", "precision-aware", "on the CPU", "half on the CPU"])
+def test_a_resumed_run_goes_on_bit_by_bit(folder: Path, tmp_path: Path, flavour: str) -> None:
+    changes = FLAVOURS[flavour]
+    with worker_of(gpu_settings(folder, **changes), GPU) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLLLoss())
+        worker.offload_after_refit()
+        worker.save_checkpoint(tmp_path / "saved")
+        worker.prepare_for_training()
+        expected = [worker.train(make_batch(seed=seed), NLLLoss()) for seed in (1, 2)]
+    with worker_of(gpu_settings(folder, **changes), GPU) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        worker.prepare_for_training()
+        assert [worker.train(make_batch(seed=seed), NLLLoss()) for seed in (1, 2)] == expected
+
+
+def test_logprobs_are_the_dtensor_backends_up_to_bfloat16_also_when_packed_or_in_chunks(folder: Path) -> None:
+    batch = make_batch(num_rows=16, width=24)
+    with worker_of(make_settings(folder, precision="bfloat16"), GPU) as worker:
+        worker.prepare_for_lp_inference()
+        expected = worker.get_logprobs(batch)
+    packing = BatchingSettings(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+    for changes in ({}, {"sequence_packing": packing}, {"logprob_chunk_size": 7}, {"activation_checkpointing": True}):
+        with worker_of(gpu_settings(folder, **PRECISION_AWARE, **changes), GPU) as worker:
+            worker.prepare_for_lp_inference()
+            found = worker.get_logprobs(batch)
+            worker.prepare_for_training()
+            result = worker.train(batch, NLLLoss())
+        difference = (found - expected).abs()
+        logger.info("%s: mean %.2e max %.2e loss %s", list(changes), difference.mean(), difference.max(), result.loss)
+        assert difference.mean() < 0.01
+        assert (found == 0).eq(expected == 0).all()
+
+
+def moe_folder(path: Path) -> dict[str, Tensor]:
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def test_experts_load_train_offload_and_export(tmp_path: Path) -> None:
+    moe_folder(tmp_path / "moe")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
+    settings = gpu_settings(tmp_path / "moe", **PRECISION_AWARE)
+    with worker_of(settings, GPU) as worker:
+        worker.offload_after_refit()
+        worker.offload_before_refit()
+        worker.export_hf(tmp_path / "exported")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+        for name, tensor in stored.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+        worker.prepare_for_lp_inference()
+        batch = make_batch()
+        with torch.no_grad():
+            logits = stored.cuda()(input_ids=batch.input_ids.cuda()).logits.float().cpu()
+        expected = logits.log_softmax(-1)[:, :-1].gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+        is_real = torch.arange(1, batch.input_ids.shape[1]) < batch.input_lengths[:, None]
+        found = worker.get_logprobs(batch)[:, 1:]
+        difference = ((found - expected) * is_real).abs()
+        logger.info("experts: mean %.2e max %.2e", difference.mean(), difference.max())
+        assert difference.mean() < 0.02
+    resident = run(gpu_settings(tmp_path / "moe", colocated=False, **PRECISION_AWARE))
+    away = run(settings)
+    assert away.values == resident.values
+    assert torch.equal(away.weights, resident.weights)
