@@ -16,5 +16,13 @@ class DataError(UserError):
     """A data file, a row or a prompt cannot be used."""
 
 
+class DeviceMemoryError(UserError):
+    """A device has no room for what a phase needs; the message says how much and who holds the rest."""
+
+
 class WorkerDiedError(UserError):
     """A worker process ended while the driver needed it; the message names the worker, its phase and the cause."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read; the message has its path and the reason."""

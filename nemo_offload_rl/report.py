@@ -1,8 +1,8 @@
 """Pictures of a run: `python -m nemo_offload_rl.report RUN_DIR`.
 
 1. Read metrics.jsonl of the run folder.
-2. Draw reward, held-out accuracy, KL, seconds by phase and bytes moved, each where it was measured, as PNG files into
-   RUN_DIR/report/.
+2. Draw reward, held-out accuracy, loss, KL, seconds by phase, bytes moved and GPU memory, each where it was measured,
+   as PNG files into RUN_DIR/report/.
 3. Write RUN_DIR/report/index.html with the same pictures inside, and print its path.
 """
 
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.report_memory import memory_picture
 from nemo_offload_rl.utils.cli import run_main
-from nemo_offload_rl.utils.logger import METRICS_FILE
+from nemo_offload_rl.utils.logger import METRICS_FILE, SAMPLES_FOLDER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,12 +103,17 @@ def write_report(run_dir: Path) -> Path:
             continue
         (folder / f"{name}.png").write_bytes(png)
         pictures.append({"title": title, "data": base64.b64encode(png).decode("ascii")})
+    memory = memory_picture(run_dir)
+    if memory is not None:
+        (folder / "memory.png").write_bytes(memory)
+        pictures.append({"title": "GPU memory by owner", "data": base64.b64encode(memory).decode("ascii")})
     page = folder / "index.html"
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_PAGE)
     html = template.render(
         title=run_dir.resolve().name,
         figures=summary(metrics),
         pictures=pictures,
+        samples=_last_samples(run_dir),
         record=_text_of(run_dir / "run.json"),
         config=_text_of(run_dir / "config.yaml"),
     )
@@ -125,12 +131,18 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
     _, rewards = metrics.series("train/reward_mean")
     if rewards:
         rows.append(("mean reward", f"{rewards[0]:.3f} to {rewards[-1]:.3f}"))
+    _, losses = metrics.series("validation/loss")
+    if losses:
+        rows.append(("held-out loss", f"{losses[0]:.3f} to {losses[-1]:.3f} (best {min(losses):.3f})"))
     _, errors = metrics.series("train/token_mult_prob_error")
     if errors:
         rows.append(("largest token_mult_prob_error", f"{max(errors):.4f}"))
     _, speeds = metrics.series("train/generation_tokens_per_s")
     if speeds:
         rows.append(("generated tokens per second, median", f"{sorted(speeds)[len(speeds) // 2]:.0f}"))
+    _, speeds = metrics.series("train/training_tokens_per_s")
+    if speeds:
+        rows.append(("trained tokens per second, median", f"{sorted(speeds)[len(speeds) // 2]:.0f}"))
     _, totals = metrics.series("timing/total_s")
     if totals:
         rows.append(("seconds per step, median", f"{sorted(totals)[len(totals) // 2]:.2f}"))
@@ -177,6 +189,22 @@ def _draw_line(axes: Axes, metrics: Metrics, name: str, ylabel: str, marker: str
     axes.plot(steps, values, color=_COLORS[0], marker=marker or ("o" if len(steps) < 3 else None), linewidth=1.8)
     axes.set_ylabel(ylabel)
     return True
+
+
+def _draw_loss(axes: Axes, metrics: Metrics) -> bool:
+    """Of SFT and DPO; a policy gradient's says nothing about how well the policy does."""
+    if metrics.series("train/reward_mean")[0] or not _draw_line(axes, metrics, "train/loss", "loss"):
+        return False
+    axes.lines[0].set_label("training")
+    steps, values = metrics.series("validation/loss")
+    if steps:
+        axes.plot(steps, values, color=_COLORS[2], marker="o", linewidth=1.8, label="held out")
+        axes.legend(frameon=False)
+    return True
+
+
+def _draw_margin(axes: Axes, metrics: Metrics) -> bool:
+    return _draw_line(axes, metrics, "train/rewards_margin_mean", "better minus worse")
 
 
 def _draw_reward(axes: Axes, metrics: Metrics) -> bool:
@@ -246,6 +274,8 @@ def _byte_unit(num_bytes: float) -> tuple[int, str]:
 
 _PICTURES = (
     ("accuracy", "Held-out accuracy", _draw_accuracy),
+    ("loss", "Loss", _draw_loss),
+    ("margin", "Reward margin of the pairs", _draw_margin),
     ("reward", "Reward of the rollouts", _draw_reward),
     ("kl", "KL to the reference policy", _draw_kl),
     ("phases", "Seconds by phase", _draw_phases),
@@ -273,11 +303,18 @@ pre { background: #f5f6f8; padding: 1rem; overflow-x: auto; font-size: .85rem; }
 {% for name, text in figures %}<tr><td>{{ name }}</td><td>{{ text }}</td></tr>
 {% endfor %}</table>
 {% for picture in pictures %}<img src="data:image/png;base64,{{ picture.data }}" alt="{{ picture.title }} by step">
-{% endfor %}{% if record %}<details><summary>Run record</summary><pre>{{ record }}</pre></details>
+{% endfor %}{% if samples %}<details><summary>Validation samples</summary><pre>{{ samples }}</pre></details>
+{% endif %}{% if record %}<details><summary>Run record</summary><pre>{{ record }}</pre></details>
 {% endif %}{% if config %}<details><summary>Resolved configuration</summary><pre>{{ config }}</pre></details>
 {% endif %}</body>
 </html>
 """
+
+
+def _last_samples(run_dir: Path) -> str:
+    """What the latest validation showed, with its step."""
+    paths = {int(path.stem.removeprefix("step_")): path for path in (run_dir / SAMPLES_FOLDER).glob("step_*.txt")}
+    return f"step {max(paths)}\n{_text_of(paths[max(paths)])}" if paths else ""
 
 
 def _text_of(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
@@ -12,7 +12,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.env import vllm_env
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
 _MAX_REQUESTS_IN_FLIGHT = 256
@@ -33,17 +33,12 @@ class RayGenerationEngine:
     """
 
     def __init__(self, cluster: VirtualCluster, settings: VllmSettings, env_vars: dict[str, str] | None = None) -> None:
-        device_type = cluster.settings.device_type
-        if device_type == "cuda" and settings.tensor_parallel_size > 1:
+        device_type, tp_size = cluster.settings.device_type, settings.tensor_parallel_size
+        num_engines = cluster.world_size // tp_size
+        if cluster.settings.workers_per_node % tp_size:
             raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={settings.tensor_parallel_size}: one engine over "
-                "several GPUs is not available yet; set it to 1, which gives one engine for each GPU"
-            )
-        num_engines, rest = divmod(cluster.world_size, settings.tensor_parallel_size)
-        if rest or not num_engines:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={settings.tensor_parallel_size} does not divide the "
-                f"cluster's {cluster.world_size} devices; choose a divisor"
+                f"policy.generation.vllm_cfg.tensor_parallel_size={tp_size} does not divide a host's "
+                f"{cluster.settings.workers_per_node} devices, and one engine stays on one host; choose a divisor"
             )
         name = "async_engine:AsyncVllmEngine" if settings.async_engine else "engine:VllmEngine"
         spec = WorkerSpec(
@@ -52,9 +47,11 @@ class RayGenerationEngine:
             per_rank_kwargs=[{"settings": replace(settings, seed=settings.seed + i)} for i in range(num_engines)],
             env_vars={**vllm_env(device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
             num_workers=num_engines,
+            slots_per_worker=tp_size,
             max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,
         )
         self._group = RayWorkerGroup(cluster, spec)
+        self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))
 
     @property
@@ -83,6 +80,20 @@ class RayGenerationEngine:
         """Completions of one prompt from the next engine in turn; needs `async_engine` to overlap with others."""
         results = await self._group.run_one(next(self._turn), "generate", [list(prompt)], sampling, num_samples)
         return results[0]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all engines."""
+        return self._group.world_size * self._tp_size
+
+    def join_refit_group(self, address: RefitGroupAddress) -> None:
+        """Every device joins the communicator of refits, from rank 1 on; rank 0 is the policy's."""
+        ranks = [1 + engine * self._tp_size for engine in range(self._group.world_size)]
+        self._group.run_each("join_refit_group", [(address, rank) for rank in ranks])
+
+    def name_processes(self, names: Mapping[int, str]) -> None:
+        """Who is who among the processes that share the devices, for messages."""
+        self._group.run_all("name_processes", dict(names))
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`."""

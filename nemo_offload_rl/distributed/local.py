@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.policy.policy import Policy
+    from nemo_offload_rl.policy.settings import PolicySettings
+
+
+def start_local_policy(settings: PolicySettings, keep_reference: bool, device: str = "cpu") -> Policy:
+    """A policy of one worker in this process; `device` as torch names it."""
+    from nemo_offload_rl.policy.backends.base import ProcessInfo  # here, since the model library takes seconds
+    from nemo_offload_rl.policy.policy import Policy
+    from nemo_offload_rl.policy.worker import PolicyWorker
+
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device=device)
+    return Policy(LocalWorkerGroup(PolicyWorker(settings, process, keep_reference)), settings)
 
 
 class LocalWorkerGroup:
@@ -38,6 +53,10 @@ class LocalWorkerGroup:
     def join(self, handle: list[Any]) -> list[Any]:
         """What `start_all` returned."""
         return handle
+
+    def pids(self) -> list[int]:
+        """This process."""
+        return [os.getpid()]
 
     def shutdown(self) -> None:
         """Shut the worker down; safe to call twice."""

@@ -20,21 +20,39 @@ def start_policy(cluster: VirtualCluster, settings: PolicySettings, keep_referen
         keep_reference: Keep the initial parameters for reference logprobs.
     """
     world_size = cluster.world_size
-    tp_size = settings.dtensor_cfg.tensor_parallel_size
     on_gpu = cluster.settings.device_type == "cuda"
     processes = [
         ProcessInfo(rank=rank, world_size=world_size, init_method="env://", device="cuda:0" if on_gpu else "cpu")
         for rank in range(world_size)
     ]
-    # Ray gives a worker one thread for its share of a CPU. The engine rests while the policy computes. Threads that
-    # spin while they wait make a step up to ten times slower as soon as another process wants a core.
-    threads = max(1, (os.cpu_count() or 1) // cluster.settings.workers_per_node)
     spec = WorkerSpec(
         name="policy",
         factory="nemo_offload_rl.policy.worker:PolicyWorker",
         kwargs={"settings": settings, "keep_reference": keep_reference},
         per_rank_kwargs=[{"process": process} for process in processes],
-        env_vars={} if on_gpu else {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
+        env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),
     )
     group = RayWorkerGroup(cluster, spec)
-    return Policy(group, settings, dp_size=world_size // tp_size, tp_size=tp_size)
+    return Policy(group, settings)
+
+
+def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) -> dict[str, str]:
+    """What the environment of a policy worker has, before anything is imported there.
+
+    Args:
+        settings: The policy.
+        cpu_workers_per_node: How many workers share a host's CPUs; None for workers with a GPU each.
+    """
+    env_vars: dict[str, str] = {}
+    if cpu_workers_per_node is not None:
+        # Ray gives a worker one thread for its share of a CPU. The engine rests while the policy computes. Threads
+        # that spin while they wait make a step up to ten times slower as soon as another process wants a core.
+        threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
+        env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    megatron = settings.megatron
+    if megatron is not None:
+        env_vars |= megatron.env_vars or {}
+        if megatron.fine_grained_activation_offloading:
+            # Else Transformer Engine 2.10 and later would move weights too. A rule refuses another value in env_vars.
+            env_vars["NVTE_CPU_OFFLOAD_V1"] = "1"
+    return env_vars

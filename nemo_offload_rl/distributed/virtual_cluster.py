@@ -1,4 +1,4 @@
-"""Slots for workers: one bundle of a Ray placement group for each device, shared by the worker groups in turn.
+"""Slots for workers: one bundle of its host's placement group for each device, shared by the worker groups in turn.
 
 1. `cluster_session` joins the cluster of RAY_ADDRESS, or starts Ray on this machine.
 2. `VirtualCluster` reserves a bundle {CPU: 1, and GPU: 1 if there are GPUs} for each device, host by host.
@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,19 +22,18 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.distributed.ports import find_free_port
+from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
 _CPU_OBJECT_STORE_BYTES = 256 * 2**20
-_RESERVE_TIMEOUT_S = 120.0
 _DAEMON_END_S = 1.0
+_ANSWER_TIMEOUT_S = 10.0
 
 
 class VirtualCluster:
@@ -51,43 +51,51 @@ class VirtualCluster:
         self.settings = settings
         self._num_colocated_groups = num_colocated_groups
         self._groups: list[Callable[[], None]] = []
+        self._beside: list[VirtualCluster] = []
         self._next_port = settings.master_port_range_low
-        self._placement_group = _reserve(settings)
-        self._bundles = _bundles_by_host(self._placement_group)
-        per_host = settings.workers_per_node
-        hosts = [self._bundles[start][1] for start in range(0, len(self._bundles), per_host)]
-        for slot, (_, host) in enumerate(self._bundles):
-            if host != hosts[slot // per_host]:
-                self._remove_placement_group()
-                raise ConfigError(
-                    f"cluster.num_nodes={settings.num_nodes} hosts with {per_host} devices each are not free: Ray "
-                    "spread the devices otherwise; free whole hosts or ask for fewer devices"
-                )
+        self._slots = reserve_slots(settings)
 
     @property
     def world_size(self) -> int:
         """Number of slots."""
-        return len(self._bundles)
+        return len(self._slots)
 
     def local_rank(self, slot: int) -> int:
         """Position of a slot on its host."""
         return slot % self.settings.workers_per_node
 
-    def actor_options(self, slot: int, env_vars: dict[str, str]) -> dict[str, Any]:
-        """Ray options of a worker in `slot`; with GPUs it sees only its slot's one, as `cuda:0`."""
+    def actor_options(self, slot: int, env_vars: dict[str, str], num_slots: int = 1) -> dict[str, Any]:
+        """Ray options of a worker in `slot`; with GPUs it sees only its slot's one, as `cuda:0`.
+
+        A worker of several slots lives in the first of them and sees the GPUs of all.
+        """
+        if num_slots > 1 and self.settings.device_type == "cuda":
+            # Ray would show it the GPU of its own bundle alone.
+            env_vars = {
+                **env_vars,
+                "CUDA_VISIBLE_DEVICES": ",".join(self._gpu_id(slot + i) for i in range(num_slots)),
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            }
         options: dict[str, Any] = {
             "num_cpus": 1.0 / self._num_colocated_groups,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement_group, self._bundles[slot][0]),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._slots[slot].group, self._slots[slot].bundle_index
+            ),
             "runtime_env": {"env_vars": env_vars},
         }
         if self.settings.device_type == "cuda":
             options["num_gpus"] = 1.0 / self._num_colocated_groups
         return options
 
+    def _gpu_id(self, slot: int) -> str:
+        """The slot's GPU as its host counts it."""
+        ask = ray.remote(lambda: ray.get_gpu_ids()[0])
+        return str(ray.get(ask.options(**self.actor_options(slot, {})).remote()))
+
     def rendezvous(self) -> tuple[str, int]:
         """Address and free port on slot 0's host, another port at each call."""
         low, high = self._next_port, self.settings.master_port_range_high
-        if self._bundles[0][1] == ray.get_runtime_context().get_node_id():
+        if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
             address, port = ray.util.get_node_ip_address(), find_free_port(low, high)
         else:
             options = self.actor_options(0, {})
@@ -111,15 +119,19 @@ class VirtualCluster:
         if shutdown in self._groups:
             self._groups.remove(shutdown)
 
+    def beside(self, settings: ClusterSettings) -> VirtualCluster:
+        """More slots of the same Ray cluster, each for one worker group; they end with this cluster."""
+        other = VirtualCluster(settings, num_colocated_groups=1)
+        self._beside.append(other)
+        return other
+
     def shutdown(self) -> None:
         """End every worker and give the slots back; safe to call twice."""
+        for other in self._beside:
+            other.shutdown()
         for shutdown in reversed(self._groups.copy()):
             shutdown()
-        self._remove_placement_group()
-
-    def _remove_placement_group(self) -> None:
-        if ray.is_initialized():
-            remove_placement_group(self._placement_group)
+        release_groups({slot.group.id: slot.group for slot in self._slots}.values())
 
 
 @contextmanager
@@ -136,8 +148,10 @@ def cluster_session(
         log_to_driver: Show the workers' output in this process; it is in Ray's session folder in any case.
 
     Raises:
-        ConfigError: The cluster has fewer devices than asked for.
+        ConfigError: The cluster has fewer devices than asked for, or the environment asks for expandable segments.
     """
+    if settings.device_type == "cuda":
+        _refuse_expandable_segments()
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
     daemons: list[psutil.Process] = []
@@ -161,6 +175,15 @@ def cluster_session(
                     ray.shutdown()
 
 
+def _refuse_expandable_segments() -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if name in os.environ and "expandable_segments:true" in os.environ[name].lower():
+            raise ConfigError(
+                f"{name}={os.environ[name]}, but expandable segments break the memory pool of vLLM's sleep mode and "
+                "cannot be shared with the engine for a refit; unset it"
+            )
+
+
 def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
     # The hook of `uv run` would build a new environment for every worker.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -170,6 +193,7 @@ def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if "RAY_ADDRESS" in os.environ:
+        _check_answers(os.environ["RAY_ADDRESS"])
         ray.init(address="auto", **common)
         return
     if settings.device_type == "cpu":
@@ -178,43 +202,18 @@ def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
     ray.init(address="local", include_dashboard=False, **common)
 
 
-def _reserve(settings: ClusterSettings) -> PlacementGroup:
-    _check_resources(settings)
-    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if settings.device_type == "cuda" else {})
-    strategy = "STRICT_PACK" if settings.num_nodes == 1 else "PACK"
-    group = placement_group([bundle] * settings.world_size, strategy=strategy)
+def _check_answers(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like, which Ray looks up
     try:
-        ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
-    except GetTimeoutError:
-        remove_placement_group(group)
+        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
+    except OSError as error:
         raise ConfigError(
-            f"The Ray cluster has {settings.world_size} devices, but they were not free within "
-            f"{_RESERVE_TIMEOUT_S:.0f} s; end the other job on it or ask for fewer devices"
-        ) from None
-    return group
-
-
-def _check_resources(settings: ClusterSettings) -> None:
-    needed = {"CPU": settings.world_size}
-    if settings.device_type == "cuda":
-        needed["GPU"] = settings.world_size
-    present = ray.cluster_resources()
-    on_gpu = settings.device_type == "cuda"
-    for resource, count in needed.items():
-        found = int(present[resource]) if resource in present else 0
-        if found < count:
-            per_node = "gpus_per_node" if on_gpu else "cpu_workers_per_node"
-            raise ConfigError(
-                f"cluster.{per_node}={settings.workers_per_node} on cluster.num_nodes={settings.num_nodes} needs "
-                f"{count} {resource}s, but the Ray cluster has {found}; lower cluster.{per_node} or join a larger one"
-            )
-
-
-def _bundles_by_host(group: PlacementGroup) -> list[tuple[int, str]]:
-    """(bundle index, node id), the driver's host first, then host by host."""
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    here = ray.get_runtime_context().get_node_id()
-    return sorted(nodes.items(), key=lambda item: (item[1] != here, item[1], item[0]))
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
+            "RAY_ADDRESS to use this machine"
+        ) from error
 
 
 @contextmanager

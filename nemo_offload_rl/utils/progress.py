@@ -18,8 +18,8 @@ _LEAST_SHARE = 0.005
 class RunProgress:
     """Shows the progress of a run.
 
-    On a terminal: a bar with reward, accuracy and time left, and above it two lines for each step. Otherwise one plain
-    line for each step, so that a log file stays readable.
+    On a terminal: a bar with the step's figures and the time left, and above it two lines for each step. Otherwise one
+    plain line for each step, so that a log file stays readable.
 
     Args:
         num_steps: Steps of the run in all.
@@ -40,7 +40,7 @@ class RunProgress:
         self._num_steps = num_steps
         self._first_step = first_step
         self._began = clock()
-        self._accuracy: float | None = None
+        self._figures: dict[str, str] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -64,24 +64,22 @@ class RunProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def step_done(self, step: int, reward: float, seconds: Mapping[str, float], accuracy: float | None = None) -> None:
+    def step_done(self, step: int, figures: Mapping[str, str], seconds: Mapping[str, float]) -> None:
         """Show one finished step.
 
         Args:
             step: Its number, from 1.
-            reward: Mean reward of its rollouts.
+            figures: What to show of it, by name. One that later steps do not give, such as the accuracy of a
+                validation, stays in sight.
             seconds: What the step's `PhaseTimer.drain` gave.
-            accuracy: Held-out accuracy, 0 to 1, when the step validated; the last one stays in sight.
         """
-        self._accuracy = accuracy if accuracy is not None else self._accuracy
-        figures = f"reward {reward:.3f}"
-        if self._accuracy is not None:
-            figures += f"  accuracy {self._accuracy:.1%}"
+        self._figures |= figures
+        text = "  ".join(f"{name} {value}" for name, value in self._figures.items())
         if self._bar is None:
-            self._write_line(step, figures, seconds)
+            self._write_line(step, text, seconds)
             return
-        self.note(step_summary(step, figures, seconds))
-        self._bar.update(self._task, completed=step, figures=figures)
+        self.note(step_summary(step, text, seconds))
+        self._bar.update(self._task, completed=step, figures=text)
 
     def note(self, text: str) -> None:
         """Show one line of text, such as a validation's result, without disturbing the bar."""

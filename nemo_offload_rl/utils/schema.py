@@ -26,7 +26,9 @@ class LoggerConfig(TypedDict):
     log_dir: Annotated[
         str, doc("Run folder. An older metrics.jsonl in it is renamed, never overwritten.", min_length=1)
     ]
-    num_val_samples_to_print: Annotated[int, doc("Validation samples shown as text at each validation.", ge=0)]
+    num_val_samples_to_print: Annotated[
+        int, doc("Validation samples shown at each validation, and written to `log_dir`/samples.", ge=0)
+    ]
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
     wandb: NotRequired[Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")]]
@@ -61,3 +63,13 @@ class CheckpointingConfig(TypedDict):
     keep_top_k: Annotated[int | None, doc("How many checkpoints stay on disk; null keeps all.", ge=1)]
     save_period: Annotated[int, doc("Save every so many steps.", ge=1)]
     save_optimizer: Annotated[bool, doc("Save the optimizer too. Without it a run can be used but not continued.")]
+    save_consolidated: Annotated[
+        bool, doc("Also write a Hugging Face folder `hf` into each checkpoint, which transformers and vLLM load.")
+    ]
+    async_save: Annotated[
+        bool,
+        doc(
+            "Copy the state into host memory and write it to disk while training goes on. Takes as much host memory "
+            "as the state; where that is not free, the save waits for the disk instead and says so."
+        ),
+    ]

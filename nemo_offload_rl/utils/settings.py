@@ -66,3 +66,5 @@ class CheckpointingSettings:
     keep_top_k: int | None
     save_period: int  # steps
     save_optimizer: bool
+    save_consolidated: bool
+    async_save: bool

@@ -37,6 +37,10 @@ class PhaseTimer:
             self._seconds[key] = self._seconds.setdefault(key, 0.0) + self._clock() - began
             self._open.pop()
 
+    def current(self) -> str:
+        """The outer phase that is open, or an empty text; another thread may ask."""
+        return next(iter(self._open), "")
+
     def seconds(self) -> dict[str, float]:
         """Seconds by phase, in the order the phases were first left, and `total` since the last `drain`."""
         return {**self._seconds, TOTAL: self._clock() - self._began}

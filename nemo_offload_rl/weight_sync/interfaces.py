@@ -1,6 +1,7 @@
 """Refit: how weights get from the trainer into the engine.
 
-1. The driver asks the policy workers for the next bucket (`next_bucket`); rank 0 fills one of two buffers.
+1. The driver asks the policy workers for the next bucket (`next_bucket`); rank 0 fills one of two buffers, or every
+   rank one on its own GPU.
 2. The driver hands the bucket's description to the engine (`load_bucket`), which copies out of the buffer.
 3. While the engine copies, the worker fills the other buffer; a buffer is refilled only after its load returned.
 4. After the last bucket the engine checks the manifest and resets its prefix cache (`finish_refit`).
@@ -24,11 +25,20 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
+class RefitGroupAddress:
+    """Where the senders and receivers of a refit between different devices meet."""
+
+    host: str
+    port: int
+    world_size: int
+
+
+@dataclass(frozen=True)
 class WeightBucket:
     """A filled buffer. `handle` is what the transport needs to map it in another process."""
 
     index: int
-    transport: str  # "shared_memory"; "cuda_ipc" later
+    transport: str  # "shared_memory", "cuda_ipc" or "nccl"
     handle: object
     num_bytes: int
     slices: tuple[TensorSlice, ...]

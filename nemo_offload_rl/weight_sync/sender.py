@@ -1,7 +1,7 @@
 """The sending side, without a transport: which tensor goes where, and is it the one that was announced.
 
-Rank 0 of the policy uses a transport's sender; the other ranks, which take part in gathering each tensor but send
-nothing, use `DiscardingSender` with the same arguments, so that all ranks gather in step.
+Over shared memory rank 0 of the policy sends; the other ranks, which take part in gathering each tensor, use
+`DiscardingSender` with the same arguments, so that all ranks gather in step. Over CUDA IPC every rank sends.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class BucketSender(ABC):
             self._check_exhausted()
         self._next_index = index + 1
         return WeightBucket(index, self.transport, self._handle(index), plan.num_bytes, plan.slices, is_last)
+
+    def release(self) -> None:  # noqa: B027
+        """Give up what the buffers hold of the device's memory, until the next `start`; nothing by default."""
 
     def close(self) -> None:
         """Free the buffers; safe to call twice."""

@@ -18,7 +18,7 @@ ALLOWED = {
     "data": {"errors", "schema"},
     "environments": {"data", "errors"},
     "weight_sync": {"errors", "generation", "policy"},
-    "generation": {"weight_sync", "data", "errors", "schema"},
+    "generation": {"weight_sync", "data", "errors", "schema", "utils"},
     "policy/backends": {"residency", "data", "errors", "policy"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
     "experience": {"data", "environments", "generation", "errors"},

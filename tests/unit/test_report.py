@@ -39,6 +39,9 @@ def write_run(folder: Path, num_steps: int = 5) -> Path:
 def test_the_page_holds_its_pictures_and_the_folder_too(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run <1>")
     (run / "config.yaml").write_text("a: <b>\n")
+    (run / "samples").mkdir()
+    for step in (2, 10):
+        (run / "samples" / f"step_{step}.txt").write_text(f"right <{step}>\n")
     page = write_report(run)
     assert page == run / "report" / "index.html"
     assert {path.name for path in page.parent.iterdir()} == {
@@ -49,6 +52,7 @@ def test_the_page_holds_its_pictures_and_the_folder_too(tmp_path: Path) -> None:
     assert sorted(embedded) == sorted(path.read_bytes() for path in page.parent.glob("*.png"))
     assert "http" not in html
     assert "a: &lt;b&gt;" in html
+    assert "step 10\nright &lt;10&gt;" in html and "&lt;2&gt;" not in html
     assert "run &lt;1&gt;" in html
 
 
@@ -64,6 +68,20 @@ def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward_mean": 0.5}\n')
     page = write_report(tmp_path)
     assert [path.name for path in page.parent.glob("*.png")] == ["reward.png"]
+
+
+def test_a_run_without_rewards_shows_its_losses_and_margins(tmp_path: Path) -> None:
+    records = [
+        {"step": 0, "validation/loss": 2.0},
+        {"step": 1, "train/loss": 1.5, "train/rewards_margin_mean": 0.1, "train/training_tokens_per_s": 100.0},
+        {"step": 2, "train/loss": 1.0, "train/rewards_margin_mean": 0.3, "validation/loss": 1.25},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = write_report(tmp_path)
+    assert {path.name for path in page.parent.glob("*.png")} == {"loss.png", "margin.png"}
+    rows = dict(summary(read_metrics(tmp_path)))
+    assert rows["held-out loss"] == "2.000 to 1.250 (best 1.250)"
+    assert rows["trained tokens per second, median"] == "100"
 
 
 def test_many_steps_are_drawn_as_areas(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class AsyncVllmEngine(VllmEngineBase):
         """
         self.check_ready()
         check_prompts([prompt], self._settings.max_model_len)
-        coroutine = self._one(prompt, sampling, num_samples, position=0)
+        coroutine = self._one(prompt, self.effective(sampling), num_samples, position=0)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def shutdown(self) -> None:

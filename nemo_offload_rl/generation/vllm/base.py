@@ -8,18 +8,21 @@ state, and misuse (generating while asleep, or after weights were discarded) fai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, DeviceMemoryError
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
 from nemo_offload_rl.weight_sync.errors import RefitError
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
+# A policy worker's last copies to the host end within seconds.
+HAND_OVER_TIMEOUT_S = 30.0
 
 
 class VllmEngineBase(ABC):
@@ -36,11 +39,14 @@ class VllmEngineBase(ABC):
         self._can_sleep = can_sleep
         self._weights_valid = weights_valid
         self._awake = set(ALL_TAGS)
+        self._process_names: dict[int, str] = {}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
         """See `GenerationEngine`. With `sampling.seed`, sample j of prompt i draws from seed + i * num_samples + j.
+
+        Without `per_request_seeds` the seed is left aside: all samples draw from the engine's own generator.
 
         Raises:
             DataError: A prompt is empty or leaves no room for a token.
@@ -48,16 +54,30 @@ class VllmEngineBase(ABC):
         """
         self.check_ready()
         check_prompts(prompts, self._settings.max_model_len)
-        return self._generate(prompts, sampling, num_samples) if prompts else []
+        return self._generate(prompts, self.effective(sampling), num_samples) if prompts else []
+
+    def effective(self, sampling: SamplingSettings) -> SamplingSettings:
+        """The sampling that the engine is asked for."""
+        return sampling if self._settings.per_request_seeds else replace(sampling, seed=None)
+
+    def name_processes(self, names: Mapping[int, str]) -> None:
+        """Who is who among the processes that share the device, for messages."""
+        self._process_names = dict(names)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
-        """See `GenerationEngine`."""
+        """See `GenerationEngine`.
+
+        Raises:
+            DeviceMemoryError: Others did not give the device's memory back in time; the message says who holds what.
+        """
         wanted = ALL_TAGS if tags is None else tuple(tags)
         unknown = set(wanted) - set(ALL_TAGS)
         if unknown:
             raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
         asleep = [tag for tag in wanted if tag not in self._awake]
         if asleep and self._can_sleep:
+            names = [[pid, name] for pid, name in self._process_names.items()]
+            _raise_first(self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names)), DeviceMemoryError)
             self._wake_up(asleep)
         self._awake.update(asleep)
 
@@ -82,7 +102,7 @@ class VllmEngineBase(ABC):
         if "weights" not in self._awake:
             raise RuntimeError("load_bucket was called while the weights sleep: call prepare_for_generation first")
         self._weights_valid = False
-        _raise_first(self._rpc("refit_load_bucket", (bucket_to_wire(bucket),)))
+        _raise_first(self._rpc("refit_load_bucket", (bucket_to_wire(bucket),)), RefitError)
 
     def finish_refit(self) -> None:
         """See `GenerationEngine`.
@@ -90,10 +110,19 @@ class VllmEngineBase(ABC):
         Raises:
             RefitError: Weights never came; the message names them.
         """
-        _raise_first(self._rpc("refit_finish", ()))
+        _raise_first(self._rpc("refit_finish", ()), RefitError)
         if not self._reset_prefix_cache():
             raise RefitError("vLLM kept its prefix cache, because requests are running")
         self._weights_valid = True
+
+    def join_refit_group(self, address: RefitGroupAddress, first_rank: int) -> None:
+        """Join the communicator of refits between different devices; its other ranks do so at the same time.
+
+        Args:
+            address: Where they meet.
+            first_rank: Of this engine's workers.
+        """
+        self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
 
     def check_ready(self) -> None:
         """Raise `RuntimeError` when a response could not come from the policy's weights."""
@@ -135,7 +164,7 @@ def start_error(error: ValueError, settings: VllmSettings) -> Exception:
     return error
 
 
-def _raise_first(messages: Sequence[str | None]) -> None:
+def _raise_first(messages: Sequence[str | None], kind: type[Exception]) -> None:
     for message in messages:
         if message is not None:
-            raise RefitError(message)
+            raise kind(message)

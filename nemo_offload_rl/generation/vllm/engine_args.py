@@ -39,6 +39,10 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": f"{_PACKAGE}.worker_extension.RefitExtension",
     }
+    if settings.tensor_parallel_size > 1:
+        # Processes of this one. Inside a placement group vLLM would start Ray actors of its own, for which the policy
+        # workers of these GPUs leave no room.
+        arguments["distributed_executor_backend"] = "mp"
     if settings.kv_cache_memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_memory_gib * 2**30)
     if device_type == "cpu":

@@ -30,9 +30,11 @@ def vllm_cpu_env() -> dict[str, str]:
 def vllm_cuda_env() -> dict[str, str]:
     """Variables of an engine on a GPU.
 
-    Expandable segments break the memory pool of vLLM's sleep mode, so an inherited setting is overridden.
+    FlashInfer's sampler cannot give the logprobs of what was sampled after truncation, so vLLM would not use it here,
+    but importing it fails where it is not installed. Expandable segments (refused before Ray starts) break the memory
+    pool of vLLM's sleep mode.
     """
-    return {**_quiet_env(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTORCH_CUDA_ALLOC_CONF": ""}
+    return {**_quiet_env(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 def _quiet_env() -> dict[str, str]:

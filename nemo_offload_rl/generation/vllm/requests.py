@@ -49,15 +49,20 @@ def sampling_params(sampling: SamplingSettings, num_samples: int, position: int)
         stop=list(sampling.stop_strings),
         seed=seed,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=bool(sampling.stop_strings),
     )
 
 
 def completion_from_output(output: CompletionOutput) -> Completion:
     """Tokens with the sampler's logprob of each; the token that ended the response is among them."""
-    token_ids = list(output.token_ids)
-    logprobs = []
-    for token, entry in zip(token_ids, output.logprobs or (), strict=True):
-        assert entry is not None
-        logprobs.append(entry[token].logprob)
-    return Completion(token_ids, logprobs, output.finish_reason or "abort")
+    from vllm.logprobs import FlatLogprobs
+
+    token_ids, flat = list(output.token_ids), output.logprobs
+    if flat is None:
+        assert not token_ids
+        return Completion([], [], output.finish_reason or "abort")
+    assert isinstance(flat, FlatLogprobs)
+    # With `logprobs=0` each position has one entry: that of the sampled token.
+    assert flat.token_ids == token_ids
+    return Completion(token_ids, list(flat.logprobs), output.finish_reason or "abort")

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclReceiver
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 
@@ -23,15 +25,17 @@ class RefitSession:
 
     Args:
         model: vLLM's model; it has `load_weights` and, with fused parameters, `packed_modules_mapping`.
+        group: The communicator over which buckets come, where engine and policy do not share devices.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: NcclGroup | None = None) -> None:
+        self._group = group
         self._model: Any = model
         self._packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         self._parameters = {name for name, _ in model.named_parameters()}
         self._received: set[str] = set()
         self._loaded: set[str] = set()
-        self._receiver = SharedMemoryReceiver()
+        self._receiver: SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver | None = None
 
     def load(self, bucket: WeightBucket) -> None:
         """Copy the bucket into the model; its buffer may be overwritten afterwards.
@@ -54,6 +58,7 @@ class RefitSession:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RefitError(f"The engine cannot load {listed(current[-1:])}: {reason}") from error
         if torch.cuda.is_available():
+            # The copies are only asked for so far, and the sender refills the buffer once this has returned.
             torch.cuda.synchronize()
 
     def finish(self) -> None:
@@ -69,12 +74,23 @@ class RefitSession:
 
     def close(self) -> None:
         """Let go of the sender's buffers."""
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def _observed(self, bucket: WeightBucket, current: list[str]) -> Iterator[tuple[str, Tensor]]:
+        if self._receiver is None:
+            self._receiver = self._new_receiver(bucket.transport)
         for name, tensor in self._receiver.tensors(bucket):
             current.append(name)
             yield name, tensor
+
+    def _new_receiver(self, transport: str) -> SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver:
+        if transport == CudaIpcSender.transport:
+            return CudaIpcReceiver()
+        if self._group is not None:
+            return NcclReceiver(self._group)
+        return SharedMemoryReceiver()
 
     def _would_be_ignored(self, name: str) -> bool:
         # load_weights drops unknown biases (GPTQ checkpoints have some); for us they mean another architecture.

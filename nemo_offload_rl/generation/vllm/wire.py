@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
+from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
 from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
+from nemo_offload_rl.weight_sync.nccl import NcclHandle, NcclSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
 
 
 def bucket_to_wire(bucket: WeightBucket) -> list[Any]:
-    """Lists, strings and integers only."""
-    if not isinstance(bucket.handle, SharedMemoryHandle):
-        raise NotImplementedError(f"vLLM workers read shared-memory buckets only, not {bucket.transport}")
+    """Lists, strings, bytes and integers only."""
     handle = bucket.handle
+    if isinstance(handle, SharedMemoryHandle):
+        place: list[Any] = [handle.pid, handle.fd, handle.inode, handle.num_bytes]
+    elif isinstance(handle, CudaIpcHandle):
+        place = [[uuid, *astuple(buffer)] for uuid, buffer in handle.buffers.items()]
+    elif isinstance(handle, NcclHandle):
+        place = []
+    else:
+        raise NotImplementedError(f"vLLM workers cannot read buckets of {bucket.transport}")
     slices = [[s.name, list(s.shape), str(s.dtype).removeprefix("torch."), s.offset_bytes] for s in bucket.slices]
-    place = [handle.pid, handle.fd, handle.inode, handle.num_bytes]
     return [bucket.index, bucket.transport, place, bucket.num_bytes, slices, int(bucket.is_last)]
 
 
@@ -26,4 +34,10 @@ def bucket_from_wire(wire: list[Any]) -> WeightBucket:
     pieces = tuple(
         TensorSlice(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in slices
     )
-    return WeightBucket(index, transport, SharedMemoryHandle(*place), num_bytes, pieces, bool(is_last))
+    if transport == CudaIpcSender.transport:
+        handle: object = CudaIpcHandle({uuid: SharedBuffer(*fields) for uuid, *fields in place})
+    elif transport == NcclSender.transport:
+        handle = NcclHandle()
+    else:
+        handle = SharedMemoryHandle(*place)
+    return WeightBucket(index, transport, handle, num_bytes, pieces, bool(is_last))

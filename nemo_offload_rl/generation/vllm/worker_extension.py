@@ -8,23 +8,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
 from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
+from nemo_offload_rl.weight_sync.nccl import NcclGroup
 
 
 class RefitExtension:
     """Mixed into vLLM's worker class, which has `model_runner`; vLLM refuses names that the worker has already."""
 
     model_runner: Any
+    rank: int
+    device: torch.device
     _refit_session: RefitSession | None = None
+    _refit_group: NcclGroup | None = None
+
+    def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
+        """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""
+        address = RefitGroupAddress(host, port, world_size)
+        self._refit_group = NcclGroup(address, first_rank + self.rank, self.device)
 
     def refit_load_bucket(self, wire: list[Any]) -> str | None:
         """Load one bucket (see `wire.py`); the first one opens the refit, None means success."""
         bucket = bucket_from_wire(wire)
         if bucket.index == 0 or self._refit_session is None:
             self.refit_abort()
-            self._refit_session = RefitSession(self.model_runner.model)
+            self._refit_session = RefitSession(self.model_runner.model, self._refit_group)
         try:
             self._refit_session.load(bucket)
         except RefitError as error:
@@ -42,6 +55,10 @@ class RefitExtension:
         except RefitError as error:
             return str(error)
         return None
+
+    def wait_for_room(self, tags: list[str], timeout_s: float, process_names: list[list[Any]]) -> str | None:
+        """Wait until waking `tags` fits; a message after `timeout_s`. Names are [process id, name] each."""
+        return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names})
 
     def refit_abort(self) -> None:
         """Drop an unfinished refit."""

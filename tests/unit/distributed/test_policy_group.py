@@ -32,6 +32,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         kv_cache_memory_gib=0.0625,
         max_model_len=256,
         enforce_eager=True,
+        per_request_seeds=True,
         vllm_kwargs={},
     )
     engine = RayGenerationEngine(cluster, settings)

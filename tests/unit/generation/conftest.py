@@ -76,6 +76,7 @@ def start_engine(
             "kv_cache_memory_gib": 0.0625,
             "max_model_len": 400,
             "enforce_eager": True,
+            "per_request_seeds": True,
             "vllm_kwargs": {},
         }
         return RayGenerationEngine(cluster, VllmSettings(**(settings | overrides)))  # type: ignore[arg-type]

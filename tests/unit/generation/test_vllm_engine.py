@@ -202,7 +202,7 @@ def test_a_start_that_cannot_work_names_the_key_in_one_line(start_engine: Callab
         engine.wait_until_ready()
     assert "\n" not in str(raised.value)
     engine.shutdown()
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not divide the cluster's 1 devices"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not divide a host's 1 devices"):
         start_engine(tensor_parallel_size=2)
 
 

@@ -110,12 +110,61 @@ def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
     wandb = WandbSettings(project="p", name="n", mode="offline")
     with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {"grpo": {"seed": 1}}) as logger:
         logger.log(1, {"loss": 0.5}, "train")
+        logger.log_samples(1, ["right '1+1=' -> '2'"])
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     # wandb's own process writes the file a moment after `finish` returned.
     deadline = time.monotonic() + 30
     while b"train/loss" not in (written := record.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert b"train/loss" in written
+    assert b"git_revision" in written
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/validation/samples_*.json")
+    assert "'1+1=' -> '2'" in table.read_text()
+
+
+def test_validation_samples_are_a_text_file_for_each_validation_and_in_tensorboard(tmp_path: Path) -> None:
+    with RunLogger(settings(tmp_path, tensorboard_enabled=True), {}) as logger:
+        logger.log_samples(10, ["right '1+1=' -> '2'", "wrong '2+2=' -> '5'"])
+        logger.log_samples(20, [])
+    assert (tmp_path / "samples" / "step_10.txt").read_text() == "right '1+1=' -> '2'\nwrong '2+2=' -> '5'\n"
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_10.txt"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("validation/samples/text_summary")
+    assert event.step == 10
+    assert b"'2+2=' -> '5'" in event.tensor_proto.string_val[0]
+
+
+def test_tensorboard_gets_hyperparameters_configuration_and_revision_in_one_run(tmp_path: Path) -> None:
+    config = {"grpo": {"seed": 7, "clip": None}, "policy": {"lr": 1e-8, "betas": [0.9, 0.999]}}
+    RunLogger(settings(tmp_path, tensorboard_enabled=True), config).close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    assert len(list((tmp_path / "tensorboard").rglob("events.*"))) == 1
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert b"betas" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"git_revision" in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0]
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["grpo.seed"].number_value == 7
+    assert hparams["policy.lr"].number_value == 1e-8
+    assert hparams["policy.betas"].string_value == "[0.9, 0.999]"
+
+
+def test_a_full_disk_is_one_line_and_hides_no_other_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    logger = RunLogger(settings(tmp_path), {}, resume=True)
+    logger.log(1, {"loss": 0.5})
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+        logger.commit()
+    logger.close()
+    with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, resume=True) as logger:
+        logger.log(1, {"loss": 0.5})
+        _ = 1 / 0
 
 
 def test_weights_and_biases_needs_its_section(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     stream, clock = io.StringIO(), Clock()
     with RunProgress(10, console=Console(file=stream, width=40), clock=clock) as progress:
         clock.now = 4.0
-        progress.step_done(1, reward=0.5, seconds=SECONDS, accuracy=0.25)
+        progress.step_done(1, {"reward": "0.500", "accuracy": "25.0%"}, SECONDS)
         clock.now = 8.0
-        progress.step_done(2, reward=0.75, seconds=SECONDS)
+        progress.step_done(2, {"reward": "0.750"}, SECONDS)
     lines = stream.getvalue().splitlines()
     assert lines == [
         "step 1/10  reward 0.500  accuracy 25.0%  4.0 s (generation 50%, training 25%, other 25%)  36 s left",
@@ -36,7 +36,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_summary_of_each_step() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
     with RunProgress(10, console=console) as progress:
-        progress.step_done(1, reward=0.5, seconds=SECONDS, accuracy=0.25)
+        progress.step_done(1, {"reward": "0.500", "accuracy": "25.0%"}, SECONDS)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "    generation 2.00 s 50%  training 1.00 s 25%  other 1.00 s 25%\n" in text
     assert "optimizer" not in text

@@ -1,0 +1,49 @@
+"""The engine's device memory, seen from vLLM's worker process.
+
+Waking up maps memory that another process may still be giving back: the bytes are waited for, not assumed. vLLM's own
+wake-up fails half-way where they are missing, with part of the memory mapped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+import torch
+
+from nemo_offload_rl.utils.gpu_memory import holders
+
+MARGIN_BYTES = 64 << 20  # mapping has its own granularity
+_POLL_S = 0.002
+
+
+def sleeping_bytes(tags: Collection[str]) -> int:
+    """What waking `tags` takes from the device."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.is_asleep and data.tag in tags)
+
+
+def wait_for_room(tags: Collection[str], timeout_s: float, process_names: Mapping[int, str]) -> str | None:
+    """Wait until the device has room to wake `tags`.
+
+    Returns:
+        None, or after `timeout_s` what is missing and who holds what.
+    """
+    needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        if free_bytes >= needed_bytes:
+            return None
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(_POLL_S)
+    gib = 2**30
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return (
+        f"The engine's {' and '.join(tags)} need {needed_bytes / gib:.2f} GiB to wake, but {free_bytes / gib:.2f} of "
+        f"{total_bytes / gib:.2f} GiB were free after {timeout_s:.0f} s; held by {holders(uuid, process_names)}; lower "
+        "policy.generation.vllm_cfg.gpu_memory_utilization, or end what else runs on this GPU"
+    )

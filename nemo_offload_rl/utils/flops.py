@@ -1,0 +1,82 @@
+"""How much of a GPU's arithmetic a step uses: an estimate from the model's sizes (model FLOPs utilisation).
+
+Counted are the products with weights and those inside attention, a multiplication and an addition as two; recomputed
+activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Dense bf16 FLOP/s by a part of the name that the driver gives: data sheets of NVIDIA.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the count needs of a model."""
+
+    num_parameters: int
+    num_layers: int
+    attention_width: int  # heads times their size
+
+    def forward_flops(self, lengths: Sequence[int]) -> float:
+        """FLOPs of one forward pass over sequences of these lengths, each attending to itself."""
+        weights = 2.0 * self.num_parameters * sum(lengths)
+        # Two products of [length, length] with the heads; causal masks leave half of them.
+        attention = 2.0 * self.num_layers * self.attention_width * sum(length**2 for length in lengths)
+        return weights + attention
+
+
+def read_model_sizes(model_name: str) -> ModelSizes | None:
+    """Sizes of a local Hugging Face folder with safetensors, without reading weights; None for anything else."""
+    folder = Path(model_name).expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    num_heads = config["num_attention_heads"]
+    head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // num_heads
+    return ModelSizes(sum(map(_numel, files)), config["num_hidden_layers"], num_heads * head_dim)
+
+
+def _numel(file: Path) -> int:
+    """Elements of all tensors, from the header (https://huggingface.co/docs/safetensors, "Format")."""
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size))
+    total = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            count = 1
+            for length in entry["shape"]:
+                count *= length
+            total += count
+    return total
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU; None for one that is not in the table."""
+    return next((peak for part, peak in _PEAKS.items() if part in gpu_name), None)
+
+
+@dataclass(frozen=True)
+class ModelSpeed:
+    """What a run's GPUs could do at most, beside its model's sizes."""
+
+    sizes: ModelSizes
+    peak_flops: float  # of all GPUs that train, together
+
+    def training_mfu(self, lengths: Sequence[int], seconds: float) -> float:
+        """Share of the peak that forward and backward over these sequences used: three forward passes' worth."""
+        return 3 * self.sizes.forward_flops(lengths) / (seconds * self.peak_flops)
+
+
+def read_model_speed(model_name: str, gpu_name: str | None, num_gpus: int) -> ModelSpeed | None:
+    """None where the model's sizes or the GPU's peak are not known."""
+    sizes, peak = read_model_sizes(model_name), peak_flops(gpu_name) if gpu_name else None
+    return None if sizes is None or peak is None else ModelSpeed(sizes, peak * num_gpus)

@@ -1,0 +1,95 @@
+"""GPU memory by owner while a run goes on, read by a thread of the driver several times a second.
+
+Each sample is a line of memory.jsonl in the run folder, and the highest values of a step are metrics. Only GPUs of the
+driver's host are seen, and only those on which a known process lives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from nemo_offload_rl.utils.gpu_memory import GpuUse, read_gpus
+
+MEMORY_FILE = "memory.jsonl"
+OTHER = "other"
+
+
+class MemorySampler:
+    """A context in which samples are taken.
+
+    Args:
+        owners: Process id to owner, such as `policy` or `engine`.
+        path: The file to append to.
+        read: Where readings come from; a test may give its own.
+        period_s: Seconds between samples.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, str],
+        path: Path,
+        read: Callable[[], Mapping[str, GpuUse]] = read_gpus,
+        period_s: float = 0.2,
+    ) -> None:
+        self._owners = dict(owners)
+        self._path = path
+        self._read = read
+        self._period_s = period_s
+        self._phase: Callable[[], str] = str
+        self._step = 0
+        self._highest: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._owners and self._read():
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def follow(self, phase: Callable[[], str]) -> None:
+        """Ask `phase` for the name of the present phase at each sample."""
+        self._phase = phase
+
+    def drain(self, next_step: int) -> dict[str, float]:
+        """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners."""
+        with self._lock:
+            highest, self._highest = self._highest, {}
+            self._step = next_step
+        return {f"{name}_gib": num_bytes / 2**30 for name, num_bytes in highest.items()}
+
+    def _run(self) -> None:
+        begin_s = time.perf_counter()
+        with self._path.open("a", encoding="utf-8") as file:
+            while not self._stop.wait(self._period_s):
+                self._sample(file.write, time.perf_counter() - begin_s)
+                file.flush()
+
+    def _sample(self, write: Callable[[str], object], now_s: float) -> None:
+        phase = self._phase() or "between"
+        uses = {uuid: use.by_owner(self._owners) for uuid, use in self._read().items()}
+        ours = {uuid: use for uuid, use in uses.items() if any(use[owner] for owner in use if owner != OTHER)}
+        with self._lock:
+            step = self._step
+            for use in ours.values():
+                for owner, num_bytes in use.items():
+                    self._raise(f"{phase}_{owner}", num_bytes)
+                self._raise("peak", sum(use.values()))
+        gpus = {uuid: {owner: round(size / 2**30, 3) for owner, size in use.items()} for uuid, use in ours.items()}
+        write(json.dumps({"t_s": round(now_s, 3), "step": step, "phase": phase, "gib": gpus}) + "\n")
+
+    def _raise(self, name: str, num_bytes: int) -> None:
+        self._highest[name] = max(num_bytes, self._highest.get(name, 0))

@@ -1,0 +1,139 @@
+"""Buckets over NCCL, for engines on GPUs of their own.
+
+1. Rank 0 of the policy and every engine worker form a communicator of their own, once; rank 0 is the root.
+2. Rank 0 fills one of two buffers and starts its broadcast, which runs on the GPU until the engines take part.
+3. Each engine worker receives into a buffer of its own and loads from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_offload_rl.weight_sync.cuda_ipc import NUM_BUFFERS, tensor_view
+from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, TensorSlice, WeightBucket
+from nemo_offload_rl.weight_sync.sender import BucketSender
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.policy.backends.base import WeightSpec
+
+ROOT = 0
+_JOIN_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class NcclHandle:
+    """Nothing to tell: who is in the group receives."""
+
+
+class NcclGroup:
+    """A communicator beside the process's own ones. Made by all ranks at once: each waits for the others.
+
+    Args:
+        address: Where rank 0 listens, and how many ranks there are.
+        rank: 0 for the policy's rank 0, then the engines' workers.
+        device: This process's GPU.
+    """
+
+    def __init__(self, address: RefitGroupAddress, rank: int, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        store_type: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        self._store = store_type(address.host, address.port, address.world_size, rank == ROOT, _JOIN_TIMEOUT)
+        group: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]
+        self._group = group(self._store, rank, address.world_size)
+        # NCCL connects at the first operation; later ones can then be started without waiting for the others.
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+        torch.cuda.synchronize(device)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Start a broadcast from the root; `wait` on what this returns orders the current stream after it."""
+        options = dist.BroadcastOptions()  # pyright: ignore[reportAttributeAccessIssue]
+        options.rootRank = ROOT
+        return self._group.broadcast([tensor], options)
+
+    def close(self) -> None:
+        """End the communicator without waiting for the others."""
+        self._group.abort()
+
+
+class NcclSender(BucketSender):
+    """Fills two buffers in turn and broadcasts them.
+
+    Args:
+        specs: What every refit sends, in order.
+        buffer_bytes: Limit of a bucket; the two buffers together hold at most twice this, unless one tensor is larger.
+        group: The communicator, of which this is the root.
+    """
+
+    transport = "nccl"
+
+    def __init__(self, specs: Sequence[WeightSpec], buffer_bytes: int, group: NcclGroup) -> None:
+        super().__init__(specs, buffer_bytes)
+        self._group = group
+        self._buffers: list[Tensor] = []
+        self._works: list[Any] = [None] * NUM_BUFFERS
+
+    def start(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Begin a refit."""
+        super().start(weights)
+        if not self._buffers:
+            sizes = [max((p.num_bytes for p in self.plan[slot::NUM_BUFFERS]), default=1) for slot in range(NUM_BUFFERS)]
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for size in sizes]
+
+    def release(self) -> None:
+        """Free the buffers once their broadcasts have ended."""
+        for slot in range(NUM_BUFFERS):
+            self._wait(slot)
+        self._buffers = []
+
+    def close(self) -> None:
+        """Free the buffers and end the communicator; safe to call twice."""
+        super().close()
+        self._works = [None] * NUM_BUFFERS
+        self._buffers = []
+
+    def _wait(self, slot: int) -> None:
+        if self._works[slot] is not None:
+            self._works[slot].wait()
+            self._works[slot] = None
+
+    def _store(self, index: int, piece: TensorSlice, tensor: Tensor) -> None:
+        slot = index % NUM_BUFFERS
+        self._wait(slot)
+        tensor_view(self._buffers[slot], piece).copy_(tensor)
+
+    def _handle(self, index: int) -> NcclHandle:
+        slot = index % NUM_BUFFERS
+        self._works[slot] = self._group.broadcast(self._buffers[slot][: self.plan[index].num_bytes])
+        return NcclHandle()
+
+
+class NcclReceiver:
+    """Receives buckets into one buffer, which grows to the largest.
+
+    Args:
+        group: The communicator.
+    """
+
+    def __init__(self, group: NcclGroup) -> None:
+        self._group = group
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
+
+    def tensors(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
+        """(name, view into the buffer) in sending order; a view's contents last until the next bucket."""
+        if self._buffer.numel() < bucket.num_bytes:
+            self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
+        self._group.broadcast(self._buffer[: bucket.num_bytes]).wait()
+        for piece in bucket.slices:
+            yield piece.name, tensor_view(self._buffer, piece)
+
+    def close(self) -> None:
+        """Free the buffer."""
+        self._buffer = self._buffer.new_empty(0)

@@ -1,0 +1,105 @@
+"""Clusters that somebody else started: two nodes of Ray on this machine, joined through RAY_ADDRESS."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from policy_cases import NLL, assert_close, make_batch, make_settings, save_family
+from ray.cluster_utils import Cluster
+from ray_workers import cpu_cluster
+from resume_cases import weights_of
+
+from nemo_offload_rl.distributed.policy_group import start_policy
+from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.worker import PolicyWorker
+
+TESTS = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """A node of four CPUs, which could hold everything, and one of two."""
+    store = {"object_store_memory": 100 * 2**20, "num_gpus": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **store})
+        cluster.add_node(num_cpus=2, **store)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        cluster.shutdown()
+
+
+def two_node_settings(workers_per_node: int = 1):
+    return replace(cpu_cluster(workers_per_node), num_nodes=2)
+
+
+def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_nodes):
+    with cluster_session(two_node_settings(2)) as session:
+        groups = [
+            RayWorkerGroup(session, WorkerSpec(name=name, factory="ray_workers:EchoWorker", kwargs={"greeting": name}))
+            for name in ("policy", "engine")
+        ]
+        nodes = [[node for node, _ in ray.get(group._location_refs)] for group in groups]
+        assert nodes[0] == nodes[1]
+        first, second = nodes[0][0], nodes[0][2]
+        assert nodes[0] == [first, first, second, second] and first != second
+        assert first == ray.get_runtime_context().get_node_id()
+        local_ranks = [entry["LOCAL_RANK"] for entry in groups[0].run_all("environment", ["LOCAL_RANK"])]
+        assert local_ranks == ["0", "1", "0", "1"]
+
+
+def test_a_policy_spread_over_two_nodes_trains_as_one_rank_does(two_nodes, tmp_path):
+    save_family(tmp_path / "model", "qwen3-tied")
+    settings = make_settings(tmp_path / "model", residency_verify=False)
+    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
+    worker.prepare_for_training()
+    expected = worker.train(make_batch(), NLL())
+    weights = weights_of(worker)
+    worker.shutdown()
+    with cluster_session(two_node_settings()) as session:
+        policy = start_policy(session, settings, keep_reference=False)
+        policy.prepare_for_training()
+        result = policy.train(make_batch(), NLL())
+        policy.save_checkpoint(tmp_path / "saved")
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
+    worker.prepare_for_training()
+    worker.load_checkpoint(tmp_path / "saved")
+    assert_close(weights_of(worker), weights, rtol=1e-4, atol=1e-5)
+    worker.shutdown()
+
+
+def test_hosts_that_are_too_small_are_told_apart_from_too_few_devices(two_nodes):
+    with (
+        pytest.raises(ConfigError, match=r"needs 2 hosts with 3 CPUs each, but those of the Ray cluster have 4, 2;"),
+        cluster_session(two_node_settings(3)),
+    ):
+        pass
+
+
+def test_the_cluster_runs_on_after_each_session_with_all_its_devices_free(two_nodes):
+    ray.init(address=two_nodes.address, logging_level="ERROR")
+    try:
+        assert ray.cluster_resources()["CPU"] == 6
+        for _ in range(100):
+            if ray.available_resources()["CPU"] == 6:
+                break
+        assert ray.available_resources()["CPU"] == 6
+    finally:
+        ray.shutdown()
+
+
+def test_an_address_without_a_cluster_is_one_line_that_names_it(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at RAY_ADDRESS=127\.0\.0\.1:9") as caught, \
+            cluster_session(cpu_cluster(1)):  # fmt: skip
+        pass
+    assert "\n" not in str(caught.value)

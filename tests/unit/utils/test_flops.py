@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import save_model_folder
+from torch.utils.flop_counter import FlopCounterMode
+
+from nemo_offload_rl.utils.flops import peak_flops, read_model_sizes
+
+
+def test_parameters_are_counted_from_the_files_headers(tmp_path):
+    model = save_model_folder(tmp_path, 0)
+    sizes = read_model_sizes(str(tmp_path))
+    assert sizes is not None
+    assert sizes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert read_model_sizes("owner/name") is None
+
+
+def test_the_estimate_is_what_torch_counts_but_for_the_embedding_the_norms_and_attention(tmp_path):
+    model = save_model_folder(tmp_path, 0)
+    sizes = read_model_sizes(str(tmp_path))
+    assert sizes is not None
+    length = 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
+    counted = counter.get_total_flops()
+    products = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    looked_up = 2 * (sizes.num_parameters - products) * length
+    attention = 2 * sizes.num_layers * sizes.attention_width * length**2
+    estimate = sizes.forward_flops([length])
+    assert estimate - looked_up - attention == 2 * products * length
+    # The counter leaves attention out on CPU, and counts the products that make rotary angles.
+    assert counted == pytest.approx(2 * products * length, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Acme 1", None)]
+)
+def test_peaks_are_found_by_name(name, peak):
+    assert peak_flops(name) == peak
