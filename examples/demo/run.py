@@ -18,7 +18,6 @@ import logging
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,7 @@ from nemo_offload_rl.utils.cli import run_main, set_up_logging
 sys.path.insert(0, str(Path(__file__).parent))
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_arithmetic_cpu.yaml"
-WARM_UP_STEPS = 350
-WARM_UP_BATCH_SIZE = 128
-WARM_UP_LEARNING_RATE = 2e-3
-FORGETFUL_SHARE = 0.75
+SFT_CONFIG = CONFIG.with_name("sft_arithmetic_cpu.yaml")
 
 
 def main() -> None:
@@ -86,58 +82,31 @@ def main() -> None:
 
 def warm_up(run_dir: Path, seed: int, console: Any) -> None:
     """Supervised fine-tuning of `run_dir`/random into `run_dir`/warmed_up, in this process."""
-    from demonstrations import demonstrate
+    from demonstrations import write_files
+    from rich.console import Console
 
-    from nemo_offload_rl.algorithms.sft import CollateSettings, sft_train
-    from nemo_offload_rl.config import load_grpo_config
-    from nemo_offload_rl.data.datasets import load_rows, prompt_encoder
-    from nemo_offload_rl.data.loader import ShuffledLoader
-    from nemo_offload_rl.data.tokenizer import load_tokenizer
-    from nemo_offload_rl.distributed.local import LocalWorkerGroup
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.interfaces import TrainResult
-    from nemo_offload_rl.policy.policy import Policy
-    from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
-    from nemo_offload_rl.policy.worker import PolicyWorker
+    from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_sft
+    from nemo_offload_rl.config import load_sft_config
 
-    random_model = run_dir / "random"
-    config = load_grpo_config(CONFIG, [f"policy.model_name={random_model}", f"grpo.seed={seed}"])
-    tokenizer = load_tokenizer(config.tokenizer)
-    encoder = prompt_encoder(config.data.train, config.data, tokenizer, None)
-    rows = demonstrate(load_rows(config.data.train).train, forgetful_share=FORGETFUL_SHARE, seed=seed)
-    demonstrations = [encoder.demonstration(next(rows)) for _ in range(WARM_UP_STEPS * WARM_UP_BATCH_SIZE)]
-    loader = ShuffledLoader(demonstrations, batch_size=WARM_UP_BATCH_SIZE, shuffle=False, seed=seed)
-    linear = "torch.optim.lr_scheduler.LinearLR"
-    settings = replace(
-        config.policy,
-        train_global_batch_size=WARM_UP_BATCH_SIZE,
-        train_micro_batch_size=WARM_UP_BATCH_SIZE,
-        optimizer=OptimizerSettings(
-            name="torch.optim.AdamW", kwargs={"lr": WARM_UP_LEARNING_RATE, "betas": (0.9, 0.95)}
-        ),
-        scheduler=(
-            SchedulerSettings(name=linear, kwargs={"start_factor": 0.05, "total_iters": 20}, until_step=20),
-            SchedulerSettings(
-                name=linear,
-                kwargs={"start_factor": 1.0, "end_factor": 0.05, "total_iters": WARM_UP_STEPS - 20},
-                until_step=None,
-            ),
-        ),
+    folder = run_dir / "warm_up"
+    write_files(folder / "data", seed)
+    overrides = [
+        f"sft.seed={seed}",
+        f"policy.model_name={run_dir / 'random'}",
+        f"data.train.path={folder / 'data' / 'sft_train.jsonl'}",
+        f"data.validation.path={folder / 'data' / 'sft_validation.jsonl'}",
+        f"logger.log_dir={folder}",
+        "logger.num_val_samples_to_print=0",
+        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+    ]
+    run_sft(load_sft_config(SFT_CONFIG, overrides), local_policy, Console(quiet=True))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["validation/loss"] for record in records if "validation/loss" in record]
+    console.print(
+        f"     held-out loss per token {losses[0]:.3f} before, {losses[-1]:.3f} after {len(records) - 1} steps"
     )
-
-    def show(step: int, result: TrainResult) -> None:
-        if step % 50 == 0:
-            console.print(f"     step {step}/{WARM_UP_STEPS}  loss {result.loss[-1]:.3f} per token")
-
-    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
-    policy = Policy(LocalWorkerGroup(worker), settings, dp_size=1, tp_size=1)
-    pad_id = tokenizer.pad_token_id
-    assert isinstance(pad_id, int)
-    collate = CollateSettings(pad_id=pad_id, multiple=1, max_length=settings.max_total_sequence_length)
-    sft_train(policy, loader, num_steps=WARM_UP_STEPS, collate=collate, on_step=show)
-    policy.export_hf((run_dir / "warmed_up").absolute())
-    tokenizer.save_pretrained(run_dir / "warmed_up")
-    policy.shutdown()
+    (trained,) = (folder / "checkpoints").glob("step_*/hf")
+    trained.rename(run_dir / "warmed_up")
 
 
 def summary_table(log_dir: Path, warmed_up_s: float, whole_s: float) -> Any:

@@ -1,46 +1,68 @@
-"""When to save, where, and which checkpoints to keep.
+"""When to save, where, which checkpoints to keep, and which one to go on from.
 
-A checkpoint is a folder `step_<n>` with the policy's own files in `policy/` and `progress.json` beside them, which is
-written last: a folder without it was not finished and is never resumed from.
+A checkpoint is a folder `step_<n>`: the policy's state in `policy/`, a Hugging Face folder `hf/` with
+`save_consolidated` or without the optimizer, and the record `progress.json` with the size of every file. It is written
+as `step_<n>.partial` and renamed when it is complete, so that a folder under its name is always whole.
+
+With `async_save` training goes on after `save`; `poll` after each step completes what has been written meanwhile, and
+`finish` at the end of the run waits for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_offload_rl.data.loader import LoaderState, ShuffledLoader
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import CheckpointError, ConfigError
+from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_FILE = "progress.json"
+FORMAT = "nemo_offload_rl checkpoint 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One finished checkpoint on disk.
+    """One finished checkpoint on disk; all but the folder is in its record.
 
     Attributes:
         folder: `step_<n>`.
         step: The step that it was taken after.
-        metric: What ranks it, None where that was not measured.
+        metric_name: What ranks it, as `val:accuracy`.
+        metric: Its value, None where that was not measured.
         has_optimizer: Whether training can go on from it.
         loader: Where the data stood.
+        files: Size in bytes of every file but the record, by path inside the folder.
     """
 
     folder: Path
     step: int
+    metric_name: str | None
     metric: float | None
     has_optimizer: bool
     loader: LoaderState
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save that has no name yet."""
+
+    policy: Policy
+    target: Path
+    record: dict[str, Any]
 
 
 class CheckpointKeeper:
@@ -52,7 +74,10 @@ class CheckpointKeeper:
 
     def __init__(self, settings: CheckpointingSettings) -> None:
         self._settings = settings
-        self._folder = Path(settings.checkpoint_dir)
+        self._folder = Path(settings.checkpoint_dir).absolute()
+        self._pending: _Pending | None = None
+
+    # -- saving
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether a checkpoint belongs to this step."""
@@ -63,7 +88,8 @@ class CheckpointKeeper:
     ) -> None:
         """Save, then drop the worst of more than `keep_top_k`; the newest is always kept.
 
-        Without `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
+        With `async_save` only the copy of the state is waited for, and the end of the save before this one. Without
+        `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
 
         Args:
             step: The step just done.
@@ -72,42 +98,83 @@ class CheckpointKeeper:
             metrics: The step's metrics under `train` and `val`.
 
         Raises:
-            ConfigError: The folder cannot be written, or the metric that ranks checkpoints does not exist.
+            CheckpointError: The folder cannot be written; older checkpoints are as they were.
+            ConfigError: The metric that ranks checkpoints does not exist.
         """
-        metric = self._metric(metrics)
-        target = self._folder / f"step_{step}"
-        save = policy.save_checkpoint if self._settings.save_optimizer else policy.export_hf
+        self.finish()
+        settings, target = self._settings, self._folder / f"step_{step}"
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "metric_name": settings.metric_name,
+            "metric": self._metric(metrics),
+            "has_optimizer": settings.save_optimizer,
+            "loader": loader.state_dict(),
+        }
+        partial = partial_of(target)
         try:
-            target.mkdir(parents=True, exist_ok=True)
-            # A step that is saved again is unfinished until its new files are there.
-            (target / PROGRESS_FILE).unlink(missing_ok=True)
-            save((target / "policy").absolute())
-            progress = {
-                "step": step,
-                "metric": metric,
-                "has_optimizer": self._settings.save_optimizer,
-                "loader": loader.state_dict(),
-            }
-            (target / PROGRESS_FILE).write_text(json.dumps(progress) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint {target} cannot be written ({error.strerror or error}); free space or change "
-                "checkpointing.checkpoint_dir"
-            ) from error
-        self._prune(newest=step)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            if settings.save_consolidated or not settings.save_optimizer:
+                policy.export_hf(partial / "hf")
+            if settings.save_optimizer:
+                policy.start_save(partial / "policy", in_background=settings.async_save)
+        except (OSError, CheckpointError) as error:
+            self._give_up(target, error)
+        self._pending = _Pending(policy, target, record)
+        if not settings.async_save:
+            self.finish()
 
-    def newest(self) -> Checkpoint | None:
-        """The newest finished checkpoint, None where there is none or checkpointing is off.
+    def poll(self) -> None:
+        """Complete a save that has been written; one that failed is raised here. Call it after every step.
 
         Raises:
-            ConfigError: It cannot be continued.
+            CheckpointError: The save under way could not be written.
         """
-        finished = self._finished() if self._settings.enabled else []
+        if self._pending is not None and self._pending.policy.save_is_done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and give it its name. Call it at the end of the run.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.policy.finish_save()
+            self._write_record(partial_of(pending.target), pending.record)
+            replace_folder(pending.target)
+        except (OSError, CheckpointError) as error:
+            self._give_up(pending.target, error)
+        self._prune(newest=pending.record["step"])
+
+    # -- going on
+
+    def newest(self) -> Checkpoint | None:
+        """Where to go on: the newest checkpoint; None where there is none or checkpointing is off.
+
+        Before anything is trained for nothing, this also sees to it that the folder can be written, and removes what a
+        run that was killed has left unfinished.
+
+        Raises:
+            CheckpointError: It cannot be continued, or a folder is damaged or foreign, or nothing can be written.
+        """
+        if not self._settings.enabled:
+            return None
+        self._check_writable()
+        recover_folders(self._folder, "step_*")
+        finished = self._finished()
         if not finished:
             return None
         checkpoint = max(finished, key=lambda entry: entry.step)
+        others = sorted((entry.folder.name for entry in finished if entry is not checkpoint), reverse=True)
+        fallback = f"; remove the folder to go on from {others[0]}" if others else "; remove the folder to start anew"
+        _check_files(checkpoint, fallback)
         if not checkpoint.has_optimizer:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{checkpoint.folder} was saved without the optimizer and cannot be continued; use another "
                 "checkpointing.checkpoint_dir to start anew"
             )
@@ -116,8 +183,10 @@ class CheckpointKeeper:
     def load(self, checkpoint: Checkpoint, policy: Policy, loader: ShuffledLoader[Any]) -> None:
         """Bring policy and loader where they were after the checkpoint's step."""
         logger.info("resuming after step %d from %s", checkpoint.step, checkpoint.folder)
-        policy.load_checkpoint((checkpoint.folder / "policy").absolute())
+        policy.load_checkpoint(checkpoint.folder / "policy")
         loader.load_state_dict(checkpoint.loader)
+
+    # -- inside
 
     def _metric(self, metrics: Mapping[str, Mapping[str, float]]) -> float | None:
         if self._settings.metric_name is None:
@@ -132,28 +201,80 @@ class CheckpointKeeper:
         # Nothing measured: a step without validation.
         return measured[name] if measured else None
 
+    def _write_record(self, folder: Path, record: Mapping[str, Any]) -> None:
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        with (folder / PROGRESS_FILE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({**record, "files": files}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _give_up(self, target: Path, error: OSError | CheckpointError) -> NoReturn:
+        """Leave nothing of a save that failed, and say what is still there."""
+        partial = partial_of(target)
+        text = str(error) if isinstance(error, CheckpointError) else not_written(error, partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = sorted(self._steps())
+        left = f"step_{kept[-1]} is complete and was not touched" if kept else "there is no older one"
+        raise CheckpointError(
+            f"checkpoint {target} was not saved: {text} (checkpointing.checkpoint_dir); {left}"
+        ) from error
+
+    def _check_writable(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder) as probe:
+                probe.write(b"can be written")
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpointing.checkpoint_dir {self._folder} cannot be written ({error.strerror or error}); choose "
+                "another folder or free space"
+            ) from error
+
+    def _steps(self) -> list[int]:
+        names = [path.name.removeprefix("step_") for path in self._folder.glob("step_*")]
+        return [int(name) for name in names if name.isdigit()]
+
     def _finished(self) -> list[Checkpoint]:
-        found = []
-        for path in self._folder.glob("step_*/" + PROGRESS_FILE):
-            try:
-                found.append(Checkpoint(folder=path.parent, **json.loads(path.read_text(encoding="utf-8"))))
-            except (OSError, ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"{path} cannot be read as the record of a checkpoint ({error}); remove the folder {path.parent}"
-                ) from error
-        return found
+        return [_read_record(self._folder / f"step_{step}") for step in self._steps()]
 
     def _prune(self, newest: int) -> None:
-        if self._settings.keep_top_k is None:
+        settings = self._settings
+        if settings.keep_top_k is None:
             return
-        sign = 1.0 if self._settings.higher_is_better else -1.0
+        sign = 1.0 if settings.higher_is_better else -1.0
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            metric = checkpoint.metric
-            return (float("-inf") if metric is None else sign * metric, checkpoint.step)
+            is_measured = checkpoint.metric is not None and checkpoint.metric_name == settings.metric_name
+            return (sign * (checkpoint.metric or 0.0) if is_measured else float("-inf"), checkpoint.step)
 
         others = sorted((entry for entry in self._finished() if entry.step != newest), key=rank, reverse=True)
-        for checkpoint in others[max(0, self._settings.keep_top_k - 1) :]:
-            # Its marker goes first: a folder that is half removed must not look finished.
-            (checkpoint.folder / PROGRESS_FILE).unlink()
-            shutil.rmtree(checkpoint.folder)
+        for checkpoint in others[max(0, settings.keep_top_k - 1) :]:
+            # Its name goes first: a folder that is half removed must not look finished.
+            garbage = checkpoint.folder.rename(partial_of(checkpoint.folder))
+            shutil.rmtree(garbage)
+
+
+def _read_record(folder: Path) -> Checkpoint:
+    path = folder / PROGRESS_FILE
+    remedy = f"remove the folder {folder} or change checkpointing.checkpoint_dir"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {PROGRESS_FILE}, so it is foreign or damaged; {remedy}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as the record of a checkpoint ({error}); {remedy}") from error
+    fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"folder"}
+    if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
+        raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
+    return Checkpoint(folder=folder, **record)
+
+
+def _check_files(checkpoint: Checkpoint, fallback: str) -> None:
+    for name, size in checkpoint.files.items():
+        path = checkpoint.folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, so this checkpoint is damaged{fallback}")
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes instead of {size}, so this checkpoint is damaged{fallback}"
+            )

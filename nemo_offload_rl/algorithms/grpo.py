@@ -22,10 +22,11 @@ from torch import Tensor
 from nemo_offload_rl.algorithms.advantages import group_advantages
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.dynamic_sampling import sample_until_full
-from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.grpo_metrics import sample_lines, train_metrics, validation_metrics
 from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
+from nemo_offload_rl.algorithms.step_metrics import residency_metrics
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
@@ -35,7 +36,9 @@ from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.flops import ModelSpeed
 from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 from nemo_offload_rl.weight_sync.refit import refit
@@ -57,6 +60,8 @@ class GrpoParts:
     width_multiple: int
     checkpoints: CheckpointKeeper
     num_samples_to_print: int
+    memory: MemorySampler
+    speed: ModelSpeed | None
 
 
 class GrpoTrainer:
@@ -90,6 +95,7 @@ class GrpoTrainer:
         self._timer = PhaseTimer()
         # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
         self._engine_is_awake = False
+        parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
         """Train until `last_step`.
@@ -110,6 +116,8 @@ class GrpoTrainer:
         while step < last_step:
             step += 1
             self.step(step, is_last=step == last_step)
+            self._parts.checkpoints.poll()
+        self._parts.checkpoints.finish()
 
     def step(self, step: int, is_last: bool) -> None:
         """One step of the file header."""
@@ -137,7 +145,7 @@ class GrpoTrainer:
             parts.policy.prepare_for_training()
             result = parts.policy.train(training_batch, self._loss)
 
-        about_step = train_metrics(rollouts, result, timer.seconds()) | sampling
+        about_step = train_metrics(rollouts, result, timer.seconds(), parts.speed) | sampling
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         if parts.checkpoints.is_due(step, is_last):
             with timer.phase("checkpoint"):
@@ -147,8 +155,12 @@ class GrpoTrainer:
         self._logger.log(step, about_step, "train")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.log(step, timing_metrics(seconds), "timing")
+        self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.commit()
-        self._progress.step_done(step, about_step["reward_mean"], seconds, validation.get("accuracy"))
+        figures = {"reward": f"{about_step['reward_mean']:.3f}"}
+        if validation:
+            figures["accuracy"] = f"{validation['accuracy']:.1%}"
+        self._progress.step_done(step, figures, seconds)
 
     def validate(self, step: int) -> dict[str, float]:
         """Answer held-out prompts with the present weights; logs the metrics, shows samples, returns the metrics."""
@@ -162,7 +174,9 @@ class GrpoTrainer:
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
-        for line in sample_lines(rollouts, self._parts.num_samples_to_print):
+        samples = sample_lines(rollouts, self._parts.num_samples_to_print)
+        self._logger.log_samples(step, samples)
+        for line in samples:
             self._progress.note(line)
         return metrics
 
@@ -224,10 +238,14 @@ class GrpoTrainer:
             self._engine_is_awake = True
 
     def _rest_engine(self) -> None:
-        """Put the engine to sleep. Its weights are dropped, not kept: a refit comes before they are wanted again."""
+        """Put the engine to sleep, if it shares devices.
+
+        Its weights are dropped, not kept: a refit comes before they are wanted again.
+        """
         if self._engine_is_awake:
             self._engine_is_awake = False
-            self._parts.engine.finish_generation(discard_weights=True)
+            if self._generation.colocated:
+                self._parts.engine.finish_generation(discard_weights=True)
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings

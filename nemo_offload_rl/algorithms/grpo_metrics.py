@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from nemo_offload_rl.algorithms.step_metrics import update_metrics
 from nemo_offload_rl.experience.metrics import rollout_metrics
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.policy.interfaces import TrainResult
-from nemo_offload_rl.residency import TransitionReport, totals
+from nemo_offload_rl.utils.flops import ModelSpeed
 
 
-def train_metrics(rollouts: RolloutBatch, result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:
+def train_metrics(
+    rollouts: RolloutBatch, result: TrainResult, seconds: Mapping[str, float], speed: ModelSpeed | None = None
+) -> dict[str, float]:
     """Rollouts, loss (mean over the step's optimizer steps) and rates in tokens per second.
 
     Args:
         rollouts: Before scaling and shaping of rewards.
         result: Of the step's training.
         seconds: By phase, from the step's timer.
+        speed: For `training_mfu`; None leaves it out.
     """
     num_sampled = float(rollouts.response_lengths().sum())
-    num_trained = num_sampled + sum(len(rollout.prompt.token_ids) for rollout in rollouts.rollouts)
+    prompts = [len(rollout.prompt.token_ids) for rollout in rollouts.rollouts]
+    lengths = [prompt + int(size) for prompt, size in zip(prompts, rollouts.response_lengths(), strict=True)]
+    num_trained = sum(lengths)
     about_rollouts = rollout_metrics(rollouts)
-    metrics = {
+    mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
+    return {
         "reward_mean": about_rollouts.pop("reward"),
         **about_rollouts,
-        "loss": _mean(result.loss),
-        "grad_norm": _mean(result.grad_norm),
-        "learning_rate": result.learning_rate[-1],
+        **update_metrics(result),
         "generation_tokens_per_s": num_sampled / seconds["generation"],
+        "logprob_tokens_per_s": num_trained / seconds["logprobs"],
         "training_tokens_per_s": num_trained / seconds["training"],
+        **mfu,
     }
-    metrics.update({name: _reduce(name, values) for name, values in result.metrics.items() if name != "loss"})
-    return metrics
 
 
 def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -47,24 +52,3 @@ def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
         f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"
         for rollout in rollouts.rollouts[:: rollouts.group_size][:num_samples]
     ]
-
-
-def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Bytes summed over ranks; seconds of the slowest rank."""
-    by_rank = [totals(list(reports)) for reports in reports_by_rank]
-    return {
-        name: max(rank[name] for rank in by_rank) if name.endswith("_s") else sum(rank[name] for rank in by_rank)
-        for name in by_rank[0]
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _reduce(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_min"):
-        return min(values)
-    if name.endswith("_max"):
-        return max(values)
-    return _mean(values)

@@ -1,17 +1,19 @@
 """Builds what a GRPO run is made of, runs it, and takes it down again.
 
-The order: everything that can be wrong in the user's input is found before Ray starts; the engine starts first and
-sleeps while the policy is built into what memory is free; both start side by side where nothing is shared.
+Everything that can be wrong in the user's input is found before Ray starts; `grpo_workers.py` starts the processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoParts, GrpoTrainer
+from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
+from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -23,10 +25,11 @@ from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.environments.math import MathEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode
-from nemo_offload_rl.generation.interfaces import GenerationEngine
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
-from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.flops import read_model_speed
+from nemo_offload_rl.utils.gpu_memory import first_gpu_name
 from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -50,21 +53,18 @@ def run_grpo(config: GrpoConfig) -> None:
         batch_size=config.grpo.num_prompts_per_step,
         shuffle=config.data.shuffle,
         seed=config.grpo.seed,
+        parts=prompts.parts,
     )
     num_steps = min(config.grpo.max_num_steps, config.grpo.max_num_epochs * loader.batches_per_epoch)
     checkpoints = CheckpointKeeper(config.checkpointing)
-    resume_from = checkpoints.newest()
-    if resume_from is not None and resume_from.step >= num_steps:
-        raise ConfigError(
-            f"{resume_from.folder} is as far as this run of {num_steps} steps goes; raise grpo.max_num_steps to go on, "
-            "or change checkpointing.checkpoint_dir to start anew"
-        )
+    resume_from = resume_point(checkpoints, num_steps, "grpo.max_num_steps")
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         environments = stack.enter_context(_environments(config.env))
-        policy, engine = stack.enter_context(_workers(config))
+        policy, engine, owners = stack.enter_context(grpo_workers(config))
+        memory = stack.enter_context(MemorySampler(owners, Path(config.logger.log_dir) / MEMORY_FILE))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
         progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
         parts = GrpoParts(
@@ -78,29 +78,11 @@ def run_grpo(config: GrpoConfig) -> None:
             width_multiple=config.policy.make_sequence_length_divisible_by,
             checkpoints=checkpoints,
             num_samples_to_print=config.logger.num_val_samples_to_print,
+            memory=memory,
+            speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
         )
         trainer = GrpoTrainer(config.grpo, config.loss_fn, config.generation, parts, run_logger, progress)
         trainer.run(num_steps, resume_from)
-
-
-@contextmanager
-def _workers(config: GrpoConfig) -> Iterator[tuple[Policy, GenerationEngine]]:
-    # Ray takes seconds to import: bad input has been refused before.
-    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
-    from nemo_offload_rl.distributed.policy_group import start_policy
-    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
-
-    with cluster_session(config.cluster) as cluster:
-        engine = RayGenerationEngine(cluster, config.generation.vllm)
-        if config.cluster.device_type == "cuda":
-            engine.wait_until_ready()
-            engine.finish_generation(discard_weights=True)
-        keep_reference = config.loss_fn.reference_policy_kl_penalty != 0
-        policy = start_policy(cluster, config.policy, keep_reference)
-        engine.wait_until_ready()
-        engine.finish_generation(discard_weights=True)
-        policy.offload_after_refit()
-        yield policy, engine
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

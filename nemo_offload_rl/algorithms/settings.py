@@ -1,4 +1,4 @@
-"""Frozen settings of the algorithms: what the YAML keys `grpo.*` and `loss_fn.*` are turned into, once.
+"""Frozen settings of the algorithms: what the YAML keys `grpo.*`, `loss_fn.*`, `sft.*` and `dpo.*` become.
 
 Field names and meanings are those of the YAML keys, documented in `algorithms/config.py`. None has a default: YAML is
 the only source.
@@ -73,3 +73,43 @@ class ClippedPGLossSettings:
     sequence_level_importance_ratios: bool
     token_level_loss: bool
     force_on_policy_ratio: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedSettings:
+    """What `sft.*` and `dpo.*` have in common."""
+
+    max_num_epochs: int
+    max_num_steps: int
+    val_period: int  # steps; 0 never validates
+    val_batches: int  # 0 for all
+    val_global_batch_size: int  # sequences, or pairs
+    val_micro_batch_size: int
+    val_at_start: bool
+    val_at_end: bool
+    seed: int
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is any validation in a run."""
+        return self.val_at_start or self.val_at_end or self.val_period > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSettings(SupervisedSettings):
+    """The keys `sft.*`."""
+
+    only_unmask_final: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings(SupervisedSettings):
+    """The keys `dpo.*`."""
+
+    reference_policy_kl_penalty: float  # beta
+    preference_loss_weight: float
+    preference_average_log_probs: bool
+    label_smoothing: float
+    sft_loss_weight: float
+    sft_average_log_probs: bool
+    precompute_reference_logprobs: bool

@@ -1,69 +1,79 @@
-"""Supervised fine-tuning: the policy imitates demonstrations."""
+"""Supervised fine-tuning: the policy imitates what the assistant wrote. The loop is `algorithms/supervised.py`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from nemo_offload_rl.algorithms.losses.nll import NLLLoss
 from nemo_offload_rl.data.batch import TrainBatch
-from nemo_offload_rl.data.collate import collate_demonstrations
-from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Demonstration
-from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
-
-logger = logging.getLogger(__name__)
-
-
-class TrainablePolicy(Protocol):
-    """The part of the policy facade that SFT uses."""
-
-    def prepare_for_training(self) -> object:
-        """Bring parameters and optimizer to the device."""
-        ...
-
-    def train(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
-        """Run the optimizer steps of one batch."""
-        ...
+from nemo_offload_rl.data.collate import collate_examples
+from nemo_offload_rl.data.records import Example, Splits
+from nemo_offload_rl.data.tokenizer import Decode, example_text
+from nemo_offload_rl.policy.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollateSettings:
-    """How demonstrations become tensors: padding token, multiple of the width, longest sequence in tokens."""
+class SftRecipe:
+    """See `Recipe`.
 
-    pad_id: int
-    multiple: int
-    max_length: int
-
-
-def sft_train(
-    policy: TrainablePolicy,
-    loader: ShuffledLoader[Demonstration],
-    *,
-    num_steps: int,
-    collate: CollateSettings,
-    on_step: Callable[[int, TrainResult], None] | None = None,
-) -> list[float]:
-    """Train for `num_steps` batches of the loader and return each batch's mean loss per response token.
-
-    Args:
-        policy: What is trained. The loader's batch size should be its global batch size, for one update a step.
-        loader: Gives the demonstrations.
-        num_steps: Batches to train on.
-        collate: Padding.
-        on_step: Called after each batch with its number, from 1, and what training returned.
+    Attributes:
+        examples: Tokenized data.
+        decode: Token ids to text.
+        pad_id: Fills rows up.
+        width_multiple: Rows are padded to a multiple of so many tokens.
     """
-    policy.prepare_for_training()
-    losses: list[float] = []
-    for step in range(1, num_steps + 1):
-        batch = collate_demonstrations(
-            next(loader), pad_id=collate.pad_id, multiple=collate.multiple, max_length=collate.max_length
-        )
-        result = policy.train(batch, NLLLoss())
-        losses.append(sum(result.loss) / len(result.loss))
-        logger.debug("sft step %d: loss %.4f", step, losses[-1])
-        if on_step is not None:
-            on_step(step, result)
-    return losses
+
+    examples: Splits[Example]
+    decode: Decode
+    pad_id: int
+    width_multiple: int
+    rows_per_item: int = 1
+    needs_reference: bool = False
+
+    @property
+    def loss(self) -> NLLLoss:
+        return NLLLoss()
+
+    @property
+    def num_train_items(self) -> int:
+        return len(self.examples.train)
+
+    @property
+    def num_validation_items(self) -> int:
+        return len(self.examples.validation)
+
+    def begin(self, policy: Policy) -> None:
+        """Nothing to ask."""
+
+    def batch(self, items: Sequence[int], *, validation: bool) -> TrainBatch:
+        source = self.examples.validation if validation else self.examples.train
+        return collate_examples([source[item] for item in items], pad_id=self.pad_id, multiple=self.width_multiple)
+
+    def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
+        return batch
+
+    def weight(self, batch: TrainBatch) -> float:
+        return float(batch.token_mask.sum())
+
+    def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
+        num_tokens = float(batch.input_lengths.sum())
+        return {
+            "num_tokens": num_tokens,
+            "num_counted_tokens": self.weight(batch),
+            "max_sequence_tokens": float(batch.input_lengths.max()),
+            "training_tokens_per_s": num_tokens / training_s,
+        }
+
+    def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        # Above e^80 a perplexity says nothing, and above e^709 it is no number.
+        return {"loss": means["loss"], "perplexity": math.exp(min(means["loss"], 80.0))}
+
+    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
+        shown = {"loss": train, "held-out loss": validation}
+        return {name: f"{metrics['loss']:.4f}" for name, metrics in shown.items() if metrics}
+
+    def sample_lines(self, num_samples: int) -> Iterator[str]:
+        for example in (self.examples.validation or self.examples.train)[:num_samples]:
+            yield f"  learns what is in [[ ]]: {example_text(example, self.decode)!r}"

@@ -3,17 +3,21 @@
 1. `utils.config.load_config` reads, inherits, overrides and resolves.
 2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden).
 3. `rules.check_rules` checks what keys demand of each other.
-4. `convert.to_grpo_config` makes the frozen dataclasses that the rest of the package reads.
+4. `convert` makes the frozen dataclasses that the rest of the package reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.config.convert import GrpoConfig
+    from nemo_offload_rl.config.convert import DpoConfig, GrpoConfig, SftConfig
+
+# Imports are inside the functions so that `--help` of a launch script does not wait for torch.
 
 
 def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoConfig:
@@ -26,12 +30,48 @@ def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoCon
     Raises:
         ConfigError: One line that says what is wrong and what to change.
     """
-    # Imported here so that `--help` of a launch script does not wait for torch.
     from nemo_offload_rl.config.convert import to_grpo_config
-    from nemo_offload_rl.config.rules import check_rules
+    from nemo_offload_rl.config.rules import GRPO_RULES, check_rules
+    from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
+
+    cfg = validate_keys(_load(path, overrides, "grpo"), GrpoMasterConfig)
+    check_rules(cfg, GRPO_RULES)
+    return to_grpo_config(cfg)
+
+
+def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """Load, check and convert the configuration of an SFT run; arguments and errors as above."""
+    from nemo_offload_rl.config.convert import to_sft_config
+    from nemo_offload_rl.config.rules import SFT_RULES, check_rules
+    from nemo_offload_rl.config.schema import SftMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+
+    cfg = validate_keys(_load(path, overrides, "sft"), SftMasterConfig)
+    check_rules(cfg, SFT_RULES)
+    return to_sft_config(cfg)
+
+
+def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfig:
+    """Load, check and convert the configuration of a DPO run; arguments and errors as above."""
+    from nemo_offload_rl.config.convert import to_dpo_config
+    from nemo_offload_rl.config.rules import DPO_RULES, check_rules
+    from nemo_offload_rl.config.schema import DpoMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+
+    cfg = validate_keys(_load(path, overrides, "dpo"), DpoMasterConfig)
+    check_rules(cfg, DPO_RULES)
+    return to_dpo_config(cfg)
+
+
+def _load(path: str | Path, overrides: Sequence[str], algorithm: str) -> Mapping[str, Any]:
     from nemo_offload_rl.utils.config import load_config
 
-    cfg = validate_keys(load_config(path, overrides))
-    check_rules(cfg)
-    return to_grpo_config(cfg)
+    raw = load_config(path, overrides)
+    others = [name for name in ("grpo", "sft", "dpo") if name in raw and name != algorithm]
+    if others and algorithm not in raw:
+        raise ConfigError(
+            f"{path} configures {others[0]}, not {algorithm}; start it with examples/run_{others[0]}.py, or give the "
+            f"configuration of a run of {algorithm}"
+        )
+    return raw

@@ -8,28 +8,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
-from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.data.config import (
-    ArithmeticConfig,
-    DataDefaultConfig,
-    OpenMathInstruct2Config,
-    ResponseDatasetConfig,
-)
+from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, DpoSettings, GrpoSettings, SftSettings
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.data.settings import (
     ArithmeticSettings,
+    BinaryPreferenceSettings,
     DatasetSettings,
     DataSettings,
     EnvSettings,
+    MixtureSettings,
+    OpenAIFormatSettings,
     OpenMathInstruct2Settings,
+    PreferenceSettings,
     ResponseDatasetSettings,
+    SupervisedDataSettings,
     TokenizerSettings,
 )
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings, VllmSettings
-from nemo_offload_rl.policy.config import PolicyConfig
+from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.utils.settings import CheckpointingSettings, ClusterSettings, LoggerSettings
 
@@ -37,7 +36,11 @@ _DATASETS: Mapping[str, type] = {
     "arithmetic": ArithmeticSettings,
     "ResponseDataset": ResponseDatasetSettings,
     "OpenMathInstruct-2": OpenMathInstruct2Settings,
+    "OpenAIFormatDataset": OpenAIFormatSettings,
+    "BinaryPreferenceDataset": BinaryPreferenceSettings,
+    "PreferenceDataset": PreferenceSettings,
 }
+_NO_TASK = {"prompt_file": None, "system_prompt_file": None, "processor": None, "env_name": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,33 @@ class GrpoConfig:
     cluster: ClusterSettings
     checkpointing: CheckpointingSettings
     resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig:
+    """What an SFT and a DPO run both need to know."""
+
+    policy: PolicySettings
+    tokenizer: TokenizerSettings
+    data: SupervisedDataSettings
+    logger: LoggerSettings
+    cluster: ClusterSettings
+    checkpointing: CheckpointingSettings
+    resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(SupervisedConfig):
+    """Everything an SFT run needs to know."""
+
+    sft: SftSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(SupervisedConfig):
+    """Everything a DPO run needs to know. Batch sizes of `policy` count rows, of which a pair has two."""
+
+    dpo: DpoSettings
 
 
 def freeze[T](target: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -97,36 +127,83 @@ def _strip_none(hint: Any) -> Any:
 def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
     """Convert a configuration that passed `validate_keys` and `check_rules`."""
     seed = cfg["grpo"]["seed"]
-    logger = {"wandb": None, **cfg["logger"]}
+    data = cfg["data"]
     return GrpoConfig(
         grpo=freeze(GrpoSettings, cfg["grpo"], "grpo"),
         loss_fn=freeze(ClippedPGLossSettings, cfg["loss_fn"], "loss_fn"),
-        policy=to_policy_settings(cfg["policy"], seed),
+        policy=to_policy_settings(cfg["policy"], _rollout_fields(cfg["policy"]) | {"seed": seed}),
         tokenizer=freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
         generation=to_generation_settings(cfg["policy"]["generation"], cfg["policy"]["model_name"], seed),
-        data=_to_data_settings(cfg),
+        data=DataSettings(
+            max_input_seq_length=data["max_input_seq_length"], shuffle=data["shuffle"], **_train_and_validation(data)
+        ),
         env={name: freeze(EnvSettings, section, f"env.{name}") for name, section in cfg["env"].items()},
-        logger=freeze(LoggerSettings, logger, "logger"),
+        logger=freeze(LoggerSettings, {"wandb": None, **cfg["logger"]}, "logger"),
         cluster=freeze(ClusterSettings, cfg["cluster"], "cluster"),
         checkpointing=freeze(CheckpointingSettings, cfg["checkpointing"], "checkpointing"),
         resolved=cast(Mapping[str, Any], cfg),
     )
 
 
-def to_policy_settings(policy: PolicyConfig, seed: int) -> PolicySettings:
-    """The keys `policy.*` that a DTensor worker reads."""
-    elsewhere = {"tokenizer", "generation", "megatron_cfg", "scheduler"}
+def to_sft_config(cfg: SftMasterConfig) -> SftConfig:
+    """Convert a configuration that passed `validate_keys` and `check_rules`."""
+    return SftConfig(sft=freeze(SftSettings, cfg["sft"], "sft"), **_supervised_fields(cfg, cfg["sft"]["seed"], 1))
+
+
+def to_dpo_config(cfg: DpoMasterConfig) -> DpoConfig:
+    """Convert a configuration that passed `validate_keys` and `check_rules`."""
+    return DpoConfig(dpo=freeze(DpoSettings, cfg["dpo"], "dpo"), **_supervised_fields(cfg, cfg["dpo"]["seed"], 2))
+
+
+def _supervised_fields(cfg: SftMasterConfig | DpoMasterConfig, seed: int, rows_per_item: int) -> dict[str, Any]:
+    """The fields of `SupervisedConfig`; batch sizes in the YAML count items, those of the policy rows."""
+    no_rollouts = {
+        "logprob_temperature": 1.0,
+        "engine_memory_share": 0.0,
+        "colocated": False,
+        "residency": "always",
+        "residency_overrides": {},
+        "refit_buffer_size_gib": 0.0,
+    }
+    sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
+    in_rows = {name: rows_per_item * cfg["policy"][name] for name in sizes}
+    data = cfg["data"]
+    own = {key: data[key] for key in ("max_input_seq_length", "shuffle", "overlong_rows", "add_bos", "add_eos")}
+    return {
+        "policy": to_policy_settings(cfg["policy"], no_rollouts | in_rows | {"seed": seed}),
+        "tokenizer": freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
+        "data": SupervisedDataSettings(**own, **_train_and_validation(data)),
+        "logger": freeze(LoggerSettings, {"wandb": None, **cfg["logger"]}, "logger"),
+        "cluster": freeze(ClusterSettings, cfg["cluster"], "cluster"),
+        "checkpointing": freeze(CheckpointingSettings, cfg["checkpointing"], "checkpointing"),
+        "resolved": cast(Mapping[str, Any], cfg),
+    }
+
+
+def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) -> PolicySettings:
+    """The keys `policy.*` that a worker reads.
+
+    Args:
+        policy: The section.
+        derived: Fields that do not stand in it, or not as the worker wants them.
+    """
+    elsewhere = {"tokenizer", "generation", "scheduler"}
     values: dict[str, Any] = {key: value for key, value in policy.items() if key not in elsewhere}
     values["scheduler"] = _scheduler_phases(policy)
-    values["logprob_temperature"] = policy["generation"]["temperature"]
+    values["megatron_cfg"] = policy.get("megatron_cfg")  # the section may be left out
+    return freeze(PolicySettings, {**values, **derived}, "policy")
+
+
+def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
     generation = policy["generation"]
-    values["engine_memory_share"] = generation["vllm_cfg"]["gpu_memory_utilization"]
-    values["colocated"] = policy["generation"]["colocated"]["enabled"]
-    values["seed"] = seed
-    return freeze(PolicySettings, values, "policy")
+    return {
+        "logprob_temperature": generation["temperature"],
+        "engine_memory_share": generation["vllm_cfg"]["gpu_memory_utilization"],
+        "colocated": generation["colocated"]["enabled"],
+    }
 
 
-def _scheduler_phases(policy: PolicyConfig) -> list[dict[str, Any]]:
+def _scheduler_phases(policy: TrainedPolicyConfig) -> list[dict[str, Any]]:
     entries = policy["scheduler"] or []
     phases = [entry for entry in entries if "name" in entry]
     milestones = [step for entry in entries if "milestones" in entry for step in entry["milestones"]]
@@ -152,28 +229,31 @@ def to_generation_settings(generation: GenerationConfig, model_name: str, seed: 
     return GenerationSettings(
         backend=generation["backend"],
         colocated=generation["colocated"]["enabled"],
+        engine_gpus_per_node=generation["colocated"]["resources"]["gpus_per_node"],
+        engine_num_nodes=generation["colocated"]["resources"]["num_nodes"],
         sampling=freeze(SamplingSettings, common | rollout, "policy.generation"),
         val_sampling=freeze(SamplingSettings, common | validation, "policy.generation"),
         vllm=freeze(VllmSettings, vllm, "policy.generation.vllm_cfg"),
     )
 
 
-def _to_data_settings(cfg: GrpoMasterConfig) -> DataSettings:
-    data = cfg["data"]
-    validation = data["validation"]
-    return DataSettings(
-        max_input_seq_length=data["max_input_seq_length"],
-        shuffle=data["shuffle"],
-        train=to_dataset_settings(data["train"], data["default"], "data.train"),
-        validation=None if validation is None else to_dataset_settings(validation, data["default"], "data.validation"),
-    )
+def _train_and_validation(data: Any) -> dict[str, Any]:
+    default, validation = data["default"], data["validation"]
+    return {
+        "train": to_dataset_settings(data["train"], default, "data.train"),
+        "validation": None if validation is None else to_dataset_settings(validation, default, "data.validation"),
+    }
 
 
-def to_dataset_settings(
-    section: ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config, default: DataDefaultConfig, where: str
-) -> DatasetSettings:
-    """One data set; the task keys that it does not set are those of `data.default`."""
-    task_keys = default.keys()
-    task = {**default, **{key: value for key, value in section.items() if key in task_keys}}
-    own = {key: value for key, value in section.items() if key not in task_keys and key != "dataset_name"}
-    return freeze(_DATASETS[section["dataset_name"]], {**own, "task": task}, where)
+def to_dataset_settings(section: Any, default: Mapping[str, Any], where: str) -> DatasetSettings | MixtureSettings:
+    """One data set or mixture; the task keys that a data set does not set are those of `data.default`."""
+    if section["dataset_name"] == "mixture":
+        parts = enumerate(section["datasets"])
+        datasets = tuple(to_dataset_settings(part, default, f"{where}.datasets.{index}") for index, part in parts)
+        return MixtureSettings(datasets=cast(Any, datasets), weights=tuple(map(float, section["weights"])))
+    kind = _DATASETS[section["dataset_name"]]
+    task = {**_NO_TASK, **default, **{key: value for key, value in section.items() if key in _NO_TASK}}
+    own = {key: value for key, value in section.items() if key not in _NO_TASK and key != "dataset_name"}
+    if "split" not in own and any(field.name == "split" for field in dataclasses.fields(kind)):
+        own["split"] = None
+    return freeze(kind, {**own, "task": task}, where)

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md: `python -m nemo_offload_rl.config.reference [--check]`, in the repository root.
 
-Texts and types come from the TypedDicts, defaults from examples/configs/grpo_math_1B.yaml (interpolations as they are
+Texts and types come from the TypedDicts, defaults from the exemplar of each kind of run (interpolations as they are
 written there), rules from the docstrings of the rule functions.
 """
 
@@ -14,13 +14,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_offload_rl.config.keys import KeyDoc, walk_keys
-from nemo_offload_rl.config.rules import AVAILABILITY_RULES, RULES
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
+from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES
+from nemo_offload_rl.config.schema import EXEMPLARS, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.config import load_unresolved
 
-DEFAULTS = Path("examples/configs/grpo_math_1B.yaml")
+CONFIGS = Path("examples/configs")
 TARGET = Path("docs/configuration.md")
 
 _HEAD = """\
@@ -41,17 +42,44 @@ python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml g
 - Overrides follow Hydra's grammar: `a.b=c` changes a key, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` deletes.
 - An unknown key is an error that names the nearest known one.
 
-The tables below give every key. The default is what `examples/configs/grpo_math_1B.yaml` sets; code has no defaults.
+The tables below give every key: those of a GRPO run first, then what is different for [SFT](#sft) and [DPO](#dpo).
+The default is what the exemplar sets: `grpo_math_1B.yaml`, `sft.yaml` or `dpo.yaml` in `examples/configs`; code has no
+defaults.
+"""
+
+_SUPERVISED = """\
+# {name}
+
+`examples/run_{section}.py --config examples/configs/{exemplar}`. The sections `policy`, `logger`, `cluster` and
+`checkpointing` have the keys that they have above, without {without}.
 """
 
 
-def render(defaults_path: Path = DEFAULTS) -> str:
+def render() -> str:
     """The whole page."""
-    defaults = OmegaConf.to_container(OmegaConf.load(defaults_path), resolve=False)
-    keys = list(walk_keys(GrpoMasterConfig))
-    lines = [_HEAD]
+    lines = [_HEAD, *_sections(GrpoMasterConfig)]
+    of_grpo = set(known_keys(GrpoMasterConfig))
+    for name, schema in (("SFT", SftMasterConfig), ("DPO", DpoMasterConfig)):
+        own = set(known_keys(schema))
+        gone = [key for key in of_grpo - own if key.startswith("policy.") and _parent(key) not in of_grpo - own]
+        without = ", ".join(f"`{key}`" for key in sorted(gone))
+        lines.append(_SUPERVISED.format(name=name, section=name.lower(), exemplar=EXEMPLARS[schema], without=without))
+        lines += _sections(schema, only=(name.lower(), "data"))
+    lines += ["# Rules between keys", "", "All are checked before Ray starts.", ""]
+    lines += [f"- {rule.__doc__}" for rule in GRPO_RULES]
+    known = {rule.__name__ for rule in GRPO_RULES}
+    more = {rule.__name__: rule for rule in (*SFT_RULES, *DPO_RULES) if rule.__name__ not in known}
+    lines += ["", "For SFT and DPO:", "", *(f"- {rule.__doc__}" for rule in more.values())]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(schema: type, only: Sequence[str] = ()) -> list[str]:
+    """Heading, text and tables of each section; `only` names those at the top that are wanted, () all."""
+    defaults = OmegaConf.to_container(load_unresolved(CONFIGS / EXEMPLARS[schema]), resolve=False)
+    keys = list(walk_keys(schema))
+    lines: list[str] = []
     for section in [key for key in keys if key.is_section]:
-        if _is_repeated(section):
+        if _is_repeated(section) or (only and section.path.partition(".")[0] not in only):
             continue
         lines += [f"## `{section.path}`" if "." not in section.path else f"### `{section.path}`", ""]
         lines += [section.description or "", ""]
@@ -63,14 +91,12 @@ def render(defaults_path: Path = DEFAULTS) -> str:
             lines += _table(
                 (key for key in own if key.variant == variant and (not key.is_section or _is_repeated(key))), defaults
             )
-    lines += ["## Rules between keys", "", "All are checked before Ray starts.", ""]
-    lines += [f"- {rule.__doc__}" for rule in (*AVAILABILITY_RULES, *RULES)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _is_repeated(section: KeyDoc) -> bool:
-    """`data.validation` takes what `data.train` takes: one row instead of its tables again."""
-    return section.path == "data.validation"
+    """What takes the keys of `data.train`: one row instead of its tables again."""
+    return section.path == "data.validation" or ".datasets" in section.path
 
 
 def _parent(path: str) -> str:

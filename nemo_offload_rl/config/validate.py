@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.schema import EXEMPLARS
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import unknown_key_message
 
@@ -18,20 +18,24 @@ _MAX_SHOWN = 3
 
 
 @cache
-def _adapter() -> TypeAdapter[GrpoMasterConfig]:
-    return TypeAdapter(GrpoMasterConfig)
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
 
 
-def validate_keys(raw: Mapping[str, Any]) -> GrpoMasterConfig:
+def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Config:
     """Check every key of a resolved configuration by itself.
+
+    Args:
+        raw: Nested dictionaries and lists.
+        schema: `GrpoMasterConfig`, `SftMasterConfig` or `DpoMasterConfig`.
 
     Raises:
         ConfigError: One line with the dotted key, what was given and what is wanted; up to three problems.
     """
     try:
-        return _adapter().validate_python(raw, strict=True)
+        return _adapter(schema).validate_python(raw, strict=True)
     except ValidationError as error:
-        messages = _messages(error.errors(include_url=False), raw)
+        messages = _messages(error.errors(include_url=False), raw, schema)
     raise ConfigError(join_problems(messages))
 
 
@@ -41,8 +45,8 @@ def join_problems(messages: list[str]) -> str:
     return shown if len(messages) <= _MAX_SHOWN else f"{shown}; and {len(messages) - _MAX_SHOWN} more problems"
 
 
-def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
-    known = known_keys(GrpoMasterConfig)
+def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) -> list[str]:
+    known = known_keys(schema)
     unknown = [_path(e["loc"], raw) for e in errors if e["type"] == "extra_forbidden"]
     messages = [unknown_key_message(path, [_concrete(key, path) for key in known]) for path in unknown]
     # A misspelt key makes the right one missing: one message for both.
@@ -53,25 +57,25 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any]) -> list[str]:
             error["type"] == "missing" and path.rpartition(".")[0] in sections_with_unknown
         ):
             continue
-        messages.append(_one_line(error, path))
+        messages.append(_one_line(error, path, schema))
     return messages
 
 
-def _one_line(error: ErrorDetails, path: str) -> str:
+def _one_line(error: ErrorDetails, path: str, schema: type) -> str:
     if error["type"] == "missing":
-        return f"{path}: missing; set it, or begin with `defaults: grpo_math_1B.yaml`, which sets every key"
+        return f"{path}: missing; set it, or begin with `defaults: {EXEMPLARS[schema]}`, which sets every key"
     given = _shown(error["input"])
     context = error.get("ctx", {})
     if error["type"] == "union_tag_invalid":
         return f"{path}.dataset_name: given {context['tag']!r}, wanted one of {context['expected_tags']}"
     if error["type"] == "union_tag_not_found":
         return f"{path}.dataset_name: missing; it says which data set this is"
-    return f"{path}: given {given}, wanted {_wanted(path, error)}"
+    return f"{path}: given {given}, wanted {_wanted(path, error, schema)}"
 
 
-def _wanted(path: str, error: ErrorDetails) -> str:
+def _wanted(path: str, error: ErrorDetails, schema: type) -> str:
     parent, _, index = path.rpartition(".")
-    for key in walk_keys(GrpoMasterConfig):
+    for key in walk_keys(schema):
         if _concrete(key.path, path) == path:
             return key.values
         if index.isdigit() and key.path == parent:

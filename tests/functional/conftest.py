@@ -43,6 +43,12 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def grpo_command() -> Callable[..., list[str]]:
+    """The command line of a small run, for tests that start it in their own way."""
+    return command
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with random weights, and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules import algorithm, availability, cluster, rollouts, training
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.rules import (
+    activations,
+    adapters,
+    algorithm,
+    availability,
+    cluster,
+    megatron,
+    memory,
+    rollouts,
+    supervised,
+    training,
+)
+from nemo_offload_rl.config.rules.base import Rule, RuleSet
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import join_problems
 from nemo_offload_rl.errors import ConfigError
 
-AVAILABILITY_RULES: tuple[Rule, ...] = availability.RULES
-RULES: tuple[Rule, ...] = (*cluster.RULES, *rollouts.RULES, *algorithm.RULES, *training.RULES)
+_TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
+    *cluster.RULES,
+    *training.RULES,
+    *megatron.RULES,
+    *activations.RULES,
+    *memory.RULES,
+    *adapters.RULES,
+)
+
+GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
+    (*availability.RULES, *availability.GRPO_RULES),
+    (*cluster.GRPO_RULES, *rollouts.RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
+)
+SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
+    availability.RULES, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)
+)
+DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
+    availability.RULES, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES)
+)
 
 
-def check_rules(cfg: GrpoMasterConfig) -> None:
+def check_rules[Config](cfg: Config, rules: RuleSet[Config]) -> None:
     """Run every rule; those on what is not available hide the others, which would only follow from it.
 
     Raises:
         ConfigError: One line with up to three broken rules.
     """
-    for rules in (AVAILABILITY_RULES, RULES):
-        messages = [message for rule in rules if (message := rule(cfg)) is not None]
+    for stage in (rules.availability, rules.rules):
+        messages = [message for rule in stage if (message := rule(cfg)) is not None]
         if messages:
             raise ConfigError(join_problems(messages))

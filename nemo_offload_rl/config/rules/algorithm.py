@@ -84,7 +84,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     leave_one_out_needs_two_responses,
     dynamic_sampling_needs_groups,
     on_policy_ratio_needs_one_update_per_step,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 
 
-def exactly_one_backend_is_enabled(cfg: GrpoMasterConfig) -> str | None:
+def exactly_one_backend_is_enabled(cfg: RunConfig) -> str | None:
     """Exactly one of `dtensor_cfg` and `megatron_cfg` is enabled."""
     dtensor = cfg["policy"]["dtensor_cfg"]["enabled"]
     megatron = "megatron_cfg" in cfg["policy"] and cfg["policy"]["megatron_cfg"]["enabled"]
@@ -19,11 +19,13 @@ def exactly_one_backend_is_enabled(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def megatron_backend_is_available(cfg: GrpoMasterConfig) -> str | None:
-    """The Megatron backend is not available yet."""
-    if "megatron_cfg" in cfg["policy"] and cfg["policy"]["megatron_cfg"]["enabled"]:
+def megatron_trains_on_gpus(cfg: RunConfig) -> str | None:
+    """Megatron trains on GPUs."""
+    if "megatron_cfg" not in cfg["policy"] or not cfg["policy"]["megatron_cfg"]["enabled"]:
+        return None
+    if cfg["cluster"]["gpus_per_node"] == 0:
         return (
-            "policy.megatron_cfg.enabled is true, but the Megatron backend is not available in this version; use "
+            "policy.megatron_cfg.enabled is true, but cluster.gpus_per_node is 0 and megatron-core needs GPUs; use "
             "policy.dtensor_cfg.enabled=true policy.megatron_cfg.enabled=false with policy.optimizer set"
         )
     return None
@@ -37,17 +39,7 @@ def rollouts_have_one_turn(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def generation_is_colocated(cfg: GrpoMasterConfig) -> str | None:
-    """Engines on devices of their own are not available yet."""
-    if not cfg["policy"]["generation"]["colocated"]["enabled"]:
-        return (
-            "policy.generation.colocated.enabled is false, but engines on devices of their own are not available in "
-            "this version; set it to true"
-        )
-    return None
-
-
-def sequences_are_not_split_over_devices(cfg: GrpoMasterConfig) -> str | None:
+def sequences_are_not_split_over_devices(cfg: RunConfig) -> str | None:
     """Context parallelism is not available yet."""
     size = cfg["policy"]["dtensor_cfg"]["context_parallel_size"]
     if size != 1:
@@ -58,14 +50,14 @@ def sequences_are_not_split_over_devices(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def sequence_parallelism_is_off(cfg: GrpoMasterConfig) -> str | None:
+def sequence_parallelism_is_off(cfg: RunConfig) -> str | None:
     """Sequence parallelism is not available yet."""
     if cfg["policy"]["dtensor_cfg"]["sequence_parallel"]:
         return _unavailable("policy.dtensor_cfg.sequence_parallel")
     return None
 
 
-def host_held_training_is_off(cfg: GrpoMasterConfig) -> str | None:
+def host_held_training_is_off(cfg: RunConfig) -> str | None:
     """FSDP2's CPU offload is not available yet."""
     if cfg["policy"]["dtensor_cfg"]["cpu_offload"]:
         return _unavailable("policy.dtensor_cfg.cpu_offload")
@@ -84,13 +76,15 @@ def _unavailable(key: str) -> str:
     return f"{key} is true, but this is not available in this version; set it to false"
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[RunConfig], ...] = (
     exactly_one_backend_is_enabled,
-    megatron_backend_is_available,
-    rollouts_have_one_turn,
-    generation_is_colocated,
+    megatron_trains_on_gpus,
     sequences_are_not_split_over_devices,
     sequence_parallelism_is_off,
     host_held_training_is_off,
+)
+
+GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (
+    rollouts_have_one_turn,
     batch_multiplier_is_one,
 )

@@ -2,22 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
+from nemo_offload_rl.config.rules.megatron_facts import megatron_section, model_parallel_size
+from nemo_offload_rl.config.schema import RunConfig
 
-Rule = Callable[[GrpoMasterConfig], str | None]
+type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, mend) or None."""
 
 
-def world_size(cfg: GrpoMasterConfig) -> int:
+@dataclass(frozen=True)
+class RuleSet[Config]:
+    """What one kind of run is checked for; those on what is not available go first and hide the others."""
+
+    availability: tuple[Rule[Config], ...]
+    rules: tuple[Rule[Config], ...]
+
+    def __iter__(self) -> Iterator[Rule[Config]]:
+        return iter((*self.availability, *self.rules))
+
+
+def algorithm_section(cfg: RunConfig) -> tuple[str, GrpoSectionConfig | SupervisedSectionConfig]:
+    """Name and keys of the section of the algorithm: `grpo`, `sft` or `dpo`."""
+    (name,) = {"grpo", "sft", "dpo"} & cfg.keys()
+    return name, cast(GrpoSectionConfig | SupervisedSectionConfig, cfg[name])
+
+
+def world_size(cfg: RunConfig) -> int:
     """Policy workers in all."""
-    cluster = cfg["cluster"]
-    per_node = cluster["gpus_per_node"] or cluster["cpu_workers_per_node"]
-    return per_node * cluster["num_nodes"]
+    return devices_per_node(cfg) * cfg["cluster"]["num_nodes"]
 
 
-def data_parallel_size(cfg: GrpoMasterConfig) -> int:
+def devices_per_node(cfg: RunConfig) -> int:
+    """Policy workers on each host."""
+    return cfg["cluster"]["gpus_per_node"] or cfg["cluster"]["cpu_workers_per_node"]
+
+
+def data_parallel_size(cfg: RunConfig) -> int:
     """Policy workers that see different data."""
+    if (megatron := megatron_section(cfg)) is not None:
+        return world_size(cfg) // model_parallel_size(megatron)
     dtensor = cfg["policy"]["dtensor_cfg"]
     return world_size(cfg) // (dtensor["tensor_parallel_size"] * dtensor["context_parallel_size"])
+
+
+def sources(section: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The data sets of `data.train` or `data.validation` with their dotted places, those of a mixture one by one."""
+    if section is None:
+        return
+    if section["dataset_name"] == "mixture":
+        for index, source in enumerate(section["datasets"]):
+            yield f"{where}.datasets.{index}", source
+    else:
+        yield where, section
+
+
+def holds_validation_rows(train: Any) -> bool:
+    """Whether a part of the training data, mixtures included, is kept for validation."""
+    keys = ("holdout", "split_validation_size")
+    return any(source[key] > 0 for _, source in sources(train, "") for key in keys if key in source)
+
+
+def mixture_problem(data: Mapping[str, Any]) -> str | None:
+    """What is wrong with the weights of `data.train` or `data.validation`, for every algorithm."""
+    for where in ("train", "validation"):
+        source = data[where]
+        if source is None or source["dataset_name"] != "mixture":
+            continue
+        num_weights, num_sets = len(source["weights"]), len(source["datasets"])
+        if not num_sets:
+            return f"data.{where}.datasets is empty, so there is nothing to mix; name at least one data set"
+        if num_weights != num_sets:
+            return (
+                f"data.{where}.weights has {num_weights} numbers, but data.{where}.datasets has {num_sets} data sets; "
+                "write one weight for each"
+            )
+    return None

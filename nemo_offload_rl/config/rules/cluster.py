@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, world_size
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, devices_per_node, world_size
+from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 
 
-def tensor_parallel_size_divides_the_world(cfg: GrpoMasterConfig) -> str | None:
+def tensor_parallel_size_divides_the_world(cfg: RunConfig) -> str | None:
     """The policy's tensor-parallel size divides the number of workers."""
     size, world = cfg["policy"]["dtensor_cfg"]["tensor_parallel_size"], world_size(cfg)
     if world % size:
@@ -17,18 +17,19 @@ def tensor_parallel_size_divides_the_world(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def engine_tensor_parallel_size_divides_the_world(cfg: GrpoMasterConfig) -> str | None:
-    """The engine's tensor-parallel size divides the number of devices."""
-    size, world = cfg["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"], world_size(cfg)
-    if world % size:
+def engine_tensor_parallel_size_divides_a_host(cfg: GrpoMasterConfig) -> str | None:
+    """The engine's tensor-parallel size divides the devices of a host."""
+    generation = cfg["policy"]["generation"]
+    size, per_node = generation["vllm_cfg"]["tensor_parallel_size"], devices_per_node(cfg)
+    if generation["colocated"]["enabled"] and per_node % size:
         return (
-            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {world} devices of "
-            "`cluster`, so some would be left over; change one of them"
+            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {per_node} devices of a host "
+            "of `cluster`, and one engine stays on one host; change one of them"
         )
     return None
 
 
-def sequence_parallel_needs_tensor_parallel(cfg: GrpoMasterConfig) -> str | None:
+def sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
     """Sequence parallelism needs tensor parallelism."""
     dtensor = cfg["policy"]["dtensor_cfg"]
     if dtensor["sequence_parallel"] and dtensor["tensor_parallel_size"] == 1:
@@ -39,7 +40,7 @@ def sequence_parallel_needs_tensor_parallel(cfg: GrpoMasterConfig) -> str | None
     return None
 
 
-def sequence_parallel_needs_divisible_lengths(cfg: GrpoMasterConfig) -> str | None:
+def sequence_parallel_needs_divisible_lengths(cfg: RunConfig) -> str | None:
     """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
     policy, dtensor = cfg["policy"], cfg["policy"]["dtensor_cfg"]
     multiple, size = policy["make_sequence_length_divisible_by"], dtensor["tensor_parallel_size"]
@@ -52,7 +53,18 @@ def sequence_parallel_needs_divisible_lengths(cfg: GrpoMasterConfig) -> str | No
     return None
 
 
-def host_held_training_excludes_offload_keys(cfg: GrpoMasterConfig) -> str | None:
+def compiled_layers_are_whole(cfg: RunConfig) -> str | None:
+    """Compiled layers are not split."""
+    dtensor = cfg["policy"]["dtensor_cfg"]
+    if dtensor["enabled"] and dtensor["torch_compile"] and dtensor["tensor_parallel_size"] > 1:
+        return (
+            "policy.dtensor_cfg.torch_compile is true, but layers that tensor_parallel_size splits are not compiled; "
+            "set torch_compile to false"
+        )
+    return None
+
+
+def host_held_training_excludes_offload_keys(cfg: RunConfig) -> str | None:
     """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
     policy = cfg["policy"]
     if policy["dtensor_cfg"]["cpu_offload"] and policy["offload_optimizer_states_for_logprob"]:
@@ -63,7 +75,7 @@ def host_held_training_excludes_offload_keys(cfg: GrpoMasterConfig) -> str | Non
     return None
 
 
-def port_range_is_ascending(cfg: GrpoMasterConfig) -> str | None:
+def port_range_is_ascending(cfg: RunConfig) -> str | None:
     """The port range is ascending."""
     low, high = cfg["cluster"]["master_port_range_low"], cfg["cluster"]["master_port_range_high"]
     if low > high:
@@ -84,7 +96,7 @@ def rollouts_fill_whole_training_batches(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def training_batch_divides_over_workers(cfg: GrpoMasterConfig) -> str | None:
+def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
     """The training batch divides over the data-parallel workers."""
     batch, size = cfg["policy"]["train_global_batch_size"], data_parallel_size(cfg)
     if size and batch % size:
@@ -95,7 +107,7 @@ def training_batch_divides_over_workers(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def micro_batch_divides_the_workers_share(cfg: GrpoMasterConfig) -> str | None:
+def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:
     """The micro-batch divides one worker's share, unless micro-batches are made by tokens."""
     policy, size = cfg["policy"], data_parallel_size(cfg)
     if policy["dynamic_batching"]["enabled"] or policy["sequence_packing"]["enabled"]:
@@ -103,13 +115,13 @@ def micro_batch_divides_the_workers_share(cfg: GrpoMasterConfig) -> str | None:
     batch, micro = policy["train_global_batch_size"], policy["train_micro_batch_size"]
     if size and batch % size == 0 and (batch // size) % micro:
         return (
-            f"policy.train_micro_batch_size {micro} does not divide the {batch // size} responses of one worker "
+            f"policy.train_micro_batch_size {micro} does not divide the {batch // size} sequences of one worker "
             f"(train_global_batch_size {batch} over {size} data-parallel workers); change one of them"
         )
     return None
 
 
-def packing_and_dynamic_batching_exclude_each_other(cfg: GrpoMasterConfig) -> str | None:
+def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | None:
     """Sequence packing and dynamic batching exclude each other."""
     if cfg["policy"]["sequence_packing"]["enabled"] and cfg["policy"]["dynamic_batching"]["enabled"]:
         return (
@@ -119,7 +131,7 @@ def packing_and_dynamic_batching_exclude_each_other(cfg: GrpoMasterConfig) -> st
     return None
 
 
-def token_budgets_hold_the_longest_sequence(cfg: GrpoMasterConfig) -> str | None:
+def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
     """A micro-batch made by tokens holds the longest sequence."""
     longest = cfg["policy"]["max_total_sequence_length"]
     for name in ("sequence_packing", "dynamic_batching"):
@@ -128,12 +140,12 @@ def token_budgets_hold_the_longest_sequence(cfg: GrpoMasterConfig) -> str | None
             if section["enabled"] and section[key] < longest:
                 return (
                     f"policy.{name}.{key} {section[key]} is below policy.max_total_sequence_length {longest}, so a "
-                    f"long response fits no micro-batch; raise it to {longest} or more"
+                    f"long sequence fits no micro-batch; raise it to {longest} or more"
                 )
     return None
 
 
-def longest_sequence_is_divisible(cfg: GrpoMasterConfig) -> str | None:
+def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
     """The longest sequence is a multiple of what batches are padded to."""
     longest, multiple = cfg["policy"]["max_total_sequence_length"], cfg["policy"]["make_sequence_length_divisible_by"]
     if longest % multiple:
@@ -144,17 +156,21 @@ def longest_sequence_is_divisible(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[RunConfig], ...] = (
     tensor_parallel_size_divides_the_world,
-    engine_tensor_parallel_size_divides_the_world,
     sequence_parallel_needs_tensor_parallel,
     sequence_parallel_needs_divisible_lengths,
     host_held_training_excludes_offload_keys,
+    compiled_layers_are_whole,
     port_range_is_ascending,
-    rollouts_fill_whole_training_batches,
     training_batch_divides_over_workers,
     micro_batch_divides_the_workers_share,
     packing_and_dynamic_batching_exclude_each_other,
     token_budgets_hold_the_longest_sequence,
     longest_sequence_is_divisible,
+)
+
+GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (
+    engine_tensor_parallel_size_divides_a_host,
+    rollouts_fill_whole_training_batches,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule
+from nemo_offload_rl.config.rules.base import Rule, holds_validation_rows, mixture_problem, sources
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 
 
@@ -65,6 +65,7 @@ def vllm_kwargs_set_no_key_of_their_own(cfg: GrpoMasterConfig) -> str | None:
         "logprobs_mode": "nothing, for it is always processed_logprobs",
         "enable_sleep_mode": "nothing, for the device decides",
         "kv_cache_memory_bytes": f"{vllm}.kv_cache_memory_gib",
+        "distributed_executor_backend": "nothing, for tensor_parallel_size decides",
         "worker_cls": "nothing, for refit needs its own",
         "worker_extension_cls": "nothing, for refit needs its own",
     }
@@ -79,12 +80,12 @@ def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
     """Every environment that data names is in `env`."""
     data = cfg["data"]
     for where, section in (("train", data["train"]), ("validation", data["validation"])):
-        if section is None:
-            continue
-        name = section["env_name"] if "env_name" in section else data["default"]["env_name"]
-        if name not in cfg["env"]:
-            key = f"data.{where}.env_name" if "env_name" in section else "data.default.env_name"
-            return f"{key} is {name}, which `env` does not have; use one of {', '.join(sorted(cfg['env'])) or 'none'}"
+        for place, source in sources(section, f"data.{where}"):
+            name = source["env_name"] if "env_name" in source else data["default"]["env_name"]
+            if name not in cfg["env"]:
+                key = f"{place}.env_name" if "env_name" in source else "data.default.env_name"
+                known = ", ".join(sorted(cfg["env"])) or "none"
+                return f"{key} is {name}, which `env` does not have; use one of {known}"
     return None
 
 
@@ -93,9 +94,8 @@ def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
     grpo, data = cfg["grpo"], cfg["data"]
     if data["validation"] is not None or not (grpo["val_period"] or grpo["val_at_start"] or grpo["val_at_end"]):
         return None
-    train = data["train"]
-    key = "holdout" if "holdout" in train else "split_validation_size"
-    if (train["holdout"] if "holdout" in train else train["split_validation_size"]) == 0:
+    if not holds_validation_rows(data["train"]):
+        key = "holdout" if "holdout" in data["train"] else "split_validation_size"
         return (
             f"data.validation is null and data.train.{key} is 0, so there is nothing to validate on; set one of "
             "them, or grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
@@ -103,12 +103,45 @@ def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (
+def mixtures_of_prompts_have_their_weights(cfg: GrpoMasterConfig) -> str | None:
+    """A mixture has one weight for each data set."""
+    return mixture_problem(cfg["data"])
+
+
+def engines_have_devices(cfg: GrpoMasterConfig) -> str | None:
+    """Engines that do not share the trainer's devices have their own, and only those."""
+    colocated = cfg["policy"]["generation"]["colocated"]
+    resources = colocated["resources"]
+    counts = (resources["gpus_per_node"], resources["num_nodes"])
+    where = "policy.generation.colocated.resources.gpus_per_node and num_nodes"
+    if colocated["enabled"] and counts != (None, None):
+        return f"{where} are set, but policy.generation.colocated.enabled is true and engines share devices; unset them"
+    if not colocated["enabled"] and None in counts:
+        return f"{where} are not both set, but colocated.enabled is false and engines need their own; set both"
+    return None
+
+
+def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
+    """The tensor-parallel size of engines with devices of their own divides those of a host."""
+    generation = cfg["policy"]["generation"]
+    size, count = generation["vllm_cfg"]["tensor_parallel_size"], generation["colocated"]["resources"]["gpus_per_node"]
+    if not generation["colocated"]["enabled"] and count is not None and count % size:
+        return (
+            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide "
+            f"policy.generation.colocated.resources.gpus_per_node {count}, and one engine stays on one host; change one"
+        )
+    return None
+
+
+RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     prompt_and_response_fit_the_policy,
     prompt_and_response_fit_the_engine,
     rollouts_are_not_greedy,
     cpu_engine_has_a_fixed_cache,
     vllm_kwargs_set_no_key_of_their_own,
+    engines_have_devices,
+    engine_fits_a_host_of_its_own,
     every_environment_exists,
     validation_has_prompts,
+    mixtures_of_prompts_have_their_weights,
 )

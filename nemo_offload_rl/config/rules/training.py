@@ -1,4 +1,4 @@
-"""Optimizers, schedules, offload keys, checkpoints and loggers."""
+"""Optimizers, schedules, checkpoints and loggers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.policy.megatron_config import MegatronOptimizerConfig
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section
+from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.utils.config import nearest_key
 
 
-def optimizer_can_be_built(cfg: GrpoMasterConfig) -> str | None:
+def optimizer_can_be_built(cfg: RunConfig) -> str | None:
     """The optimizer exists and takes its arguments."""
     optimizer = cfg["policy"]["optimizer"]
     if not cfg["policy"]["dtensor_cfg"]["enabled"]:
@@ -23,7 +22,7 @@ def optimizer_can_be_built(cfg: GrpoMasterConfig) -> str | None:
     return _call_problem("policy.optimizer", optimizer["name"], optimizer["kwargs"])
 
 
-def scheduler_phases_can_be_built(cfg: GrpoMasterConfig) -> str | None:
+def scheduler_phases_can_be_built(cfg: RunConfig) -> str | None:
     """The schedulers exist and take their arguments."""
     for index, entry in enumerate(cfg["policy"]["scheduler"] or []):
         if "name" not in entry:
@@ -33,7 +32,7 @@ def scheduler_phases_can_be_built(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def scheduler_milestones_separate_the_phases(cfg: GrpoMasterConfig) -> str | None:
+def scheduler_milestones_separate_the_phases(cfg: RunConfig) -> str | None:
     """There is one ascending milestone between each two scheduler phases."""
     entries = cfg["policy"]["scheduler"] or []
     num_phases = sum("name" in entry for entry in entries)
@@ -53,120 +52,30 @@ def scheduler_milestones_separate_the_phases(cfg: GrpoMasterConfig) -> str | Non
     return None
 
 
-def megatron_optimizer_lives_in_one_place(cfg: GrpoMasterConfig) -> str | None:
-    """Megatron's optimizer is offloaded in one way."""
-    optimizer = _megatron_optimizer(cfg)
-    if optimizer is not None and optimizer["optimizer_cpu_offload"] and optimizer["offload_optimizer_states"]:
-        return (
-            "policy.megatron_cfg.optimizer.optimizer_cpu_offload and offload_optimizer_states are both true, but the "
-            "first updates on the CPU and the second on the GPU; set one of them to false"
-        )
-    return None
-
-
-def megatron_offload_fraction_is_positive(cfg: GrpoMasterConfig) -> str | None:
-    """The share of Megatron's optimizer on the host is above 0."""
-    optimizer = _megatron_optimizer(cfg)
-    if optimizer is not None and optimizer["optimizer_cpu_offload"] and optimizer["optimizer_offload_fraction"] == 0:
-        return (
-            "policy.megatron_cfg.optimizer.optimizer_offload_fraction is 0, but optimizer_cpu_offload is true and "
-            "would move nothing; set a share above 0, at most 1"
-        )
-    return None
-
-
-def megatron_overlap_needs_cpu_offload(cfg: GrpoMasterConfig) -> str | None:
-    """Overlapping copies need Megatron's CPU optimizer."""
-    optimizer = _megatron_optimizer(cfg)
-    if optimizer is None or optimizer["optimizer_cpu_offload"]:
-        return None
-    if optimizer["overlap_cpu_optimizer_d2h_h2d"]:
-        return (
-            "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d is true, but it hides the copies of "
-            "optimizer_cpu_offload, which is false; set that to true or this to false"
-        )
-    return None
-
-
-def megatron_cpu_offload_needs_the_distributed_optimizer(cfg: GrpoMasterConfig) -> str | None:
-    """Megatron's CPU optimizer is a distributed optimizer."""
-    optimizer = _megatron_optimizer(cfg)
-    if optimizer is not None and optimizer["optimizer_cpu_offload"] and not optimizer["use_distributed_optimizer"]:
-        return (
-            "policy.megatron_cfg.optimizer.optimizer_cpu_offload is true, but Megatron moves only a distributed "
-            "optimizer; set use_distributed_optimizer to true"
-        )
-    return None
-
-
-def activation_offloading_names_its_modules(cfg: GrpoMasterConfig) -> str | None:
-    """Activation offloading names modules that can be moved."""
-    if "megatron_cfg" not in cfg["policy"]:
-        return None
-    megatron = cfg["policy"]["megatron_cfg"]
-    modules = megatron["offload_modules"] or []
-    if megatron["fine_grained_activation_offloading"] and not modules:
-        return (
-            "policy.megatron_cfg.fine_grained_activation_offloading is true, but offload_modules names nothing to "
-            "move; set it, for instance to [core_attn,attn_proj]"
-        )
-    if "attn_proj" in modules and "core_attn" not in modules:
-        return (
-            "policy.megatron_cfg.offload_modules has attn_proj without core_attn, but the input of the first is the "
-            "output of the second; add core_attn"
-        )
-    if (
-        megatron["recompute_modules"]
-        and "moe" in megatron["recompute_modules"]
-        and {"expert_fc1", "moe_act"} & {*modules}
-    ):
-        return (
-            "policy.megatron_cfg.offload_modules has modules inside the experts, but recompute_modules has moe, which "
-            "throws their activations away; remove one of them"
-        )
-    return None
-
-
-def megatron_sequence_parallel_needs_tensor_parallel(cfg: GrpoMasterConfig) -> str | None:
-    """Megatron's sequence parallelism needs tensor parallelism."""
-    if "megatron_cfg" not in cfg["policy"]:
-        return None
-    megatron = cfg["policy"]["megatron_cfg"]
-    if megatron["sequence_parallel"] and megatron["tensor_model_parallel_size"] == 1:
-        return (
-            "policy.megatron_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
-            "tensor_model_parallel_size is 1; set one of them otherwise"
-        )
-    return None
-
-
-def checkpoint_metric_is_measured(cfg: GrpoMasterConfig) -> str | None:
+def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     """The metric that ranks checkpoints is measured."""
-    checkpointing, grpo = cfg["checkpointing"], cfg["grpo"]
+    checkpointing = cfg["checkpointing"]
+    algorithm, section = algorithm_section(cfg)
     name = checkpointing["metric_name"]
     if not checkpointing["enabled"] or name is None:
         return None
     if not name.startswith(("train:", "val:")):
         return f"checkpointing.metric_name is {name}, which is no metric; write train:NAME or val:NAME, or null"
-    if name.startswith("val:") and not grpo["val_period"]:
+    if name.startswith("val:") and not section["val_period"]:
         return (
-            f"checkpointing.metric_name is {name}, but grpo.val_period is 0 and nothing is validated; set a period, "
-            "or a train: metric, or null"
+            f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 and nothing is validated; set a "
+            "period, or a train: metric, or null"
         )
     return None
 
 
-def wandb_has_its_section(cfg: GrpoMasterConfig) -> str | None:
+def wandb_has_its_section(cfg: RunConfig) -> str | None:
     """Weights & Biases has its section."""
     if cfg["logger"]["wandb_enabled"] and "wandb" not in cfg["logger"]:
         return (
             "logger.wandb_enabled is true, but the section logger.wandb is gone; keep it or set wandb_enabled to false"
         )
     return None
-
-
-def _megatron_optimizer(cfg: GrpoMasterConfig) -> MegatronOptimizerConfig | None:
-    return cfg["policy"]["megatron_cfg"]["optimizer"] if "megatron_cfg" in cfg["policy"] else None
 
 
 def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any]) -> str | None:
@@ -195,16 +104,35 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any]) -> str | N
     return None
 
 
-RULES: tuple[Rule, ...] = (
+def adapters_need_whole_layers(cfg: RunConfig) -> str | None:
+    """Low-rank adapters need layers that are not split over devices."""
+    dtensor = cfg["policy"]["dtensor_cfg"]
+    if dtensor["enabled"] and dtensor["lora_cfg"]["enabled"] and dtensor["tensor_parallel_size"] != 1:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
+            f"{dtensor['tensor_parallel_size']}, but adapters of layers that are split over devices are not available; "
+            "set tensor_parallel_size to 1"
+        )
+    return None
+
+
+def adapters_have_their_layers(cfg: RunConfig) -> str | None:
+    """Low-rank adapters are told which layers they belong to."""
+    lora = cfg["policy"]["dtensor_cfg"]["lora_cfg"]
+    if lora["enabled"] and not lora["match_all_linear"] and not lora["target_modules"]:
+        return (
+            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
+            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
+        )
+    return None
+
+
+RULES: tuple[Rule[RunConfig], ...] = (
     optimizer_can_be_built,
     scheduler_phases_can_be_built,
     scheduler_milestones_separate_the_phases,
-    megatron_optimizer_lives_in_one_place,
-    megatron_offload_fraction_is_positive,
-    megatron_overlap_needs_cpu_offload,
-    megatron_cpu_offload_needs_the_distributed_optimizer,
-    activation_offloading_names_its_modules,
-    megatron_sequence_parallel_needs_tensor_parallel,
     checkpoint_metric_is_measured,
     wandb_has_its_section,
+    adapters_need_whole_layers,
+    adapters_have_their_layers,
 )

@@ -9,19 +9,31 @@ import pytest
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
 
 class FilePolicy:
-    """Writes one file where a policy writes many; remembers what it was asked to load."""
+    """Writes one file where a policy writes many; a save in the background is done when the test says so."""
 
     def __init__(self) -> None:
         self.loaded: list[Path] = []
+        self.saving: Path | None = None
+        self.is_written = True
 
-    def save_checkpoint(self, path: Path) -> None:
-        path.mkdir()
-        (path / "state").write_text("with optimizer")
+    def start_save(self, path: Path, in_background: bool) -> None:
+        assert self.saving is None
+        self.saving = path
+        self.is_written = not in_background
+
+    def save_is_done(self) -> bool:
+        return self.is_written
+
+    def finish_save(self) -> None:
+        path, self.saving = self.saving, None
+        if path is not None:
+            path.mkdir()
+            (path / "state").write_text("with optimizer")
 
     def export_hf(self, path: Path) -> None:
         path.mkdir()
@@ -32,8 +44,10 @@ class FilePolicy:
 
 
 class FullDiskPolicy(FilePolicy):
-    def save_checkpoint(self, path: Path) -> None:
-        raise OSError(28, "No space left on device")
+    def finish_save(self) -> None:
+        self.saving.mkdir()
+        (self.saving / "state").write_text("with")
+        raise CheckpointError(f"{self.saving} cannot be written (No space left on device)")
 
 
 def make_settings(folder: Path, **changes) -> CheckpointingSettings:
@@ -45,6 +59,8 @@ def make_settings(folder: Path, **changes) -> CheckpointingSettings:
         keep_top_k=2,
         save_period=10,
         save_optimizer=True,
+        save_consolidated=False,
+        async_save=False,
     )
     return replace(settings, **changes)
 
@@ -98,14 +114,13 @@ def test_without_a_metric_the_newest_are_kept_and_without_a_limit_all(tmp_path):
     assert kept(tmp_path / "all") == {"step_10", "step_20", "step_100"}
 
 
-def test_the_newest_finished_checkpoint_is_found_by_number_and_loads_policy_and_loader(tmp_path):
+def test_the_newest_checkpoint_is_found_by_number_and_loads_policy_and_loader(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None))
     assert keeper.newest() is None
     loader = make_loader()
     next(loader)
     for step in (20, 100):
         keeper.save(step, FilePolicy(), loader, {"train": {}, "val": {"accuracy": 0.25}})
-    (tmp_path / "step_200" / "policy").mkdir(parents=True)  # its run died before the record was written
     newest = keeper.newest()
     assert newest is not None
     assert (newest.step, newest.metric, newest.folder) == (100, 0.25, tmp_path / "step_100")
@@ -117,38 +132,124 @@ def test_the_newest_finished_checkpoint_is_found_by_number_and_loads_policy_and_
     assert CheckpointKeeper(make_settings(tmp_path, enabled=False)).newest() is None
 
 
-def test_a_step_that_fails_to_save_again_no_longer_counts_as_finished(tmp_path):
+def test_what_a_killed_run_left_unfinished_is_removed_and_a_replaced_folder_comes_back(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None))
+    save(keeper, 10, 0.5)
+    save(keeper, 20, 0.5)
+    (tmp_path / "step_30.partial" / "policy").mkdir(parents=True)
+    (tmp_path / "step_20").rename(tmp_path / "step_20.replaced")  # died between two renames of a second save
+    (tmp_path / "step_10.replaced").mkdir()
+    (tmp_path / "other.partial").mkdir()
+    newest = keeper.newest()
+    assert newest is not None and newest.step == 20
+    assert kept(tmp_path) == {"step_10", "step_20", "other.partial"}
+
+
+def test_a_save_in_the_background_counts_only_when_it_is_written_and_the_next_one_waits_for_it(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None, async_save=True))
+    first, second = FilePolicy(), FilePolicy()
+    save(keeper, 10, 0.5, first)
+    keeper.poll()
+    assert kept(tmp_path) == {"step_10.partial"}
+    first.is_written = True
+    keeper.poll()
+    assert kept(tmp_path) == {"step_10"}
+
+    save(keeper, 20, 0.5, second)
+    save(keeper, 30, 0.5, first)
+    assert kept(tmp_path) == {"step_10", "step_20", "step_30.partial"}
+    keeper.finish()
+    keeper.finish()
+    assert kept(tmp_path) == {"step_10", "step_20", "step_30"}
+
+
+def test_a_save_in_the_background_that_fails_is_raised_at_the_next_step_and_harms_no_older_one(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, async_save=True))
+    save(keeper, 10, 0.5)
+    failing = FullDiskPolicy()
+    save(keeper, 20, 0.5, failing)
+    keeper.poll()
+    failing.is_written = True
+    with pytest.raises(CheckpointError, match=r"step_20 was not saved: .*No space left.*step_10 is complete") as caught:
+        keeper.poll()
+    assert "\n" not in str(caught.value)
+    assert kept(tmp_path) == {"step_10"}
+    keeper.finish()
+
+
+def test_a_step_that_fails_to_save_again_is_still_there_from_the_first_time(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path))
     save(keeper, 10, 0.5)
-    with pytest.raises(ConfigError, match="No space left on device"):
-        save(keeper, 10, 0.5, FullDiskPolicy())
-    assert keeper.newest() is None
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(keeper, 10, 0.7, FullDiskPolicy())
+    newest = keeper.newest()
+    assert newest is not None and newest.metric == 0.5
+    save(keeper, 10, 0.7)
+    newest = keeper.newest()
+    assert newest is not None and newest.metric == 0.7
+    assert kept(tmp_path) == {"step_10"}
 
 
 def test_without_the_optimizer_a_model_folder_is_written_which_cannot_be_continued(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path, save_optimizer=False))
     save(keeper, 10, 0.5)
-    assert (tmp_path / "step_10" / "policy" / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="without the optimizer"):
+    assert {path.name for path in (tmp_path / "step_10").iterdir()} == {"hf", "progress.json"}
+    assert (tmp_path / "step_10" / "hf" / "model.safetensors").is_file()
+    with pytest.raises(CheckpointError, match="without the optimizer"):
         keeper.newest()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_that_names_the_key(tmp_path):
+def test_with_both_the_checkpoint_has_a_model_folder_beside_the_state(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, save_consolidated=True))
+    save(keeper, 10, 0.5)
+    assert {path.name for path in (tmp_path / "step_10").iterdir()} == {"hf", "policy", "progress.json"}
+    assert keeper.newest() is not None
+
+
+@pytest.mark.parametrize("act", ["start", "save"])
+def test_a_folder_that_cannot_be_written_is_one_line_that_names_the_key(tmp_path, act):
     (tmp_path / "file").touch()
     keeper = CheckpointKeeper(make_settings(tmp_path / "file"))
-    with pytest.raises(ConfigError) as caught:
-        save(keeper, 10, 0.5)
+    with pytest.raises(CheckpointError) as caught:
+        keeper.newest() if act == "start" else save(keeper, 10, 0.5)
     text = str(caught.value)
     assert "\n" not in text
-    assert "step_10" in text and "Not a directory" in text and "checkpointing.checkpoint_dir" in text
+    assert "checkpointing.checkpoint_dir" in text and str(tmp_path / "file") in text
+    assert "File exists" in text if act == "start" else "Not a directory" in text
 
 
-def test_a_record_that_is_broken_is_named(tmp_path):
+def test_a_record_that_is_broken_foreign_or_missing_is_named(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path))
     save(keeper, 10, 0.5)
-    (tmp_path / "step_10" / "progress.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"step_10.progress\.json cannot be read"):
+    record = tmp_path / "step_10" / "progress.json"
+    for text, reason in (("{", r"progress\.json cannot be read"), ('{"step": 10}', "not the record of a checkpoint")):
+        record.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"step_10.*{reason}"):
+            keeper.newest()
+    record.unlink()
+    with pytest.raises(CheckpointError, match=r"step_10 has no progress\.json, so it is foreign or damaged"):
         keeper.newest()
+
+
+def test_a_file_that_was_cut_short_or_lost_is_named_with_the_checkpoint_to_fall_back_to(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None))
+    save(keeper, 10, 0.5)
+    save(keeper, 20, 0.5)
+    state = tmp_path / "step_20" / "policy" / "state"
+    state.write_text("with")
+    with pytest.raises(CheckpointError, match=r"step_20/policy/state has 4 bytes instead of 14.*go on from step_10"):
+        keeper.newest()
+    state.unlink()
+    with pytest.raises(CheckpointError, match=r"step_20/policy/state is missing"):
+        keeper.newest()
+
+
+def test_metrics_of_another_name_do_not_rank(tmp_path):
+    save(CheckpointKeeper(make_settings(tmp_path, metric_name="train:loss", keep_top_k=None)), 10, 0.5)  # loss is 10
+    keeper = CheckpointKeeper(make_settings(tmp_path))
+    for step, accuracy in ((20, 0.4), (30, 0.3)):
+        save(keeper, step, accuracy)
+    assert kept(tmp_path) == {"step_20", "step_30"}
 
 
 def test_a_metric_that_is_not_measured_is_refused_with_those_that_are(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_offload_rl.algorithms.grpo_metrics import residency_metrics, sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.grpo_metrics import sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.step_metrics import residency_metrics
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.policy.interfaces import TrainResult
@@ -42,7 +43,7 @@ def test_metrics_of_several_optimizer_steps_are_means_and_extremes_stay_extremes
         learning_rate=[0.1, 0.2],
         metrics={"kl": [0.0, 0.5], "probs_ratio_min": [0.9, 0.7], "probs_ratio_max": [1.1, 1.5], "loss": [1.0, 3.0]},
     )
-    metrics = train_metrics(ROLLOUTS, result, {"generation": 2.0, "training": 4.0})
+    metrics = train_metrics(ROLLOUTS, result, {"generation": 2.0, "logprobs": 1.0, "training": 4.0})
     assert metrics["loss"] == 2.0
     assert metrics["grad_norm"] == 3.0
     assert metrics["learning_rate"] == 0.2

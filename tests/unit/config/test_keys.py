@@ -50,6 +50,8 @@ DERIVED: dict[type, dict[str, str]] = {
     },
     SamplingSettings: {"seed": "grpo.seed"},
     GenerationSettings: {
+        "engine_gpus_per_node": "policy.generation.colocated.resources.gpus_per_node",
+        "engine_num_nodes": "policy.generation.colocated.resources.num_nodes",
         "colocated": "policy.generation.colocated.enabled",
         "sampling": "policy.generation.temperature",
         "val_sampling": "policy.generation.val_temperature",

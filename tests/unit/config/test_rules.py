@@ -7,13 +7,13 @@ import inspect
 import pytest
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules import AVAILABILITY_RULES, RULES, check_rules, training
+from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, check_rules, megatron, memory, training
+from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
-MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
 PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
 
 # rule name -> overrides that break it, and words that its message must have
@@ -22,14 +22,38 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.megatron_cfg.enabled=true"], "enable exactly one"),
         (["policy.dtensor_cfg.enabled=false"], "neither of"),
     ],
-    "megatron_backend_is_available": [
-        (["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"], "not available in this version")
+    "megatron_trains_on_gpus": [
+        (["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"], "megatron-core needs GPUs")
     ],
     "rollouts_have_one_turn": [(["grpo.max_rollout_turns=2"], "set it to 1")],
-    "generation_is_colocated": [(["policy.generation.colocated.enabled=false"], "set it to true")],
+    "engines_have_devices": [
+        (["policy.generation.colocated.enabled=false"], "set both"),
+        (["policy.generation.colocated.resources.num_nodes=1"], "unset them"),
+    ],
+    "engine_fits_a_host_of_its_own": [
+        (
+            [
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.gpus_per_node=3",
+                "policy.generation.colocated.resources.num_nodes=1",
+                "policy.generation.vllm_cfg.tensor_parallel_size=2",
+            ],
+            "gpus_per_node 3",
+        )
+    ],
+    "compiled_layers_are_whole": [
+        (
+            [
+                "policy.dtensor_cfg.torch_compile=true",
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+                "cluster.cpu_workers_per_node=2",
+            ],
+            "set torch_compile to false",
+        )
+    ],
     "sequences_are_not_split_over_devices": [(["policy.dtensor_cfg.context_parallel_size=2"], "set it to 1")],
     "tensor_parallel_size_divides_the_world": [(["policy.dtensor_cfg.tensor_parallel_size=2"], "1 policy workers")],
-    "engine_tensor_parallel_size_divides_the_world": [
+    "engine_tensor_parallel_size_divides_a_host": [
         (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "1 devices")
     ],
     "sequence_parallel_needs_tensor_parallel": [
@@ -57,7 +81,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.train_global_batch_size=96"], "does not divide the 128 responses")
     ],
     "training_batch_divides_over_workers": [(["cluster.cpu_workers_per_node=3"], "3 data-parallel workers")],
-    "micro_batch_divides_the_workers_share": [(["policy.train_micro_batch_size=48"], "128 responses of one worker")],
+    "micro_batch_divides_the_workers_share": [(["policy.train_micro_batch_size=48"], "128 sequences of one worker")],
     "packing_and_dynamic_batching_exclude_each_other": [
         (["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"], "set one of them to false")
     ],
@@ -78,6 +102,17 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
     "validation_has_prompts": [(["data.train.holdout=0"], "nothing to validate on")],
+    "mixtures_of_prompts_have_their_weights": [
+        (["~data.train", "+data.train={dataset_name: mixture, weights: [], datasets: []}"], "at least one"),
+        (
+            [
+                "~data.train",
+                "+data.train={dataset_name: mixture, weights: [1, 2], datasets: [{dataset_name: arithmetic, seed: 1, "
+                "num_digits: 1, operators: ['+'], size: 9, holdout: 1}]}",
+            ],
+            "one weight for each",
+        ),
+    ],
     "leave_one_out_needs_two_responses": [
         (["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=128"], "set it to 2 or more")
     ],
@@ -122,68 +157,51 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         ([f"policy.scheduler=[{PHASE},{PHASE},{PHASE},{{milestones: [9,5]}}]"], "ascending"),
         ([f"policy.scheduler=[{PHASE},{{milestones: [9]}},{PHASE}]"], "last"),
     ],
-    "megatron_optimizer_lives_in_one_place": [
-        (
-            [
-                f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true",
-                f"{MEGATRON_OPTIMIZER}.optimizer_offload_fraction=1",
-                f"{MEGATRON_OPTIMIZER}.offload_optimizer_states=true",
-            ],
-            "set one of them to false",
-        )
-    ],
-    "megatron_offload_fraction_is_positive": [
-        ([f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true"], "set a share above 0")
-    ],
-    "megatron_overlap_needs_cpu_offload": [
-        ([f"{MEGATRON_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"], "set that to true")
-    ],
-    "megatron_cpu_offload_needs_the_distributed_optimizer": [
-        (
-            [
-                f"{MEGATRON_OPTIMIZER}.optimizer_cpu_offload=true",
-                f"{MEGATRON_OPTIMIZER}.optimizer_offload_fraction=0.5",
-                f"{MEGATRON_OPTIMIZER}.use_distributed_optimizer=false",
-            ],
-            "set use_distributed_optimizer to true",
-        )
-    ],
-    "activation_offloading_names_its_modules": [
-        (["policy.megatron_cfg.fine_grained_activation_offloading=true"], "set it, for instance"),
-        (["policy.megatron_cfg.offload_modules=[attn_proj]"], "add core_attn"),
-        (
-            ["policy.megatron_cfg.offload_modules=[moe_act]", "policy.megatron_cfg.recompute_modules=[moe]"],
-            "remove one of them",
-        ),
-    ],
-    "megatron_sequence_parallel_needs_tensor_parallel": [
-        (["policy.megatron_cfg.sequence_parallel=true"], "tensor_model_parallel_size is 1")
-    ],
     "checkpoint_metric_is_measured": [
         (["checkpointing.enabled=true", "checkpointing.metric_name=accuracy"], "write train:NAME or val:NAME"),
         (["checkpointing.enabled=true", "grpo.val_period=0"], "nothing is validated"),
     ],
     "wandb_has_its_section": [(["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set")],
+    "adapters_need_whole_layers": [
+        (
+            [
+                "cluster.cpu_workers_per_node=2",
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+                "policy.dtensor_cfg.lora_cfg.enabled=true",
+            ],
+            "set tensor_parallel_size to 1",
+        )
+    ],
+    "adapters_have_their_layers": [
+        (
+            ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.match_all_linear=false"],
+            "name layers, for instance",
+        )
+    ],
 }
 
 CASES = [(name, overrides, words) for name, cases in BROKEN.items() for overrides, words in cases]
 
 
 def test_every_rule_is_listed_and_broken_here() -> None:
-    assert {rule.__name__ for rule in (*AVAILABILITY_RULES, *RULES)} == set(BROKEN)
+    # In test_megatron_rules.py and test_memory_rules.py.
+    listed = (megatron, activations, adapters, memory)
+    elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
+    elsewhere |= {rule.__name__ for rule in memory.GRPO_RULES}
+    assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
 
 
 @pytest.mark.parametrize(("name", "overrides", "words"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
 def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str, overrides: list[str], words: str) -> None:
-    rule = {rule.__name__: rule for rule in (*AVAILABILITY_RULES, *RULES)}[name]
-    cfg = validate_keys(load_config(CPU, overrides))
+    rule = {rule.__name__: rule for rule in GRPO_RULES}[name]
+    cfg = validate_keys(load_config(CPU, overrides), GrpoMasterConfig)
     message = rule(cfg)
     assert message is not None
     assert words in message
     assert "\n" not in message
     assert ";" in message, "the mend follows a semicolon"
     with pytest.raises(ConfigError):
-        check_rules(cfg)
+        check_rules(cfg, GRPO_RULES)
 
 
 def test_what_is_not_available_hides_what_follows_from_it() -> None:

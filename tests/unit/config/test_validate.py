@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
@@ -75,7 +76,7 @@ def test_a_misspelt_key_in_a_file_gives_one_problem_and_not_a_missing_key_too() 
     values = copy.deepcopy(raw())
     values["grpo"]["max_num_stepz"] = values["grpo"].pop("max_num_steps")
     with pytest.raises(ConfigError) as caught:
-        validate_keys(values)
+        validate_keys(values, GrpoMasterConfig)
     assert str(caught.value) == "grpo.max_num_stepz: unknown key; did you mean grpo.max_num_steps?"
 
 
@@ -84,10 +85,11 @@ def test_many_problems_stay_in_one_line_with_their_number() -> None:
     for key in ("num_prompts_per_step", "max_num_steps", "max_num_epochs", "val_period", "val_batch_size"):
         values["grpo"][key] = "x"
     with pytest.raises(ConfigError, match="and 2 more problems"):
-        validate_keys(values)
+        validate_keys(values, GrpoMasterConfig)
 
 
 def test_an_integer_is_accepted_where_a_number_is_wanted() -> None:
+    assert load_grpo_config(CPU, ["policy.max_grad_norm=null"]).policy.max_grad_norm is None
     config = load_grpo_config(CPU, ["loss_fn.ratio_clip_max=1", "policy.max_grad_norm=2"])
     assert config.policy.max_grad_norm == 2.0
 

@@ -84,3 +84,11 @@ def test_the_model_folder_has_a_character_tokenizer_with_a_chat_template_and_see
     answer = tokenizer.encode("15,9=95", add_special_tokens=False)
     assert len(answer) == 7
     assert tokenizer.decode([*answer, tokenizer.eos_token_id], skip_special_tokens=True) == "15,9=95"
+
+
+def test_of_each_pair_the_better_answer_is_right_and_the_worse_one_is_wrong():
+    rows = demonstrations.problems(seed=3).validation
+    for row, pair in zip(rows, demonstrations.pairs(rows), strict=True):
+        assert pair["prompt"] == row.question
+        assert pair["chosen"].rpartition("=")[2] == row.answer
+        assert pair["rejected"].rpartition("=")[2] != row.answer

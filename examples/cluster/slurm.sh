@@ -1,0 +1,70 @@
+#!/bin/bash
+# One Ray cluster for one run on Slurm: a head on the first node, a worker on each other node, then the run.
+#
+#   sbatch --nodes=2 --gpus-per-node=8 examples/cluster/slurm.sh \
+#     examples/run_grpo.py --config examples/configs/grpo_math_1B.yaml cluster.num_nodes=2 cluster.gpus_per_node=8
+#
+# The arguments are what would follow `python`. Submit from the repository's folder, which every node must see, like the
+# model, logger.log_dir and checkpointing.checkpoint_dir. PYTHON names another interpreter than .venv/bin/python.
+#SBATCH --job-name=nemo_offload_rl
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$PWD}"
+
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+ray="$(dirname "$python")/ray"
+port=${RAY_PORT:-6379}
+start_timeout_s=${RAY_START_TIMEOUT_S:-300}
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes[0]}
+head_address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | awk '{print $1}')
+
+# Every node of the cluster needs the same token; Ray reads it from here.
+RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+# The first workers of a GPU run must not see a GPU that Ray did not give them.
+RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1
+export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+
+start_node() { # NODE ARGUMENTS: runs for as long as the node is up
+  local node=$1
+  shift
+  srun --nodes=1 --ntasks=1 --overlap -w "$node" "$ray" start --block --disable-usage-stats "$@" &
+}
+
+# The steps end with the job; asking them to end lets Ray write its logs.
+trap 'trap - EXIT; jobs -p | xargs -r kill; wait' EXIT
+
+start_node "$head" --head --node-ip-address="$head_address" --port="$port" ${RAY_HEAD_ARGS:-}
+for node in "${nodes[@]:1}"; do
+  start_node "$node" --address="$head_address:$port" ${RAY_WORKER_ARGS:-}
+done
+
+export RAY_ADDRESS="$head_address:$port"
+"$python" - "${#nodes[@]}" "$start_timeout_s" <<'PYTHON'
+import sys, time, socket, os
+
+num_nodes, deadline_s = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+host, port = os.environ["RAY_ADDRESS"].rsplit(":", 1)
+while True:
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        break
+    except OSError as error:
+        if time.monotonic() > deadline_s:
+            sys.exit(f"error: the head node did not start at {host}:{port} ({error}); see the log of this job")
+        time.sleep(1)
+import ray
+
+ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
+while (present := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
+    if time.monotonic() > deadline_s:
+        sys.exit(f"error: {present} of {num_nodes} nodes joined the Ray cluster; see the log of this job")
+    time.sleep(1)
+PYTHON
+
+"$python" "$@"

@@ -1,0 +1,117 @@
+"""DPO: the policy learns which of two responses is the better one. The loop is `algorithms/supervised.py`.
+
+The loss compares with a frozen reference, the policy's initial weights. Their logprobs come from a copy on the host
+that is swapped into the policy's own memory in each step, or were computed once from the policy before it was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.algorithms.losses.dpo import DpoLoss, counted_sums
+from nemo_offload_rl.algorithms.settings import DpoSettings
+from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
+from nemo_offload_rl.data.collate import collate_pairs
+from nemo_offload_rl.data.records import ExamplePair, Splits
+from nemo_offload_rl.data.tokenizer import Decode, example_text
+from nemo_offload_rl.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_PAIRS_AT_ONCE = 256
+
+
+class DpoRecipe:
+    """See `Recipe`.
+
+    Args:
+        settings: The keys `dpo.*`.
+        pairs: Tokenized data.
+        decode: Token ids to text.
+        pad_id: Fills rows up.
+        width_multiple: Rows are padded to a multiple of so many tokens.
+    """
+
+    rows_per_item = 2
+
+    def __init__(
+        self, settings: DpoSettings, *, pairs: Splits[ExamplePair], decode: Decode, pad_id: int, width_multiple: int
+    ) -> None:
+        self.loss = DpoLoss(settings)
+        self.needs_reference = not settings.precompute_reference_logprobs
+        self._pairs = pairs
+        self._decode = decode
+        self._pad_id = pad_id
+        self._width_multiple = width_multiple
+        self._known_sums: dict[bool, Tensor] = {}  # whether of validation -> [2 * pairs]
+
+    @property
+    def num_train_items(self) -> int:
+        return len(self._pairs.train)
+
+    @property
+    def num_validation_items(self) -> int:
+        return len(self._pairs.validation)
+
+    def begin(self, policy: Policy) -> None:
+        """Without a copy of the reference: ask the policy, which is the reference as long as it is not trained."""
+        if self.needs_reference:
+            return
+        began = time.perf_counter()
+        policy.prepare_for_lp_inference()
+        for validation, pairs in ((False, self._pairs.train), (True, self._pairs.validation)):
+            sums = [torch.zeros(0, dtype=torch.float64)]
+            for start in range(0, len(pairs), _PAIRS_AT_ONCE):
+                items = range(start, min(start + _PAIRS_AT_ONCE, len(pairs)))
+                batch = self.batch(items, validation=validation)
+                sums.append(counted_sums(policy.get_logprobs(batch), batch))
+            self._known_sums[validation] = torch.cat(sums)
+        num_pairs = self.num_train_items + self.num_validation_items
+        logger.info("reference logprobs of %d pairs computed in %.1f s", num_pairs, time.perf_counter() - began)
+
+    def batch(self, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
+        source = self._pairs.validation if validation else self._pairs.train
+        return collate_pairs([source[item] for item in items], pad_id=self._pad_id, multiple=self._width_multiple)
+
+    def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
+        assert isinstance(batch, PreferenceBatch), type(batch)
+        if self.needs_reference:
+            sums = counted_sums(policy.get_reference_logprobs(batch), batch)
+        else:
+            rows = [2 * item + row for item in items for row in (0, 1)]
+            sums = self._known_sums[validation][rows]
+        return replace(batch, reference_sums=sums)
+
+    def weight(self, batch: TrainBatch) -> float:
+        return len(batch) / 2
+
+    def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
+        num_tokens = float(batch.input_lengths.sum())
+        return {
+            "num_tokens": num_tokens,
+            "max_sequence_tokens": float(batch.input_lengths.max()),
+            "training_tokens_per_s": num_tokens / training_s,
+            "training_pairs_per_s": self.weight(batch) / training_s,
+        }
+
+    def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        return dict(means)
+
+    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
+        shown: dict[str, str] = {}
+        for prefix, metrics in (("", train), ("held-out ", validation)):
+            if metrics:
+                shown[f"{prefix}loss"] = f"{metrics['loss']:.4f}"
+                shown[f"{prefix}accuracy"] = f"{metrics['accuracy']:.1%}"
+        return shown
+
+    def sample_lines(self, num_samples: int) -> Iterator[str]:
+        for pair in (self._pairs.validation or self._pairs.train)[:num_samples]:
+            yield f"  better: {example_text(pair.chosen, self._decode)!r}"
+            yield f"  worse:  {example_text(pair.rejected, self._decode)!r}"

@@ -1,0 +1,207 @@
+"""The loop of SFT and DPO: batches of given data, one update each. What differs between the two is a `Recipe`.
+
+One step, in order:
+1. data: the next rows of the loader become a batch;
+2. reference_logprobs: what the loss wants to know of the frozen reference (DPO only);
+3. training: forward, backward and the optimizer step of one global batch;
+4. validation, when due: the loss on held-out data; a checkpoint, when due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.algorithms.settings import SupervisedSettings
+from nemo_offload_rl.algorithms.step_metrics import residency_metrics, update_metrics
+from nemo_offload_rl.data.batch import TrainBatch
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.progress import RunProgress
+from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
+
+
+class Recipe(Protocol):
+    """Data and loss of one algorithm. Items are counted from 0 in each of the two parts of the data."""
+
+    @property
+    def num_train_items(self) -> int:
+        """Items to train on."""
+        ...
+
+    @property
+    def num_validation_items(self) -> int:
+        """Items kept aside."""
+        ...
+
+    @property
+    def rows_per_item(self) -> int:
+        """Rows of a batch that one item takes."""
+        ...
+
+    @property
+    def loss(self) -> LossFn:
+        """What is minimised."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `complete` asks the policy for logprobs of the reference."""
+        ...
+
+    def begin(self, policy: Policy) -> None:
+        """Ask the policy what only its initial weights can tell; called before a checkpoint is loaded."""
+        ...
+
+    def batch(self, items: Sequence[int], *, validation: bool) -> TrainBatch:
+        """Items as tensors."""
+        ...
+
+    def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
+        """The batch with what the loss wants to know of the reference."""
+        ...
+
+    def weight(self, batch: TrainBatch) -> float:
+        """What the loss of a batch is a mean over: how much the batch counts in a mean over several."""
+        ...
+
+    def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
+        """Sizes of the batch, and rates from the seconds of its training."""
+        ...
+
+    def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """What a validation reports, from the means over its batches."""
+        ...
+
+    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
+        """What a person sees of a step, by name; `validation` is empty where there was none."""
+        ...
+
+    def sample_lines(self, num_samples: int) -> Iterator[str]:
+        """The first items of the validation data, or else of the training data, as text."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedParts:
+    """What a run is made of; `algorithms/supervised_setup.py` builds it."""
+
+    policy: Policy
+    recipe: Recipe
+    loader: ShuffledLoader[int]
+    checkpoints: CheckpointKeeper
+    num_samples_to_print: int
+
+
+class SupervisedTrainer:
+    """Runs the steps.
+
+    Args:
+        settings: The keys that `sft.*` and `dpo.*` share.
+        parts: Policy, data and loss.
+        run_logger: Gets every metric.
+        progress: Shows steps to a person.
+    """
+
+    def __init__(
+        self, settings: SupervisedSettings, parts: SupervisedParts, run_logger: RunLogger, progress: RunProgress
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._logger = run_logger
+        self._progress = progress
+        self._timer = PhaseTimer()
+
+    def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
+        """Train until `last_step`.
+
+        Args:
+            last_step: Number of the last step, from 1.
+            resume_from: Where to go on; None starts with the first step.
+        """
+        parts, step = self._parts, 0
+        samples = list(parts.recipe.sample_lines(parts.num_samples_to_print))
+        self._logger.log_samples(0, samples)
+        for line in samples:
+            self._progress.note(line)
+        parts.recipe.begin(parts.policy)
+        self._timer.drain()
+        if resume_from is not None:
+            parts.checkpoints.load(resume_from, parts.policy, parts.loader)
+            step = resume_from.step
+        elif self._settings.val_at_start:
+            figures = parts.recipe.figures({}, self.validate(0))
+            self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
+            self._logger.commit()
+            self._progress.note("before training: " + "  ".join(f"{name} {text}" for name, text in figures.items()))
+        while step < last_step:
+            step += 1
+            self.step(step, is_last=step == last_step)
+            parts.checkpoints.poll()
+        parts.checkpoints.finish()
+
+    def step(self, step: int, is_last: bool) -> None:
+        """One step of the file header."""
+        parts, timer = self._parts, self._timer
+        with timer.phase("data"):
+            items = next(parts.loader)
+            batch = parts.recipe.batch(items, validation=False)
+        batch = self._complete(batch, items, validation=False)
+        with timer.phase("training"):
+            parts.policy.prepare_for_training()
+            result = parts.policy.train(batch, parts.recipe.loss)
+
+        about_step = update_metrics(result) | parts.recipe.data_metrics(batch, timer.seconds()["training"])
+        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
+        if parts.checkpoints.is_due(step, is_last):
+            with timer.phase("checkpoint"):
+                metrics = {"train": about_step, "val": validation}
+                parts.checkpoints.save(step, parts.policy, parts.loader, metrics)
+        seconds = timer.drain()
+        self._logger.log(step, about_step, "train")
+        self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
+        self._logger.log(step, timing_metrics(seconds), "timing")
+        self._logger.commit()
+        self._progress.step_done(step, parts.recipe.figures(about_step, validation), seconds)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Means over the validation data under the present weights; logs and returns them."""
+        recipe, policy = self._parts.recipe, self._parts.policy
+        micro_batch_size = self._settings.val_micro_batch_size * recipe.rows_per_item
+        sums: dict[str, float] = {}
+        total = 0.0
+        with self._timer.phase("validation"):
+            policy.prepare_for_lp_inference()
+            for items in self._validation_items():
+                batch = self._complete(recipe.batch(items, validation=True), items, validation=True)
+                result = policy.evaluate(batch, recipe.loss, micro_batch_size)
+                weight = recipe.weight(batch)
+                total += weight
+                for name, (value,) in {**result.metrics, "loss": result.loss}.items():
+                    sums[name] = sums.setdefault(name, 0.0) + weight * value
+        metrics = recipe.validation_metrics({name: value / total for name, value in sums.items()})
+        self._logger.log(step, metrics, "validation")
+        return metrics
+
+    def _complete(self, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
+        recipe, policy = self._parts.recipe, self._parts.policy
+        if not recipe.needs_reference:
+            return recipe.complete(policy, batch, items, validation=validation)
+        with self._timer.phase("reference_logprobs"):
+            policy.prepare_for_lp_inference()
+            return recipe.complete(policy, batch, items, validation=validation)
+
+    def _validation_items(self) -> Iterator[range]:
+        size, num_items = self._settings.val_global_batch_size, self._parts.recipe.num_validation_items
+        starts = range(0, num_items, size)
+        for start in starts[: self._settings.val_batches or None]:
+            yield range(start, min(start + size, num_items))
+
+    def _validation_is_due(self, step: int, is_last: bool) -> bool:
+        settings = self._settings
+        periodic = settings.val_period > 0 and step % settings.val_period == 0
+        return periodic or (is_last and settings.val_at_end)

@@ -1,0 +1,140 @@
+"""Builds what an SFT or DPO run is made of, runs it, and takes it down again.
+
+Everything that can be wrong in the user's input, the data and its lengths included, is found before Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.dpo import DpoRecipe
+from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.algorithms.settings import SupervisedSettings
+from nemo_offload_rl.algorithms.sft import SftRecipe
+from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
+from nemo_offload_rl.config.convert import DpoConfig, SftConfig, SupervisedConfig
+from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Part
+from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.progress import RunProgress
+
+type StartPolicy = Callable[[SupervisedConfig, bool], AbstractContextManager[Policy]]
+"""From the configuration, and whether to keep a reference, to a policy that ends with the context."""
+
+
+def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
+    """Run SFT from a checked configuration.
+
+    Args:
+        config: The run.
+        start_policy: None starts workers on the Ray cluster that `config.cluster` describes.
+        console: Where progress is shown; None for standard output.
+
+    Raises:
+        UserError: Something that the user can mend; a worker that died is one too.
+    """
+    check_model_folder(config.policy.model_name)
+    tokenizer = load_tokenizer(config.tokenizer)
+    kwargs = config.tokenizer.chat_template_kwargs
+    examples = load_examples(config.data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
+    recipe = SftRecipe(
+        examples=examples,
+        decode=whole_text(tokenizer),
+        pad_id=padding_id(tokenizer),
+        width_multiple=config.policy.make_sequence_length_divisible_by,
+    )
+    run = _Run("sft", config, config.sft, recipe, examples.parts)
+    _train(run, start_policy or ray_policy, keep_reference=False, console=console)
+
+
+def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
+    """Run DPO from a checked configuration; arguments and errors as above."""
+    check_model_folder(config.policy.model_name)
+    tokenizer = load_tokenizer(config.tokenizer)
+    pairs = load_example_pairs(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    recipe = DpoRecipe(
+        config.dpo,
+        pairs=pairs,
+        decode=whole_text(tokenizer),
+        pad_id=padding_id(tokenizer),
+        width_multiple=config.policy.make_sequence_length_divisible_by,
+    )
+    run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
+    _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console)
+
+
+@contextmanager
+def ray_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
+    """Policy workers on the Ray cluster that `config.cluster` describes."""
+    # Ray takes seconds to import: bad input has been refused before.
+    from nemo_offload_rl.distributed.policy_group import start_policy
+    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+
+    with cluster_session(config.cluster, num_colocated_groups=1) as cluster:
+        yield start_policy(cluster, config.policy, keep_reference)
+
+
+@contextmanager
+def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
+    """One worker in this process, without Ray: for tests, debuggers and small models."""
+    from nemo_offload_rl.distributed.local import start_local_policy
+
+    policy = start_local_policy(config.policy, keep_reference, config.cluster.device_type)
+    try:
+        yield policy
+    finally:
+        policy.shutdown()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What both algorithms hand over."""
+
+    name: str
+    config: SupervisedConfig
+    settings: SupervisedSettings
+    recipe: Recipe
+    parts: tuple[Part, ...]
+
+
+def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, console: Console | None) -> None:
+    name, config, settings, recipe = run.name, run.config, run.settings, run.recipe
+    if settings.validates and not recipe.num_validation_items:
+        raise ConfigError(
+            f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
+            "rows; set data.validation or a split_validation_size, or switch validation off"
+        )
+    loader = ShuffledLoader(
+        range(recipe.num_train_items),
+        batch_size=config.policy.train_global_batch_size // recipe.rows_per_item,
+        shuffle=config.data.shuffle,
+        seed=settings.seed,
+        parts=run.parts,
+    )
+    num_steps = min(settings.max_num_steps, settings.max_num_epochs * loader.batches_per_epoch)
+    checkpoints = CheckpointKeeper(config.checkpointing)
+    resume_from = resume_point(checkpoints, num_steps, f"{name}.max_num_steps or max_num_epochs")
+    with ExitStack() as stack:
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
+        policy = stack.enter_context(start_policy(config, keep_reference))
+        first_step = resume_from.step if resume_from else 0
+        progress = stack.enter_context(RunProgress(num_steps, first_step, console))
+        progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
+        made = SupervisedParts(
+            policy=policy,
+            recipe=recipe,
+            loader=loader,
+            checkpoints=checkpoints,
+            num_samples_to_print=config.logger.num_val_samples_to_print,
+        )
+        SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)

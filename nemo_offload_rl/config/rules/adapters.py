@@ -1,0 +1,95 @@
+"""Low-rank adapters of the Megatron backend. Each rule is silent while there are none."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule
+from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
+from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.megatron_config import MegatronConfig
+from nemo_offload_rl.policy.settings import MEGATRON_ADAPTED_LAYERS
+
+KEY = "policy.megatron_cfg"
+PEFT = f"{KEY}.peft"
+
+
+def _section(cfg: RunConfig) -> MegatronConfig | None:
+    megatron = megatron_section(cfg)
+    return megatron if megatron is not None and megatron["peft"]["enabled"] else None
+
+
+def megatron_adapters_need_whole_models(cfg: RunConfig) -> str | None:
+    """Megatron's adapters need layers and models that are not split over devices."""
+    megatron = _section(cfg)
+    if megatron is None:
+        return None
+    sizes = {
+        "tensor_model_parallel_size": megatron["tensor_model_parallel_size"],
+        "pipeline_model_parallel_size": megatron["pipeline_model_parallel_size"],
+        "context_parallel_size": megatron["context_parallel_size"],
+    }
+    split = [name for name, size in sizes.items() if size != 1]
+    if split:
+        return (
+            f"{PEFT}.enabled is true and {KEY}.{split[0]} is {sizes[split[0]]}, but adapters of models that are split "
+            f"over devices are not available; set {' and '.join(split)} to 1"
+        )
+    return None
+
+
+def megatron_adapters_are_of_dense_models(cfg: RunConfig) -> str | None:
+    """Mixture-of-experts models get no adapters."""
+    model = local_model_config(cfg)
+    if _section(cfg) is None or model is None or not num_experts(model):
+        return None
+    return (
+        f"{PEFT}.enabled is true, but config.json of {cfg['policy']['model_name']} has experts, which get no adapters; "
+        "set it to false"
+    )
+
+
+def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
+    """Adapters are not combined with 8-bit layers or activations that leave the GPU."""
+    megatron = _section(cfg)
+    if megatron is None:
+        return None
+    others = {
+        "fp8_cfg.enabled": megatron["fp8_cfg"]["enabled"],
+        "fine_grained_activation_offloading": megatron["fine_grained_activation_offloading"],
+    }
+    for name, is_on in others.items():
+        if is_on:
+            return (
+                f"{PEFT}.enabled and {KEY}.{name} are both true, which is not available together; set one of them to "
+                "false"
+            )
+    return None
+
+
+def megatron_adapters_have_their_layers(cfg: RunConfig) -> str | None:
+    """Megatron's adapters are told their layers in one way, and are left some."""
+    megatron = _section(cfg)
+    if megatron is None or not megatron["peft"]["exclude_modules"]:
+        return None
+    excluded = megatron["peft"]["exclude_modules"]
+    if megatron["peft"]["target_modules"]:
+        return (
+            f"{PEFT}.target_modules and exclude_modules are both set, but the second takes layers away from all four; "
+            "empty one of them"
+        )
+    unknown = [name for name in excluded if name not in MEGATRON_ADAPTED_LAYERS]
+    if unknown:
+        return (
+            f"{PEFT}.exclude_modules has {unknown[0]}, which is none of {', '.join(MEGATRON_ADAPTED_LAYERS)}; use "
+            "those names, or list the layers that get adapters in target_modules"
+        )
+    if set(excluded) == set(MEGATRON_ADAPTED_LAYERS):
+        return f"{PEFT}.exclude_modules has every layer, so none would be trained; take one out"
+    return None
+
+
+RULES: tuple[Rule[RunConfig], ...] = (
+    megatron_adapters_need_whole_models,
+    megatron_adapters_are_of_dense_models,
+    megatron_adapters_stand_alone,
+    megatron_adapters_have_their_layers,
+)

@@ -1,0 +1,419 @@
+"""The Megatron backend's devices, layers and optimizer. Each rule is silent while another backend is enabled."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule, world_size
+from nemo_offload_rl.config.rules.megatron_facts import (
+    local_model_config,
+    megatron_section,
+    model_parallel_size,
+    num_experts,
+)
+from nemo_offload_rl.config.schema import RunConfig
+
+KEY = "policy.megatron_cfg"
+OPTIMIZER = f"{KEY}.optimizer"
+
+
+def megatron_sizes_divide_the_world(cfg: RunConfig) -> str | None:
+    """Megatron's tensor, pipeline and context parallel sizes multiply to a divisor of the number of workers."""
+    megatron, world = megatron_section(cfg), world_size(cfg)
+    if megatron is not None and world % (size := model_parallel_size(megatron)):
+        tensor, pipeline = megatron["tensor_model_parallel_size"], megatron["pipeline_model_parallel_size"]
+        return (
+            f"{KEY}.tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x "
+            f"context_parallel_size {megatron['context_parallel_size']} = {size} does not divide the {world} policy "
+            "workers of `cluster`, so some would be left over; change one of them"
+        )
+    return None
+
+
+def megatron_expert_sizes_divide_the_world(cfg: RunConfig) -> str | None:
+    """Megatron's expert sizes and pipeline size multiply to a divisor of the number of workers."""
+    megatron, world = megatron_section(cfg), world_size(cfg)
+    if megatron is None:
+        return None
+    expert, tensor = megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
+    pipeline = megatron["pipeline_model_parallel_size"]
+    if world % (expert * tensor * pipeline):
+        return (
+            f"{KEY}.expert_model_parallel_size {expert} x expert_tensor_parallel_size {tensor} x "
+            f"pipeline_model_parallel_size {pipeline} does not divide the {world} policy workers of `cluster`, over "
+            "which experts are dealt out; change one of them"
+        )
+    return None
+
+
+def megatron_experts_can_be_dealt_out(cfg: RunConfig) -> str | None:
+    """Expert parallelism needs a mixture-of-experts model whose experts divide."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or model is None:
+        return None
+    size, experts = megatron["expert_model_parallel_size"], num_experts(model)
+    if size > 1 and experts == 0:
+        return (
+            f"{KEY}.expert_model_parallel_size is {size}, but config.json of {cfg['policy']['model_name']} has no "
+            "experts; set it to 1"
+        )
+    if experts % size:
+        return (
+            f"{KEY}.expert_model_parallel_size {size} does not divide the model's {experts} experts, of which each "
+            "device takes the same number; change it"
+        )
+    return None
+
+
+def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig) -> str | None:
+    """Mixture-of-experts models train with tensor parallelism only beside sequence parallelism."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or megatron["sequence_parallel"] or megatron["tensor_model_parallel_size"] == 1:
+        return None
+    if megatron["expert_model_parallel_size"] > 1 or (model is not None and num_experts(model)):
+        return (
+            f"{KEY}.tensor_model_parallel_size is {megatron['tensor_model_parallel_size']} for a mixture-of-experts "
+            "model, which Megatron trains so only beside sequence parallelism; set sequence_parallel to true or the "
+            "size to 1"
+        )
+    return None
+
+
+def megatron_experts_are_not_gathered_over_devices(cfg: RunConfig) -> str | None:
+    """Experts on several devices get their tokens by an all-to-all: devices have different numbers of tokens."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["moe_token_dispatcher_type"] != "allgather":
+        return None
+    if megatron["expert_model_parallel_size"] > 1:
+        return (
+            f"{KEY}.moe_token_dispatcher_type is allgather with expert_model_parallel_size above 1, but it needs "
+            "equally many tokens on each device and responses differ in length; set it to alltoall"
+        )
+    return None
+
+
+def megatron_heads_divide_over_devices(cfg: RunConfig) -> str | None:
+    """Megatron's tensor-parallel size divides the attention heads."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or model is None or "num_attention_heads" not in model:
+        return None
+    size, heads = megatron["tensor_model_parallel_size"], model["num_attention_heads"]
+    if heads % size:
+        return (
+            f"{KEY}.tensor_model_parallel_size {size} does not divide the model's {heads} attention heads, of which "
+            "each device takes the same number; change it"
+        )
+    return None
+
+
+def megatron_layers_divide_over_stages(cfg: RunConfig) -> str | None:
+    """The pipeline's stages share the layers evenly, but for a first and a last stage of set size."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None:
+        return None
+    stages = megatron["pipeline_model_parallel_size"]
+    ends = [megatron["num_layers_in_first_pipeline_stage"], megatron["num_layers_in_last_pipeline_stage"]]
+    set_ends = [layers for layers in ends if layers is not None]
+    if stages == 1 and set_ends:
+        return (
+            f"{KEY}.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is set, but "
+            "pipeline_model_parallel_size is 1; set them to null"
+        )
+    if model is None or "num_hidden_layers" not in model or stages == 1:
+        return None
+    layers, middle = model["num_hidden_layers"] - sum(set_ends), stages - len(set_ends)
+    if layers != 0 if middle == 0 else layers <= 0 or layers % middle != 0:
+        return (
+            f"{KEY}.pipeline_model_parallel_size {stages} leaves {layers} of the model's {model['num_hidden_layers']} "
+            f"layers for {middle} stages without a set size, which must share them evenly; change it or "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        )
+    return None
+
+
+def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
+    """Megatron's sequence parallelism needs tensor parallelism."""
+    megatron = megatron_section(cfg)
+    if megatron is not None and megatron["sequence_parallel"] and megatron["tensor_model_parallel_size"] == 1:
+        return (
+            f"{KEY}.sequence_parallel is true, but it splits along the tensor-parallel devices and "
+            "tensor_model_parallel_size is 1; set one of them otherwise"
+        )
+    return None
+
+
+def megatron_lengths_can_be_split(cfg: RunConfig) -> str | None:
+    """Lengths are multiples of what Megatron's sequence and context parallelism cut them into."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    multiple, context = cfg["policy"]["make_sequence_length_divisible_by"], megatron["context_parallel_size"]
+    # Each context-parallel rank takes two pieces, an early and a late one, so that causal attention is even work.
+    pieces = (2 * context if context > 1 else 1) * (
+        megatron["tensor_model_parallel_size"] if megatron["sequence_parallel"] else 1
+    )
+    if multiple % pieces:
+        return (
+            f"policy.make_sequence_length_divisible_by {multiple} is no multiple of {pieces}, the pieces that "
+            f"context_parallel_size {context} (two a device) and sequence_parallel cut rows into; set it to {pieces}"
+        )
+    return None
+
+
+def local_layers_take_padded_batches(cfg: RunConfig) -> str | None:
+    """Megatron's local layers do not take packed sequences."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["transformer_impl"] != "local" or not cfg["policy"]["sequence_packing"]["enabled"]:
+        return None
+    return (
+        f"policy.sequence_packing.enabled is true, but attention of {KEY}.transformer_impl=local would mix the "
+        "sequences of a row; set it to false, or transformer_impl to transformer_engine"
+    )
+
+
+def local_layers_keep_sequences_whole(cfg: RunConfig) -> str | None:
+    """Megatron's local layers do not split sequences over devices."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["transformer_impl"] != "local":
+        return None
+    if megatron["context_parallel_size"] > 1:
+        return (
+            f"{KEY}.context_parallel_size is {megatron['context_parallel_size']}, but attention of "
+            "transformer_impl=local sees one device's part only; set it to 1, or transformer_impl to transformer_engine"
+        )
+    if megatron["sequence_parallel"]:
+        return (
+            f"{KEY}.sequence_parallel is true, but the norms of transformer_impl=local do not know it; set it to "
+            "false, or transformer_impl to transformer_engine"
+        )
+    return None
+
+
+def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig) -> str | None:
+    """The precision-aware optimizer is Transformer Engine's, unless the CPU's."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["transformer_impl"] != "local":
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["use_precision_aware_optimizer"] and not optimizer["optimizer_cpu_offload"]:
+        return (
+            f"{OPTIMIZER}.use_precision_aware_optimizer is true, but that optimizer is Transformer Engine's and "
+            "transformer_impl is local; set it to false, or transformer_impl to transformer_engine"
+        )
+    return None
+
+
+def eight_bit_layers_are_transformer_engines(cfg: RunConfig) -> str | None:
+    """8-bit layers are Transformer Engine's."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["fp8_cfg"]["enabled"] or megatron["transformer_impl"] != "local":
+        return None
+    return (
+        f"{KEY}.fp8_cfg.enabled is true, but 8-bit layers are Transformer Engine's and transformer_impl is local; set "
+        "it to false, or transformer_impl to transformer_engine"
+    )
+
+
+def cleared_fp8_caches_exist(cfg: RunConfig) -> str | None:
+    """There are 8-bit caches to clear only in 8-bit training."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["fp8_cfg"]["enabled"] or not megatron["fp8_cfg"]["force_clear_fp8_caches"]:
+        return None
+    return (
+        f"{KEY}.fp8_cfg.force_clear_fp8_caches is true, but fp8_cfg.enabled is false and there are no such caches; set "
+        "one of them otherwise"
+    )
+
+
+def deferred_logits_need_chunks(cfg: RunConfig) -> str | None:
+    """Deferred float32 logits need a chunk size."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["defer_fp32_logits"] or cfg["policy"]["logprob_chunk_size"] is not None:
+        return None
+    return (
+        f"{KEY}.defer_fp32_logits is true, but it converts logits chunk by chunk and policy.logprob_chunk_size is "
+        "null; set that, for instance to 1024, or this to false"
+    )
+
+
+def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
+    """The optimizer's bf16 and fp16 say what `policy.precision` says."""
+    megatron, precision = megatron_section(cfg), cfg["policy"]["precision"]
+    if megatron is None:
+        return None
+    optimizer = megatron["optimizer"]
+    if (optimizer["bf16"], optimizer["fp16"]) != (precision == "bfloat16", precision == "float16"):
+        wanted = f"bf16={str(precision == 'bfloat16').lower()} fp16={str(precision == 'float16').lower()}"
+        return (
+            f"{OPTIMIZER}.bf16 and fp16 are {str(optimizer['bf16']).lower()} and {str(optimizer['fp16']).lower()}, but "
+            f"policy.precision is {precision} and the optimizer updates that model; set {wanted} or change the "
+            "precision"
+        )
+    return None
+
+
+def megatron_optimizer_lives_in_one_place(cfg: RunConfig) -> str | None:
+    """Megatron's optimizer is offloaded in one way."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    if megatron["optimizer"]["optimizer_cpu_offload"] and megatron["optimizer"]["offload_optimizer_states"]:
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload and offload_optimizer_states are both true, but the "
+            "first updates on the CPU and the second on the GPU; set one of them to false"
+        )
+    return None
+
+
+def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
+    """The share of Megatron's optimizer that leaves the GPU is above 0."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer_cpu_offload"] and optimizer["optimizer_offload_fraction"] == 0:
+        return (
+            f"{OPTIMIZER}.optimizer_offload_fraction is 0, but optimizer_cpu_offload is true and "
+            "would move nothing; set a share above 0, at most 1"
+        )
+    if optimizer["offload_optimizer_states"] and optimizer["offload_optimizer_states_fraction"] == 0:
+        return (
+            f"{OPTIMIZER}.offload_optimizer_states_fraction is 0, but offload_optimizer_states is true and "
+            "would move nothing; set a share above 0, at most 1"
+        )
+    return None
+
+
+def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
+    """Overlapping copies need Megatron's CPU optimizer."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if megatron["optimizer"]["overlap_cpu_optimizer_d2h_h2d"]:
+        return (
+            f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d is true, but it hides the copies of "
+            "optimizer_cpu_offload, which is false; set that to true or this to false"
+        )
+    return None
+
+
+def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | None:
+    """Only Megatron's distributed optimizer is offloaded inside the step."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+        return None
+    for key in ("optimizer_cpu_offload", "offload_optimizer_states"):
+        is_on = megatron["optimizer"][key]
+        if is_on:
+            return (
+                f"{OPTIMIZER}.{key} is true, but it moves the shards of a distributed optimizer and "
+                "use_distributed_optimizer is false; set that to true or this to false"
+            )
+    return None
+
+
+def megatron_offloaded_states_are_adams(cfg: RunConfig) -> str | None:
+    """Offloading states around the step is for Adam."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer"] == "adam":
+        return None
+    if megatron["optimizer"]["offload_optimizer_states"]:
+        return (
+            f"{OPTIMIZER}.offload_optimizer_states is true, but it moves Adam's moments and masters and optimizer is "
+            f"{megatron['optimizer']['optimizer']}; set optimizer to adam or this to false"
+        )
+    return None
+
+
+def megatron_precision_aware_optimizer_is_adam(cfg: RunConfig) -> str | None:
+    """The precision-aware optimizer is a distributed Adam."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["use_precision_aware_optimizer"]:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer"] == "adam" and optimizer["use_distributed_optimizer"]:
+        return None
+    return (
+        f"{OPTIMIZER}.use_precision_aware_optimizer is true, but there it is for a distributed Adam only and "
+        f"optimizer is {optimizer['optimizer']} with use_distributed_optimizer "
+        f"{str(optimizer['use_distributed_optimizer']).lower()}; set it to false or change those"
+    )
+
+
+def megatron_shards_the_states_of_adam_only(cfg: RunConfig) -> str | None:
+    """Megatron's distributed optimizer is an Adam, unless it lives on the host."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if megatron["optimizer"]["optimizer"] == "sgd" and megatron["optimizer"]["use_distributed_optimizer"]:
+        reason = "of which megatron-core shards no states; set use_distributed_optimizer to false"
+        return f"{OPTIMIZER}.optimizer is sgd, {reason}"
+    return None
+
+
+def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
+    """Megatron's CPU Adam is precision-aware, so that it updates the model and not masters on the GPU."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer"] == "adam" and not optimizer["use_precision_aware_optimizer"]:
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload is true, but without use_precision_aware_optimizer what it updates are "
+            "fp32 masters that stay on the GPU; set use_precision_aware_optimizer to true"
+        )
+    return None
+
+
+def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
+    """Megatron's CPU optimizer cannot update float32 parameters."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if cfg["policy"]["precision"] == "float32":
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload is true, but megatron-core cannot build it over float32 parameters "
+            "and policy.precision is float32; set that to bfloat16 or this to false"
+        )
+    return None
+
+
+def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig) -> str | None:
+    """Parameters are gathered beside the forward pass only where an optimizer shards them."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+        return None
+    if megatron["distributed_data_parallel_config"]["overlap_param_gather"]:
+        return (
+            f"{KEY}.distributed_data_parallel_config.overlap_param_gather is true, but without "
+            "use_distributed_optimizer nothing is gathered; set one of them otherwise"
+        )
+    return None
+
+
+RULES: tuple[Rule[RunConfig], ...] = (
+    megatron_sizes_divide_the_world,
+    megatron_expert_sizes_divide_the_world,
+    megatron_experts_can_be_dealt_out,
+    megatron_tensor_parallel_experts_need_sequence_parallel,
+    megatron_experts_are_not_gathered_over_devices,
+    megatron_heads_divide_over_devices,
+    megatron_layers_divide_over_stages,
+    megatron_sequence_parallel_needs_tensor_parallel,
+    megatron_lengths_can_be_split,
+    local_layers_take_padded_batches,
+    local_layers_keep_sequences_whole,
+    local_layers_have_no_precision_aware_optimizer,
+    eight_bit_layers_are_transformer_engines,
+    cleared_fp8_caches_exist,
+    deferred_logits_need_chunks,
+    megatron_precision_is_said_once,
+    megatron_optimizer_lives_in_one_place,
+    megatron_offload_fraction_is_positive,
+    megatron_overlap_needs_cpu_offload,
+    megatron_offload_needs_the_distributed_optimizer,
+    megatron_offloaded_states_are_adams,
+    megatron_precision_aware_optimizer_is_adam,
+    megatron_shards_the_states_of_adam_only,
+    megatron_cpu_offload_is_precision_aware,
+    megatron_cpu_offload_needs_half_precision,
+    megatron_parameter_gather_overlaps_only_shards,
+)

@@ -1,0 +1,44 @@
+"""What Megatron's rules ask of a configuration and of the model's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.megatron_config import MegatronConfig
+
+
+def megatron_section(cfg: RunConfig) -> MegatronConfig | None:
+    """`policy.megatron_cfg` where that backend is the one to run, else None."""
+    policy = cfg["policy"]
+    return policy["megatron_cfg"] if "megatron_cfg" in policy and policy["megatron_cfg"]["enabled"] else None
+
+
+def model_parallel_size(megatron: MegatronConfig) -> int:
+    """Workers that hold one copy of a Megatron model's dense layers, and share their data."""
+    return (
+        megatron["tensor_model_parallel_size"]
+        * megatron["pipeline_model_parallel_size"]
+        * megatron["context_parallel_size"]
+    )
+
+
+def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
+    """The model folder's config.json with `policy.hf_config_overrides`; None for a hub's name or a broken folder."""
+    path = Path(cfg["policy"]["model_name"]).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return {**config, **cfg["policy"]["hf_config_overrides"]} if isinstance(config, dict) else None
+
+
+def num_experts(model: Mapping[str, Any]) -> int:
+    """Experts of each mixture-of-experts layer, 0 in a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max((model[name] or 0 for name in names if name in model), default=0)

@@ -1,0 +1,97 @@
+"""SFT and DPO."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, holds_validation_rows, mixture_problem, sources
+from nemo_offload_rl.config.schema import DpoMasterConfig, SftMasterConfig
+
+type _Config = SftMasterConfig | DpoMasterConfig
+
+
+def longest_row_fits_the_policy(cfg: _Config) -> str | None:
+    """The longest sequence of the data fits the policy."""
+    longest, limit = cfg["data"]["max_input_seq_length"], cfg["policy"]["max_total_sequence_length"]
+    if longest > limit:
+        return (
+            f"data.max_input_seq_length {longest} is above policy.max_total_sequence_length {limit}, so a long row "
+            "would not fit; lower the one or raise the other"
+        )
+    return None
+
+
+def validation_has_rows(cfg: _Config) -> str | None:
+    """A run that validates has data to validate on."""
+    name, section = ("sft", cfg["sft"]) if "sft" in cfg else ("dpo", cfg["dpo"])
+    data = cfg["data"]
+    if data["validation"] is not None or not (
+        section["val_period"] or section["val_at_start"] or section["val_at_end"]
+    ):
+        return None
+    if not holds_validation_rows(data["train"]):
+        key = "holdout" if "holdout" in data["train"] else "split_validation_size"
+        return (
+            f"data.validation is null and data.train.{key} is 0, so there is nothing to validate on; set one of "
+            f"them, or {name}.val_period=0 {name}.val_at_start=false {name}.val_at_end=false"
+        )
+    return None
+
+
+def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
+    """The validation batch divides over the data-parallel workers."""
+    name, section = ("sft", cfg["sft"]) if "sft" in cfg else ("dpo", cfg["dpo"])
+    batch, size = section["val_global_batch_size"], data_parallel_size(cfg)
+    if size and batch % size:
+        return (
+            f"{name}.val_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all take "
+            f"the same share; make it a multiple of {size}"
+        )
+    return None
+
+
+def mixtures_have_a_weight_for_each_data_set(cfg: _Config) -> str | None:
+    """A mixture has one weight for each data set."""
+    return mixture_problem(cfg["data"])
+
+
+def data_sets_name_no_environment(cfg: _Config) -> str | None:
+    """No data set names an environment, which only GRPO has."""
+    for where in ("train", "validation"):
+        for place, source in sources(cfg["data"][where], f"data.{where}"):
+            if "env_name" in source:
+                return f"{place}.env_name is set, but nothing is generated that an environment could score; remove it"
+    return None
+
+
+def pairs_fit_a_micro_batch_made_by_tokens(cfg: DpoMasterConfig) -> str | None:
+    """A micro-batch made by tokens holds the two longest responses of a pair."""
+    longest = cfg["policy"]["max_total_sequence_length"]
+    for name in ("sequence_packing", "dynamic_batching"):
+        section = cfg["policy"][name]
+        if section["enabled"] and section["train_mb_tokens"] < 2 * longest:
+            return (
+                f"policy.{name}.train_mb_tokens {section['train_mb_tokens']} is below twice "
+                f"policy.max_total_sequence_length {longest}, but the two responses of a pair go into one micro-batch; "
+                f"raise it to {2 * longest} or more"
+            )
+    return None
+
+
+def the_loss_has_a_term(cfg: DpoMasterConfig) -> str | None:
+    """At least one term of the loss has a weight."""
+    if cfg["dpo"]["preference_loss_weight"] == 0 and cfg["dpo"]["sft_loss_weight"] == 0:
+        return (
+            "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to learn; raise one of "
+            "them"
+        )
+    return None
+
+
+RULES: tuple[Rule[_Config], ...] = (
+    longest_row_fits_the_policy,
+    validation_has_rows,
+    validation_batch_divides_over_workers,
+    mixtures_have_a_weight_for_each_data_set,
+    data_sets_name_no_environment,
+)
+SFT_RULES: tuple[Rule[SftMasterConfig], ...] = ()
+DPO_RULES: tuple[Rule[DpoMasterConfig], ...] = (pairs_fit_a_micro_batch_made_by_tokens, the_loss_has_a_term)

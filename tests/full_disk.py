@@ -1,0 +1,69 @@
+"""Training with checkpoints into a folder that gets full; run by a test as a process of its own.
+
+`python tests/full_disk.py MODEL CHECKPOINTS BACKGROUND LIMIT`: saves after every step, in the background with
+BACKGROUND 1. From the second step on no file may be larger than LIMIT bytes; 0 for no limit.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+from policy_cases import NLL, make_batch, make_settings
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.distributed.local import LocalWorkerGroup
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.utils.cli import run_main
+from nemo_offload_rl.utils.settings import CheckpointingSettings
+
+NUM_STEPS = 8
+
+
+def main() -> None:
+    """Train until a save fails."""
+    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    settings = make_settings(model)
+    worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
+    policy = Policy(LocalWorkerGroup(worker), settings)
+    loader = ShuffledLoader(range(8), batch_size=1, shuffle=True, seed=0)
+    keeper = CheckpointKeeper(
+        CheckpointingSettings(
+            enabled=True,
+            checkpoint_dir=str(folder),
+            metric_name=None,
+            higher_is_better=True,
+            keep_top_k=None,
+            save_period=1,
+            save_optimizer=True,
+            save_consolidated=False,
+            async_save=sys.argv[3] == "1",
+        )
+    )
+    assert keeper.newest() is None
+    try:
+        train(policy, loader, keeper, int(sys.argv[4]))
+    finally:
+        policy.shutdown()
+
+
+def train(policy: Policy, loader: ShuffledLoader[int], keeper: CheckpointKeeper, limit: int) -> None:
+    """Save after each step."""
+    policy.prepare_for_training()
+    for step in range(1, NUM_STEPS + 1):
+        policy.train(make_batch(seed=step), NLL())
+        keeper.save(step, policy, loader, {"train": {}, "val": {}})
+        keeper.poll()
+        if step == 1:
+            keeper.finish()
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    keeper.finish()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,67 @@
+"""A whole run that is killed with all its processes goes on from its last complete checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from nemo_offload_rl.report import read_metrics
+
+ROOT = Path(__file__).parents[2]
+EXTRA_STEPS = 2
+
+
+def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_started_again(
+    grpo_command, model_folder, run_grpo, tmp_path
+):
+    overrides = [
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        "checkpointing.async_save=true",
+        "checkpointing.save_consolidated=true",
+        "checkpointing.save_period=1",
+        "checkpointing.keep_top_k=2",
+        "grpo.max_num_epochs=1000",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    ]
+    process = subprocess.Popen(
+        grpo_command(*overrides, "grpo.max_num_steps=1000"),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    for victim in [psutil.Process(process.pid), *children]:
+        if victim.is_running():
+            victim.send_signal(signal.SIGKILL)
+    process.communicate()
+    psutil.wait_procs(children, timeout=10)
+
+    complete = [int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir() if path.name[5:].isdigit()]
+    # The save after step 2 was finished by the one after step 3 at the latest.
+    assert complete and max(complete) in (2, 3)
+    last_step = max(complete) + EXTRA_STEPS
+    done = run_grpo(*overrides, f"grpo.max_num_steps={last_step}")
+    assert done.status == 0, done.stderr
+    first = re.search(r"^step (\d+)/", done.stdout, re.MULTILINE)
+    assert first is not None and int(first.group(1)) == max(complete) + 1
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {f"step_{last_step - 1}", f"step_{last_step}"}
+    assert (tmp_path / "checkpoints" / f"step_{last_step}" / "hf" / "model.safetensors").is_file()
+    # A step that was done before the kill and not saved is done again; its later values count.
+    assert list(read_metrics(tmp_path / "run").by_step) == list(range(1, last_step + 1))

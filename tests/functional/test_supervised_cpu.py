@@ -1,0 +1,98 @@
+"""SFT and then DPO as users start them: launch scripts, real Ray, two policy workers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from supervised_cases import (
+    DPO_DATA,
+    DPO_KEYS,
+    SFT_DATA,
+    SFT_KEYS,
+    common,
+    dpo,
+    read_metrics,
+    results,
+    sft,
+    write_model,
+    write_rows,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("supervised")
+    write_model(folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+def launch(folder: Path, algorithm: str, *overrides: str) -> str:
+    """What a run of two workers wrote to standard output."""
+    keys, data = (SFT_KEYS, SFT_DATA) if algorithm == "sft" else (DPO_KEYS, DPO_DATA)
+    arguments = [*keys, *common(folder, algorithm), "~data.train", data.format(folder=folder), *overrides]
+    done = subprocess.run(
+        [sys.executable, f"examples/run_{algorithm}.py", *arguments, "cluster.cpu_workers_per_node=2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documented(*headings: str) -> set[str]:
+    """Names in the tables below headings of docs/metrics.md."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    sections = [re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0] for heading in headings]
+    return {name for section in sections for name in re.findall(r"^\| `([a-z0-9_/]+)` \|", section, flags=re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def sft_output(folder):
+    return launch(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
+
+
+def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
+    alone = sft(folder, "alone", "checkpointing.enabled=false")
+    for ours, theirs in zip(results(read_metrics(folder / "sft")), results(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_person_sees_what_is_learned_and_each_step(sft_output):
+    assert re.search(r"^  learns what is in \[\[ \]\]: 'count to \d+:>\[\[0.*<\|im_end\|>\]\]'$", sft_output, re.M)
+    assert re.search(r"^before training: held-out loss \d\.\d{4}$", sft_output, re.M)
+    assert re.search(r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
+
+
+def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resumed(folder, sft_output):
+    model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
+    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2")
+    launch(folder, "dpo", model, *packing)
+    alone = dpo(folder, "alone-dpo", model, "checkpointing.enabled=false")
+    for ours, theirs in zip(results(read_metrics(folder / "dpo")), results(alone), strict=True):
+        # Rounding decides which response is preferred where the policy still is the reference.
+        is_start = theirs["step"] < 2
+        names = [name for name in theirs if not (is_start and name.endswith("accuracy"))]
+        assert {name: ours[name] for name in names} == pytest.approx(
+            {name: theirs[name] for name in names}, rel=1e-3, abs=1e-5
+        )
+
+
+@pytest.mark.parametrize(("algorithm", "title"), [("sft", "SFT"), ("dpo", "DPO")])
+def test_a_run_measures_exactly_what_the_documentation_says(folder, sft_output, algorithm, title):
+    records = {record.pop("step"): set(record) for record in read_metrics(folder / algorithm)}
+    both = documented("In every step of SFT and DPO")
+    training = both | documented(f"In every step of {title}")
+    validation = documented(f"In every validation of {title}")
+    assert records[0] >= validation
+    assert records[3] == training
+    assert records[4] == training | validation | {"timing/checkpoint_s"}

@@ -1,0 +1,132 @@
+"""Training with checkpoints that is killed at random moments, again and again; run by a test as a process of its own.
+
+`python tests/killed_saves.py FOLDER NUM_KILLS`. Each life is forked from this process, so that none pays for imports.
+It resumes by the keeper's rules, then trains and saves until it is killed, and notes what it did: where it resumed,
+and a digest of its weights after each step. A last life without checkpoints does all the steps in one go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from policy_cases import NLL, make_batch, make_settings
+from resume_cases import weights_of
+from tiny_models import qwen3_config, save_model_folder
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.distributed.local import LocalWorkerGroup
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.factory import build_backend  # noqa: F401 (imported once, here)
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.utils.settings import CheckpointingSettings
+
+LIFE_S = 0.6  # at most, after it is ready
+
+
+def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_step: int) -> None:
+    """One life of a run."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(**facts: object) -> None:
+        os.write(descriptor, (json.dumps(facts) + "\n").encode())
+
+    settings = make_settings(folder / "model", residency_verify=False, train_micro_batch_size=8)
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+    worker = PolicyWorker(settings, process, keep_reference=False)
+    policy = Policy(LocalWorkerGroup(worker), settings)
+    loader = ShuffledLoader(range(64), batch_size=1, shuffle=True, seed=5)
+    keeper = CheckpointKeeper(
+        CheckpointingSettings(
+            enabled=checkpoints,
+            checkpoint_dir=str(folder / "checkpoints"),
+            metric_name="train:loss",
+            higher_is_better=False,
+            keep_top_k=2,
+            save_period=2,
+            save_optimizer=True,
+            save_consolidated=False,
+            async_save=async_save,
+        )
+    )
+    newest = keeper.newest()
+    step = 0
+    if newest is not None:
+        keeper.load(newest, policy, loader)
+        step = newest.step
+    note(resumed=step)
+    while step < last_step:
+        step += 1
+        (seed,) = next(loader)
+        policy.prepare_for_training()
+        loss = policy.train(make_batch(seed=seed), NLL()).loss[0]
+        policy.offload_after_refit()
+        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in weights_of(worker).values())).hexdigest()
+        note(step=step, digest=digest)
+        if keeper.is_due(step, is_last=False):
+            keeper.save(step, policy, loader, {"train": {"loss": loss}, "val": {}})
+        keeper.poll()
+    keeper.finish()
+
+
+def forked(target: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            target()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def main(folder: Path, num_kills: int) -> None:
+    """Write killed.jsonl, one line a life, and whole.jsonl into `folder`."""
+    torch.set_num_threads(1)
+    save_model_folder(folder / "model", 0, qwen3_config(tied=True, num_layers=1, hidden_size=32))
+    draw = random.Random(0)
+    lives = []
+    for life in range(num_kills):
+        log = folder / f"life_{life}.jsonl"
+        asynchronous = life % 2 == 0
+        pid = forked(
+            lambda log=log, asynchronous=asynchronous: live(
+                folder, log, async_save=asynchronous, checkpoints=True, last_step=10_000
+            )
+        )
+        while not log.exists() or log.stat().st_size == 0:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                sys.exit(f"life {life} ended by itself")
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, LIFE_S))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSIGNALED(status):
+            sys.exit(f"life {life} ended by itself")
+        lives.append({"notes": read_notes(log), "left": sorted(path.name for path in folder.glob("checkpoints/*"))})
+    (folder / "killed.json").write_text(json.dumps(lives))
+    last = max(note["step"] for life in lives for note in life["notes"] if "step" in note)
+    whole = folder / "whole.jsonl"
+    pid = forked(lambda: live(folder, whole, async_save=False, checkpoints=False, last_step=last))
+    if os.waitpid(pid, 0)[1]:
+        sys.exit("the run in one go failed")
+
+
+def read_notes(path: Path) -> list[dict[str, object]]:
+    """Whole lines of a life's notes; a kill may cut the last one."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

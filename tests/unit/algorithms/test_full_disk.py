@@ -1,0 +1,70 @@
+"""A disk that gets full ends a run in one line and status 2, and harms no checkpoint that was complete."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import qwen3_config, save_model_folder
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.utils.settings import CheckpointingSettings
+
+TESTS = Path(__file__).parents[2]
+
+# A folder system of this size holds one checkpoint of the small model, not two; everything dies with the process.
+MOUNTED = 'mount -t tmpfs -o size=600k tmpfs "$1" && { shift; "$@"; status=$?; cp -r "$FULL" "$COPY"; exit $status; }'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_model_folder(folder, 0, qwen3_config(tied=True, num_layers=1, hidden_size=32))
+    return folder
+
+
+def can_mount() -> bool:
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("background", ["0", "1"], ids=["waited for", "in the background"])
+@pytest.mark.parametrize("kind", ["full disk", "file too large"])
+def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_whole(tmp_path, model, kind, background):
+    folder, left = tmp_path / "checkpoints", tmp_path / "left"
+    folder.mkdir()
+    limit = "0" if kind == "full disk" else "100000"
+    command = [sys.executable, str(TESTS / "full_disk.py"), str(model), str(folder), background, limit]
+    if kind == "full disk":
+        if not can_mount():
+            pytest.skip("this machine lets no process mount a folder system of its own")
+        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTED, "sh", str(folder), *command]
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FULL": str(folder), "COPY": str(left)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"error: checkpoint {folder}/step_2 was not saved: ")
+    assert ("No space left on device" if kind == "full disk" else "File too large") in line
+    assert "checkpointing.checkpoint_dir" in line and line.endswith("step_1 is complete and was not touched")
+    assert "Traceback" not in done.stderr
+
+    remains = left if kind == "full disk" else folder
+    assert [path.name for path in remains.iterdir()] == ["step_1"]
+    settings = CheckpointingSettings(
+        enabled=True,
+        checkpoint_dir=str(remains),
+        metric_name=None,
+        higher_is_better=True,
+        keep_top_k=None,
+        save_period=1,
+        save_optimizer=True,
+        save_consolidated=False,
+        async_save=False,
+    )
+    newest = CheckpointKeeper(settings).newest()  # every file has its size
+    assert newest is not None and newest.step == 1

@@ -1,0 +1,204 @@
+"""Whole runs of SFT and DPO in this process, compared with plain training and with each other."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from supervised_cases import Run, dpo, results, sft, write_model, write_rows
+from tiny_models import make_qwen3, make_tokenizer
+from torch import Tensor
+
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.readers import read_records
+from nemo_offload_rl.data.rows import binary_pair, split_by
+from nemo_offload_rl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_model(folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sft_run(folder):
+    return sft(folder, "sft", "checkpointing.save_consolidated=true")
+
+
+@pytest.fixture(scope="module")
+def dpo_run(folder):
+    return dpo(folder, "dpo")
+
+
+# -- plain references
+
+
+def splits(folder):
+    pairs = [binary_pair(record, "p", "c", "r") for record in read_records(folder / "rows.jsonl")]
+    return split_by(pairs, lambda pair: pair.prompt[0]["content"], share=0.34, seed=1)
+
+
+def batches(rows, num_steps):
+    loader = ShuffledLoader(rows, batch_size=8, shuffle=True, seed=42)
+    return [next(loader) for _ in range(num_steps)]
+
+
+def response_logprobs(model, prompt, response) -> Tensor:
+    """Of each token of a response and of its end, by Hugging Face and a whole log-softmax."""
+    tokenizer = make_tokenizer()
+    prompt_ids = tokenizer.encode(prompt[0]["content"] + ">", add_special_tokens=False)
+    response_ids = [*tokenizer.encode(response[0]["content"], add_special_tokens=False), tokenizer.eos_token_id]
+    ids = torch.tensor([*prompt_ids, *response_ids])
+    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:, None])[:, 0][len(prompt_ids) - 1 :]
+
+
+def plain_training(batches, loss_of) -> list[float]:
+    model = make_qwen3(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.98), eps=1e-5)
+    losses = []
+    for rows in batches:
+        loss = loss_of(model, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def nll(model, rows) -> Tensor:
+    return -torch.cat([response_logprobs(model, row.prompt, row.chosen) for row in rows]).mean()
+
+
+def plain_dpo(model, rows) -> Tensor:
+    """With the reference's logprobs from a model that is never trained, beta 0.05."""
+    reference = make_qwen3(0).requires_grad_(False)
+
+    def ratio(prompt, response) -> Tensor:
+        known = response_logprobs(reference, prompt, response).sum()
+        return response_logprobs(model, prompt, response).sum() - known
+
+    margins = [ratio(row.prompt, row.chosen) - ratio(row.prompt, row.rejected) for row in rows]
+    return -torch.nn.functional.logsigmoid(0.05 * torch.stack(margins)).mean()
+
+
+def test_losses_of_sft_equal_those_of_plain_training(folder, sft_run):
+    rows = splits(folder)
+    losses = [record["train/loss"] for record in sft_run[1:]]
+    assert losses == pytest.approx(plain_training(batches(rows.train, 4), nll), rel=1e-4)
+    with torch.no_grad():
+        before = nll(make_qwen3(0), rows.validation).item()
+    assert sft_run[0]["validation/loss"] == pytest.approx(before, rel=1e-5)
+    assert sft_run[0]["validation/perplexity"] == pytest.approx(math.exp(before), rel=1e-4)
+    assert sft_run[4]["validation/loss"] < before
+
+
+def test_losses_of_dpo_equal_those_of_plain_training(folder, dpo_run):
+    losses = [record["train/loss"] for record in dpo_run[1:]]
+    assert losses == pytest.approx(plain_training(batches(splits(folder).train, 4), plain_dpo), rel=1e-4)
+    assert dpo_run[0]["validation/loss"] == pytest.approx(math.log(2))
+    assert dpo_run[0]["validation/accuracy"] == 0.0  # no pair is told apart yet
+    assert dpo_run[4]["validation/accuracy"] > 0.5
+    assert dpo_run[4]["validation/rewards_margin_mean"] > 0
+
+
+def test_a_run_validates_when_it_is_told_to(sft_run, dpo_run):
+    for run in (sft_run, dpo_run):
+        assert [record["step"] for record in run if "validation/loss" in record] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("run", [sft, dpo])
+@pytest.mark.parametrize("batching", ["sequence_packing", "dynamic_batching"])
+def test_micro_batches_by_tokens_change_nothing_but_rounding(folder, sft_run, dpo_run, run: Run, batching):
+    section = f"policy.{batching}"
+    other = run(
+        folder,
+        f"{run.__name__}-{batching}",
+        f"{section}.enabled=true",
+        f"{section}.train_mb_tokens=128",
+        f"{section}.logprob_mb_tokens=64",
+        f"{section}.sequence_length_round=4",
+        "checkpointing.enabled=false",
+    )
+    for ours, theirs in zip(results(other), results(sft_run if run is sft else dpo_run), strict=True):
+        if theirs["step"] < 2:  # before the first update rounding decides which response is preferred
+            ours, theirs = without_accuracy(ours), without_accuracy(theirs)
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def without_accuracy(record):
+    return {name: value for name, value in record.items() if not name.endswith("accuracy")}
+
+
+def test_reference_logprobs_computed_once_equal_those_of_each_step_also_after_a_resume(folder, dpo_run):
+    once = dpo(folder, "once", "dpo.precompute_reference_logprobs=true", "checkpointing.save_period=2")
+    for ours, theirs in zip(results(once), results(dpo_run), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert not any("timing/reference_logprobs_s" in record for record in once)
+    # They are computed again, from the initial weights and not from the checkpoint's.
+    forget_after(folder, "once", 2)
+    assert results(dpo(folder, "once", "dpo.precompute_reference_logprobs=true")) == results(once)
+
+
+def forget_after(folder, name: str, step: int) -> None:
+    """Make the run look as if it had been killed after a step."""
+    for checkpoint in (folder / name / "checkpoints").iterdir():
+        if checkpoint.name != f"step_{step}":
+            checkpoint.rename(folder / f"{name} {checkpoint.name}")
+    path = folder / name / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+@pytest.mark.parametrize("run", [sft, dpo])
+def test_a_resumed_run_goes_on_bitwise_as_the_uninterrupted_one(folder, run: Run):
+    name = f"{run.__name__}-resumed"
+    whole = run(folder, name, "checkpointing.save_period=2", "policy.offload_optimizer_states_for_logprob=true")
+    forget_after(folder, name, 2)
+    assert results(run(folder, name, "policy.dtensor_cfg.offload_optimizer_states=true")) == results(whole)
+    with pytest.raises(ConfigError, match=rf"step_4 is as far as this run of 4 steps goes; raise {run.__name__}\.max"):
+        run(folder, name)
+
+
+def test_what_sft_exports_is_what_dpo_begins_with(folder, sft_run):
+    trained = folder / "sft" / "checkpoints" / "step_4" / "hf"
+    overrides = [f"policy.model_name={trained}", "dpo.max_num_steps=1", "dpo.sft_loss_weight=1e-9"]
+    before, after = dpo(folder, "after", *overrides, "dpo.sft_average_log_probs=true", "checkpointing.enabled=false")
+    assert after["train/loss"] == pytest.approx(math.log(2))
+    # The better responses are those that SFT imitated: the mean over responses is near the mean over their tokens.
+    assert before["validation/sft_loss"] == pytest.approx(sft_run[4]["validation/loss"], rel=0.2)
+
+
+def test_averages_label_smoothing_and_the_sft_term_change_the_loss_as_they_should(folder, dpo_run):
+    records = dpo(
+        folder,
+        "other",
+        "dpo.preference_average_log_probs=true",
+        "dpo.sft_loss_weight=0.5",
+        "dpo.label_smoothing=0.1",
+        "dpo.max_num_steps=2",
+        "checkpointing.enabled=false",
+    )
+    assert records[1]["train/loss"] == pytest.approx(math.log(2) + 0.5 * records[1]["train/sft_loss"], rel=1e-5)
+    assert records[2]["train/rewards_margin_mean"] < dpo_run[2]["train/rewards_margin_mean"]
+
+
+def test_validation_without_data_is_refused_before_anything_is_written(folder):
+    with pytest.raises(ConfigError, match=r"validation is asked for \(sft\.val_period"):
+        sft(folder, "none", "data.train.split_validation_size=0.001")
+    assert not (folder / "none").exists()
+
+
+def test_dpo_without_host_memory_for_the_reference_is_told_how_to_do_without(folder):
+    with pytest.raises(ConfigError, match=r"host_memory_budget_gib leaves .*dpo\.precompute_reference_logprobs=true"):
+        dpo(folder, "budget", "policy.host_memory_budget_gib=1e-4")
+    records = dpo(
+        folder, "budget", "policy.host_memory_budget_gib=1e-4", "dpo.precompute_reference_logprobs=true",
+        "dpo.max_num_steps=1", "checkpointing.enabled=false",
+    )  # fmt: skip
+    assert records[-1]["step"] == 1

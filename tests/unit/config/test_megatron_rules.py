@@ -1,0 +1,323 @@
+"""Every rule of the Megatron backend is broken once; a configuration that uses every offload key passes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, megatron
+from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.config import load_config
+
+CPU = "tests/unit/config/cpu.yaml"
+KEY = "policy.megatron_cfg"
+OPTIMIZER = f"{KEY}.optimizer"
+MEGATRON = [f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.precision=bfloat16"]
+TWO_WORKERS = "cluster.cpu_workers_per_node=2"
+CPU_OFFLOAD = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimizer_offload_fraction=0.5"]
+STATES = f"{OPTIMIZER}.offload_optimizer_states=true"
+OFFLOAD = f"{KEY}.fine_grained_activation_offloading=true"
+PEFT = f"{KEY}.peft"
+ADAPTERS = f"{PEFT}.enabled=true"
+LOCAL = f"{KEY}.transformer_impl=local"
+RULES = {rule.__name__: rule for rule in (*megatron.RULES, *activations.RULES, *adapters.RULES)}
+
+DENSE = {"num_attention_heads": 6, "num_hidden_layers": 4}
+EXPERTS = {**DENSE, "num_experts": 3}
+
+# rule name -> overrides that break it, words that its message must have, config.json of the model or None for a hub's
+BROKEN: dict[str, list[tuple[list[str], str, dict[str, int] | None]]] = {
+    "megatron_sizes_divide_the_world": [
+        ([f"{KEY}.tensor_model_parallel_size=2"], "2 x pipeline_model_parallel_size 1 x context", None),
+        (
+            [
+                f"{KEY}.pipeline_model_parallel_size=2",
+                f"{KEY}.context_parallel_size=2",
+                "cluster.cpu_workers_per_node=6",
+            ],
+            "= 4 does not divide the 6 policy workers",
+            None,
+        ),
+    ],
+    "megatron_expert_sizes_divide_the_world": [
+        ([f"{KEY}.expert_model_parallel_size=2"], "over which experts are dealt out", None)
+    ],
+    "megatron_experts_can_be_dealt_out": [
+        ([f"{KEY}.expert_model_parallel_size=2", TWO_WORKERS], "has no experts; set it to 1", DENSE),
+        ([f"{KEY}.expert_model_parallel_size=2", TWO_WORKERS], "does not divide the model's 3 experts", EXPERTS),
+    ],
+    "megatron_tensor_parallel_experts_need_sequence_parallel": [
+        ([f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS], "set sequence_parallel to true", EXPERTS)
+    ],
+    "megatron_experts_are_not_gathered_over_devices": [
+        ([f"{KEY}.expert_model_parallel_size=2", f"{KEY}.moe_token_dispatcher_type=allgather"], "to alltoall", None)
+    ],
+    "megatron_heads_divide_over_devices": [
+        ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
+    ],
+    "megatron_layers_divide_over_stages": [
+        ([f"{KEY}.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"], "4 layers for 3 stages", DENSE),
+        (
+            [f"{KEY}.pipeline_model_parallel_size=2", TWO_WORKERS, f"{KEY}.num_layers_in_last_pipeline_stage=4"],
+            "leaves 0 of the model's 4 layers for 1 stages",
+            DENSE,
+        ),
+        ([f"{KEY}.num_layers_in_first_pipeline_stage=1"], "set them to null", None),
+    ],
+    "megatron_sequence_parallel_needs_tensor_parallel": [
+        ([f"{KEY}.sequence_parallel=true"], "tensor_model_parallel_size is 1", None)
+    ],
+    "megatron_lengths_can_be_split": [
+        ([f"{KEY}.context_parallel_size=2", TWO_WORKERS], "no multiple of 4", None),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true", TWO_WORKERS],
+            "no multiple of 2",
+            None,
+        ),
+    ],
+    "local_layers_take_padded_batches": [
+        ([LOCAL, "policy.sequence_packing.enabled=true"], "would mix the sequences of a row", None)
+    ],
+    "local_layers_keep_sequences_whole": [
+        ([LOCAL, f"{KEY}.context_parallel_size=2"], "sees one device's part only", None),
+        ([LOCAL, f"{KEY}.sequence_parallel=true"], "the norms of transformer_impl=local", None),
+    ],
+    "local_layers_have_no_precision_aware_optimizer": [([LOCAL], "use_precision_aware_optimizer is true", None)],
+    "eight_bit_layers_are_transformer_engines": [([LOCAL, f"{KEY}.fp8_cfg.enabled=true"], "set it to false", None)],
+    "cleared_fp8_caches_exist": [([f"{KEY}.fp8_cfg.force_clear_fp8_caches=true"], "there are no such caches", None)],
+    "deferred_logits_need_chunks": [([f"{KEY}.defer_fp32_logits=true"], "for instance to 1024", None)],
+    "megatron_precision_is_said_once": [
+        (["policy.precision=float32"], "set bf16=false fp16=false", None),
+        ([f"{OPTIMIZER}.fp16=true"], "policy.precision is bfloat16", None),
+    ],
+    "megatron_optimizer_lives_in_one_place": [([*CPU_OFFLOAD, STATES], "set one of them to false", None)],
+    "megatron_offload_fraction_is_positive": [
+        ([f"{OPTIMIZER}.optimizer_cpu_offload=true"], "optimizer_offload_fraction is 0", None),
+        ([STATES, f"{OPTIMIZER}.offload_optimizer_states_fraction=0"], "offload_optimizer_states_fraction is 0", None),
+    ],
+    "megatron_overlap_needs_cpu_offload": [
+        ([f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"], "set that to true", None)
+    ],
+    "megatron_offload_needs_the_distributed_optimizer": [
+        ([*CPU_OFFLOAD, f"{OPTIMIZER}.use_distributed_optimizer=false"], "optimizer_cpu_offload is true", None),
+        ([STATES, f"{OPTIMIZER}.use_distributed_optimizer=false"], "offload_optimizer_states is true", None),
+    ],
+    "megatron_offloaded_states_are_adams": [([STATES, f"{OPTIMIZER}.optimizer=sgd"], "optimizer is sgd", None)],
+    "megatron_precision_aware_optimizer_is_adam": [
+        ([f"{OPTIMIZER}.optimizer=sgd"], "optimizer is sgd with use_distributed_optimizer true", None),
+        ([f"{OPTIMIZER}.use_distributed_optimizer=false"], "use_distributed_optimizer false", None),
+    ],
+    "megatron_shards_the_states_of_adam_only": [
+        ([f"{OPTIMIZER}.optimizer=sgd"], "of which megatron-core shards no states", None)
+    ],
+    "megatron_cpu_offload_is_precision_aware": [
+        ([*CPU_OFFLOAD, f"{OPTIMIZER}.use_precision_aware_optimizer=false"], "masters that stay on the GPU", None)
+    ],
+    "megatron_cpu_offload_needs_half_precision": [
+        ([*CPU_OFFLOAD, "policy.precision=float32"], "set that to bfloat16", None)
+    ],
+    "megatron_parameter_gather_overlaps_only_shards": [
+        ([f"{OPTIMIZER}.use_distributed_optimizer=false"], "nothing is gathered", None)
+    ],
+    "activation_offloading_names_its_modules": [
+        ([OFFLOAD], "set it, for instance to [core_attn,attn_proj]", None),
+        ([OFFLOAD, f"{KEY}.offload_modules=[]"], "names nothing", None),
+    ],
+    "activation_offloading_knows_its_modules": [
+        ([OFFLOAD, f"{KEY}.offload_modules=[core_atn]"], "did you mean core_attn?", None),
+        ([OFFLOAD, f"{KEY}.offload_modules=[zebra]"], "use some of attn_norm, qkv_linear", None),
+    ],
+    "recomputation_knows_its_modules": [([f"{KEY}.recompute_modules=[layer_norm]"], "did you mean layernorm?", None)],
+    "offloaded_projection_needs_its_attention": [
+        ([OFFLOAD, f"{KEY}.offload_modules=[attn_proj]"], "add core_attn", None)
+    ],
+    "offloaded_experts_exist": [
+        ([OFFLOAD, f"{KEY}.offload_modules=[moe_act,expert_fc1]"], "has expert_fc1 and moe_act, but config.json", DENSE)
+    ],
+    "offloaded_norms_exist": [
+        ([OFFLOAD, f"{KEY}.offload_modules=[attn_norm]"], "nothing would move; remove it, or name qkv_linear", EXPERTS),
+        ([OFFLOAD, f"{KEY}.offload_modules=[core_attn,mlp_norm]"], "has mlp_norm, but in this model", DENSE),
+    ],
+    "activation_offloading_needs_transformer_engine": [
+        ([OFFLOAD, LOCAL, f"{KEY}.offload_modules=[core_attn]"], "transformer_impl is local", None)
+    ],
+    "activation_offloading_excludes_full_recomputation": [
+        (
+            [OFFLOAD, f"{KEY}.offload_modules=[mlp_norm]", f"{KEY}.activation_checkpointing=true"],
+            "keeps no activations that could move",
+            None,
+        )
+    ],
+    "recomputed_modules_are_not_offloaded": [
+        (
+            [
+                OFFLOAD,
+                f"{KEY}.offload_modules=[moe_act]",
+                f"{KEY}.activation_checkpointing=true",
+                f"{KEY}.recompute_granularity=selective",
+                f"{KEY}.recompute_modules=[moe]",
+            ],
+            "throws their activations away",
+            None,
+        ),
+        (
+            [
+                OFFLOAD,
+                f"{KEY}.offload_modules=[core_attn]",
+                f"{KEY}.activation_checkpointing=true",
+                f"{KEY}.recompute_granularity=selective",
+            ],
+            "(null stands for core_attn) both have core_attn",
+            None,
+        ),
+    ],
+    "offload_variable_is_left_alone": [
+        (
+            [OFFLOAD, f"{KEY}.offload_modules=[core_attn]", f"{KEY}.env_vars={{NVTE_CPU_OFFLOAD_V1: '0'}}"],
+            "the workers set it so; remove it",
+            None,
+        )
+    ],
+    "megatron_cuda_graphs_are_off": [([f"{KEY}.cuda_graph_impl=local"], "set it to none", None)],
+    "megatron_adapters_need_whole_models": [
+        ([ADAPTERS, f"{KEY}.{name}=2"], f"set {name} to 1", None)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    ],
+    "megatron_adapters_are_of_dense_models": [([ADAPTERS], "has experts, which get no adapters", EXPERTS)],
+    "megatron_adapters_stand_alone": [
+        ([ADAPTERS, f"{KEY}.fp8_cfg.enabled=true"], "fp8_cfg.enabled are both true", None),
+        ([ADAPTERS, OFFLOAD], "fine_grained_activation_offloading are both true", None),
+    ],
+    "megatron_adapters_have_their_layers": [
+        (
+            [ADAPTERS, f"{PEFT}.target_modules=[linear_qkv]", f"{PEFT}.exclude_modules=[linear_fc1]"],
+            "empty one of them",
+            None,
+        ),
+        ([ADAPTERS, f"{PEFT}.exclude_modules=[q_proj]"], "has q_proj, which is none of", None),
+        (
+            [ADAPTERS, f"{PEFT}.exclude_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"],
+            "take one out",
+            None,
+        ),
+    ],
+}
+CASES = [(name, *case) for name, cases in BROKEN.items() for case in cases]
+
+
+def config(overrides: list[str], model: dict[str, int] | None, folder: Path) -> GrpoMasterConfig:
+    name = "some/hub-model"
+    if model is not None:
+        (folder / "config.json").write_text(json.dumps(model))
+        name = str(folder)
+    return validate_keys(load_config(CPU, [*MEGATRON, f"policy.model_name={name}", *overrides]), GrpoMasterConfig)
+
+
+def test_every_rule_is_broken_here() -> None:
+    assert set(BROKEN) == set(RULES)
+
+
+@pytest.mark.parametrize("module", [megatron, activations, adapters])
+def test_every_rule_of_a_module_is_in_its_list(module) -> None:
+    functions = {n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+    assert {rule.__name__ for rule in module.RULES} == {name for name in functions if not name.startswith("_")}
+    assert {*module.RULES} <= {*GRPO_RULES}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words", "model"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
+)
+def test_a_broken_rule_ends_in_one_line_with_its_mend(
+    name: str, overrides: list[str], words: str, model: dict[str, int] | None, tmp_path: Path
+) -> None:
+    message = RULES[name](config(overrides, model, tmp_path))
+    assert message is not None
+    assert words in message
+    assert "\n" not in message
+    assert ";" in message, "the mend follows a semicolon"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words", "model"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
+)
+def test_rules_are_silent_while_another_backend_trains(
+    name: str, overrides: list[str], words: str, model: dict[str, int] | None, tmp_path: Path
+) -> None:
+    assert RULES[name](config([*overrides, f"{KEY}.enabled=false"], model, tmp_path)) is None
+
+
+def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Path) -> list[str]:
+    cfg = config(overrides, model, folder)
+    return [name for name, rule in RULES.items() if rule(cfg) is not None]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [
+        ([], None),
+        ([*CPU_OFFLOAD, f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"], None),
+        ([f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimizer_offload_fraction=1"], None),
+        ([*CPU_OFFLOAD, f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.use_precision_aware_optimizer=false"], None),
+        ([STATES, f"{OPTIMIZER}.offload_optimizer_states_fraction=0.25"], None),
+        ([OFFLOAD, f"{KEY}.offload_modules=[qkv_linear,core_attn,attn_proj]"], DENSE),
+        ([OFFLOAD, f"{KEY}.offload_modules=[mlp_norm,expert_fc1,moe_act]"], EXPERTS),
+        (
+            [
+                OFFLOAD,
+                f"{KEY}.offload_modules=[core_attn,attn_proj]",
+                f"{KEY}.activation_checkpointing=true",
+                f"{KEY}.recompute_granularity=selective",
+                f"{KEY}.recompute_modules=[mlp,layernorm]",
+            ],
+            DENSE,
+        ),
+        ([OFFLOAD, f"{KEY}.offload_modules=[core_attn]", f"{KEY}.env_vars={{NVTE_CPU_OFFLOAD_V1: '1'}}"], None),
+        (
+            [
+                LOCAL,
+                f"{OPTIMIZER}.use_precision_aware_optimizer=false",
+                "policy.precision=float32",
+                f"{OPTIMIZER}.bf16=false",
+            ],
+            None,
+        ),
+        (
+            [
+                f"{KEY}.pipeline_model_parallel_size=3",
+                "cluster.cpu_workers_per_node=3",
+                f"{KEY}.num_layers_in_first_pipeline_stage=1",
+                f"{KEY}.num_layers_in_last_pipeline_stage=1",
+            ],
+            DENSE,
+        ),
+        (
+            [
+                f"{KEY}.tensor_model_parallel_size=2",
+                f"{KEY}.sequence_parallel=true",
+                f"{KEY}.context_parallel_size=2",
+                "cluster.cpu_workers_per_node=4",
+                "policy.make_sequence_length_divisible_by=8",
+            ],
+            DENSE,
+        ),
+    ],
+)
+def test_combinations_that_work_break_no_rule(overrides: list[str], model: dict[str, int] | None, tmp_path: Path):
+    assert broken_rules(overrides, model, tmp_path) == []
+
+
+def test_data_parallel_workers_are_what_the_parallel_sizes_leave(tmp_path: Path) -> None:
+    sizes = [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.pipeline_model_parallel_size=2"]
+    cfg = config([*sizes, "cluster.cpu_workers_per_node=12", "policy.train_global_batch_size=64"], None, tmp_path)
+    messages = [message for rule in GRPO_RULES if (message := rule(cfg)) is not None]
+    assert any("3 data-parallel workers" in message for message in messages)
+
+
+def test_a_share_of_the_optimizer_above_one_is_no_share() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer_offload_fraction: given 1\.5, wanted number >= 0 and <= 1"):
+        validate_keys(load_config(CPU, [f"{OPTIMIZER}.optimizer_offload_fraction=1.5"]), GrpoMasterConfig)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
+from nemo_offload_rl.config.rules import memory
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.flops import ModelSizes
+from nemo_offload_rl.utils.gpu_memory import GpuUse
+
+GIB = 2**30
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+EXEMPLAR = CONFIGS / "grpo_math_1B.yaml"
+SUPERVISED = {"sft.yaml": load_sft_config, "dpo.yaml": load_dpo_config}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Load the exemplar, or a file of SFT or DPO, for a model and GPUs of given sizes."""
+
+    def loaded(overrides: list[str], *, parameters: int, gpu_gib: int | None, name: str | None = None):
+        gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", gpu_gib * GIB, 0)}
+        monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
+        monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, 1, 1))
+        return load_grpo_config(EXEMPLAR, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
+
+    return loaded
+
+
+def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(load):
+    key = "policy.generation.vllm_cfg.gpu_memory_utilization"
+    load([f"{key}=0.9"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"0.97 of 80.0 GiB .* the 3.0 GiB .*\(contexts\); lower it to 0.96"):
+        load([f"{key}=0.97"], parameters=GIB, gpu_gib=80)
+    load([f"{key}=0.96"], parameters=GIB, gpu_gib=80)
+    kept = "policy.residency_overrides={optimizer: device}"
+    with pytest.raises(ConfigError, match=r"11.0 GiB that stay .*\(optimizer and contexts\); lower it to 0.86"):
+        load([f"{key}=0.9", kept], parameters=GIB, gpu_gib=80)
+
+
+def test_training_state_larger_than_the_gpu_is_refused_and_sharding_helps(load):
+    with pytest.raises(ConfigError, match=r"needs 83.0 GiB .*params 20.0, grads 20.0, optimizer 40.0, contexts 3"):
+        load([], parameters=5 * GIB, gpu_gib=80)
+    load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=80)
+
+
+def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch):
+    load([], parameters=100 * GIB, gpu_gib=None)
+    monkeypatch.setattr(memory, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
+    monkeypatch.setattr(memory, "read_model_sizes", lambda name: None)
+    load_grpo_config(EXEMPLAR, [])
+
+
+def test_adapters_and_other_optimizers_need_less(load):
+    load(["policy.dtensor_cfg.lora_cfg.enabled=true"], parameters=15 * GIB, gpu_gib=80)
+    sgd = ["policy.optimizer.name=torch.optim.SGD", "~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"]
+    load(sgd, parameters=8 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs 131.0 GiB"):
+        load([], parameters=8 * GIB, gpu_gib=80)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_sft_and_dpo_are_refused_alike_but_no_engine_rests_beside_them(load, name):
+    one = ["cluster.gpus_per_node=1"]
+    load(one, parameters=5 * GIB, gpu_gib=80, name=name)  # the whole GPU, where an engine's 3 GiB are refused
+    with pytest.raises(
+        ConfigError, match=r"needs 80\.0 GiB .*optimizer 40\.0\) without .* has 79\.0; use more GPUs, or"
+    ):
+        load(one, parameters=5 * GIB, gpu_gib=79, name=name)
+    load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=79, name=name)
+
+
+def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(load):
+    frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
+    load([*frozen, "cluster.gpus_per_node=1"], parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
+    with pytest.raises(ConfigError, match=r"needs 84\.0 GiB .*\(frozen params 84\.0\) .* has 80\.0; use more GPUs$"):
+        load([*frozen, "cluster.gpus_per_node=1"], parameters=21 * GIB, gpu_gib=80, name="sft.yaml")

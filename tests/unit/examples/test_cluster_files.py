@@ -1,0 +1,196 @@
+"""Launch files for clusters: the Slurm script runs with stand-ins for Slurm's commands, the manifest has its schema."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.distributed.ports import find_free_port
+
+ROOT = Path(__file__).parents[3]
+SLURM = ROOT / "examples/cluster/slurm.sh"
+KUBERAY = ROOT / "examples/cluster/kuberay.yaml"
+
+REPORT = """\
+import os, ray
+ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
+print("nodes", sum(node["Alive"] for node in ray.nodes()), "CPUs", int(ray.cluster_resources()["CPU"]))
+"""
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Slurm's commands as this machine can run them: every node is here."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    stand_in(commands, "scontrol", "printf 'node1\\nnode2\\n'\n")
+    stand_in(commands, "srun", 'while [[ "$1" == -* ]]; do [[ "$1" == -w ]] && shift; shift; done\nexec "$@"\n')
+    stand_in(commands, "hostname", "echo 127.0.0.1\n")
+    return {
+        **os.environ,
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PYTHON": sys.executable,
+        "RAY_PORT": str(find_free_port(24000, 24999)),
+        "RAY_HEAD_ARGS": "--num-cpus=3 --num-gpus=0 --object-store-memory=100000000 --include-dashboard=false",
+        "RAY_WORKER_ARGS": "--num-cpus=2 --num-gpus=0 --object-store-memory=100000000",
+        "RAY_START_TIMEOUT_S": "60",
+    }
+
+
+def run_script(environment, *arguments):
+    """Status and output; nothing of the cluster is left."""
+    process = subprocess.Popen(
+        ["bash", str(SLURM), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    left = [p for p in psutil.process_iter() if process.pid in _session_of(p)]
+    psutil.wait_procs(left, timeout=30)
+    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return process.returncode, output
+
+
+def _session_of(process: psutil.Process) -> tuple[int, ...]:
+    try:
+        return (os.getsid(process.pid),)
+    except ProcessLookupError:
+        return ()
+
+
+def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on_it(slurm, tmp_path):
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    status, output = run_script(slurm, str(script))
+    assert status == 0, output
+    assert "nodes 2 CPUs 5" in output
+
+
+def resource_list() -> dict:
+    return {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+
+
+def closed(required: tuple[str, ...] = (), **properties: object) -> dict:
+    return {
+        "type": "object", "properties": properties, "required": list(required), "additionalProperties": False
+    }  # fmt: skip
+
+
+def listed(items: dict) -> dict:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def rayjob_schema() -> dict:
+    """The documented fields of KubeRay's RayJob (ray.io/v1) that a manifest like ours may have, and no others."""
+    text, whole, flag = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+    texts = {"type": "object", "additionalProperties": text}
+    container = closed(
+        ("name", "image"),
+        name=text,
+        image=text,
+        workingDir=text,
+        command=listed(text),
+        args=listed(text),
+        env=listed(closed(("name",), name=text, value=text)),
+        ports=listed(closed(("containerPort",), name=text, containerPort=whole)),
+        resources=closed(limits=resource_list(), requests=resource_list()),
+        securityContext=closed(capabilities=closed(add=listed(text), drop=listed(text)), privileged=flag),
+        volumeMounts=listed(closed(("name", "mountPath"), name=text, mountPath=text, readOnly=flag, subPath=text)),
+    )
+    volume = closed(
+        ("name",),
+        name=text,
+        persistentVolumeClaim=closed(("claimName",), claimName=text, readOnly=flag),
+        emptyDir=closed(medium=text, sizeLimit=text),
+        hostPath=closed(("path",), path=text, type=text),
+    )
+    pod = closed(
+        ("spec",),
+        metadata=closed(labels=texts, annotations=texts),
+        spec=closed(("containers",), containers=listed(container), volumes=listed(volume), nodeSelector=texts),
+    )
+    head = closed(("template", "rayStartParams"), template=pod, rayStartParams=texts, serviceType=text)
+    workers = closed(
+        ("groupName", "template", "rayStartParams"),
+        groupName=text,
+        template=pod,
+        rayStartParams=texts,
+        replicas=whole,
+        minReplicas=whole,
+        maxReplicas=whole,
+        numOfHosts=whole,
+    )
+    cluster = closed(
+        ("headGroupSpec",),
+        rayVersion=text,
+        headGroupSpec=head,
+        workerGroupSpecs=listed(workers),
+        enableInTreeAutoscaling=flag,
+    )
+    job = closed(
+        ("entrypoint", "rayClusterSpec"),
+        entrypoint=text,
+        rayClusterSpec=cluster,
+        backoffLimit=whole,
+        activeDeadlineSeconds=whole,
+        shutdownAfterJobFinishes=flag,
+        ttlSecondsAfterFinished=whole,
+        runtimeEnvYAML=text,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+        suspend=flag,
+    )
+    return closed(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": "ray.io/v1"},
+        kind={"const": "RayJob"},
+        metadata=closed(("name",), name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}, labels=texts),
+        spec=job,
+    )
+
+
+def test_the_kuberay_manifest_fits_the_fields_of_a_rayjob():
+    manifest = yaml.safe_load(KUBERAY.read_text())
+    validator = Draft202012Validator(rayjob_schema())
+    assert [error.message for error in validator.iter_errors(manifest)] == []
+    manifest["spec"]["rayClusterSpec"]["workerGroupSpec"] = []
+    assert not validator.is_valid(manifest)
+
+
+def test_the_manifest_asks_kubernetes_for_what_its_entrypoint_asks_ray_for():
+    spec = yaml.safe_load(KUBERAY.read_text())["spec"]
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    _, script, option, config, *overrides = shlex.split(spec["entrypoint"])
+    assert (ROOT / script).is_file() and option == "--config"
+    cluster = load_grpo_config(ROOT / config, overrides).cluster
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert cluster.num_nodes == group["replicas"] == group["minReplicas"]
+    assert cluster.gpus_per_node == int(limits["nvidia.com/gpu"])
+    for pod in (spec["rayClusterSpec"]["headGroupSpec"], group):
+        volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
+        mounted = {mount["name"] for mount in pod["template"]["spec"]["containers"][0]["volumeMounts"]}
+        assert volumes == mounted
