@@ -1,5 +1,6 @@
 # make demo       a small model learns arithmetic by GRPO on this machine, set-up included (no GPU needed);
 #                 SEED=43 make demo for another seed
+# make demo-sft   the same model by SFT and then DPO
 # make test       lint, types and every CPU test, set-up included
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
@@ -18,10 +19,18 @@ PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/v
 LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python-version 3.12 --no-annotate \
 	--no-emit-index-url --quiet
 
-.PHONY: demo test lint test-cpu test-gpu setup setup-gpu lock clean
+.PHONY: demo demo-sft test lint test-cpu test-gpu setup setup-gpu lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
+
+demo-sft: setup
+	rm -rf runs/sft_demo
+	$(PYTHON) examples/demo/make_model.py --output runs/sft_demo/random --seed $(SEED)
+	$(PYTHON) examples/demo/demonstrations.py --output runs/sft_demo/data --seed $(SEED)
+	$(PYTHON) examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
+	$(PYTHON) examples/run_dpo.py --config examples/configs/dpo_arithmetic_cpu.yaml
+	$(PYTHON) examples/demo/grade.py runs/sft_demo/*/step_*/hf --seed $(SEED)
 
 test: lint test-cpu
 

@@ -42,5 +42,6 @@ SHAPES = {
     "tiny": Qwen3Shape(hidden=256, layers=2, intermediate=512, heads=4, kv_heads=2, vocab=1024),
     "0.6B": Qwen3Shape(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8),
     "1.5B": Qwen3Shape(hidden=1536, layers=28, intermediate=8960, heads=12, kv_heads=2),
+    "1.7B": Qwen3Shape(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
     "4B": Qwen3Shape(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
 }

@@ -5,7 +5,8 @@
 One step is what the policy worker does in colocated RL: logprobs, reference logprobs, training (forward, backward,
 fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause.
 Variants, in this order in one process each: state never moves; every copy waited for; copies overlapped; states
-streamed around the optimizer step. Seconds are medians over the steps after the first two.
+streamed around the optimizer step, whole and in parts of 1 GiB. Seconds are medians over the steps after the first two;
+peaks are what the process held at most in forward and backward passes, and in the optimizer step, of the last step.
 
 Needs a GPU; with --device cpu --shape tiny it runs to show that it works.
 """
@@ -36,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "waited for": {"residency_overlap": False},
     "overlapped": {},
     "overlapped, states streamed": {"offload_optimizer_states": True},
+    "the same in parts of 1 GiB": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 1024},
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
 
@@ -77,7 +79,13 @@ def write_model(shape_name: str, folder: Path, device: str) -> None:
 def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
     """A policy worker on one device."""
     from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.settings import BatchingSettings, DTensorSettings, OptimizerSettings, PolicySettings
+    from nemo_offload_rl.policy.settings import (
+        BatchingSettings,
+        DTensorSettings,
+        LoraSettings,
+        OptimizerSettings,
+        PolicySettings,
+    )
     from nemo_offload_rl.policy.worker import PolicyWorker
 
     off = BatchingSettings(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
@@ -104,9 +112,22 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
             context_parallel_size=1,
             sequence_parallel=False,
             activation_checkpointing=True,
+            torch_compile=False,
             cpu_offload=False,
             offload_optimizer_states=changes.pop("offload_optimizer_states", False),
+            offload_optimizer_states_chunk_mib=changes.pop("offload_optimizer_states_chunk_mib", None),
+            lora_cfg=LoraSettings(
+                enabled=False,
+                target_modules=(),
+                exclude_modules=(),
+                match_all_linear=True,
+                dim=8,
+                alpha=32,
+                dropout=0.0,
+                lora_A_init="xavier",
+            ),
         ),
+        megatron_cfg=None,
         refit_buffer_size_gib=0.5,
         residency="always",
         residency_overrides={},
@@ -127,6 +148,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
 def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All steps of one variant in this process."""
     from nemo_offload_rl.data.batch import TrainBatch
+    from nemo_offload_rl.residency import Phase
 
     worker = make_worker(folder, args, dict(VARIANTS[args.child]))
     vocab = SHAPES[args.shape].vocab
@@ -178,6 +200,10 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         seconds["gb"] = sum(report.bytes_moved for report in reports) / 1e9
         steps.append(seconds)
     lines = [report.line() for report in reports]
+    peaks = {
+        phase.value: max(report.peak_bytes for report in reports if report.source is phase) / 2**30
+        for phase in (Phase.TRAINING, Phase.OPTIM_STEP)
+    }
     worker.shutdown()
     kept = steps[2:]
     medians = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
@@ -185,6 +211,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "variant": args.child,
         "median_s": medians,
         "steps": steps,
+        "peak_gib": peaks,
         "last_step": lines,
     }
 
@@ -199,6 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause-s", type=float, default=0.2)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, default=None, help=argparse.SUPPRESS)
@@ -214,7 +242,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(args.shape, Path(folder), args.device)
-        for variant in VARIANTS:
+        for variant in args.variants:
             command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--model", folder]
             child = subprocess.run(command, capture_output=True, text=True)
             if child.returncode:
@@ -223,12 +251,17 @@ def main() -> None:
             rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
             print(variant, "done", flush=True)
     print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s; seconds, medians")
-    print(f"{'variant':28} {'step':>7} " + " ".join(f"{name:>9}" for name in PHASES) + "  exposed  hidden  GB moved")
+    print(
+        f"{'variant':28} {'step':>7} "
+        + " ".join(f"{name:>9}" for name in PHASES)
+        + "  exposed  hidden  GB moved  peak GiB: passes, step"
+    )
     for row in rows:
         m = row["median_s"]
         phases = " ".join(f"{m[name]:9.3f}" for name in PHASES)
         tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f}"
-        print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail}")
+        peaks = f"{row['peak_gib']['training']:10.2f} {row['peak_gib']['optim_step']:8.2f}"
+        print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail} {peaks}")
     if args.out:
         machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
         command = " ".join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])

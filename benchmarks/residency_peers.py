@@ -100,7 +100,8 @@ def used_bytes(device: torch.device) -> int:
 def pinned_bytes(algorithm: Any) -> int:
     """Host memory that is page-locked for the algorithm."""
     if isinstance(algorithm, NemoOffloadRl):
-        return sum(arena.reserved_bytes for arena in algorithm.manager._arenas.values() if arena.pinned)
+        arena = algorithm.manager._arenas.arena(pinned=True)
+        return arena.reserved_bytes if arena.pinned else 0
     if isinstance(algorithm, TorchMemorySaver):
         return -1
     stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}

@@ -1,0 +1,98 @@
+"""Megatron's activation offloading beside recomputation: peak GPU memory and tokens a second of training steps.
+
+    python benchmarks/activation_offload.py --out benchmarks/results/activation_offload.json
+
+A step is forward, backward and optimizer step of the policy worker's Megatron backend on a Qwen3 shape (random weights
+and tokens, bf16, the precision-aware distributed optimizer), with micro-batches of one row of the given length. Peaks
+are the allocator's over whole steps, all state included.
+
+Needs a GPU with Transformer Engine; `--device cpu --shape tiny --lengths 32,64` runs what local layers can do, to show
+that the script works.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from megatron_runs import KEY, Variant, parse_arguments, run_variants, write_results
+
+
+def offload(*modules: str) -> tuple[str, ...]:
+    """Overrides that offload the inputs of these modules."""
+    return (f"{KEY}.fine_grained_activation_offloading=true", f"{KEY}.offload_modules=[{','.join(modules)}]")
+
+
+def recompute(*modules: str) -> tuple[str, ...]:
+    """Overrides that recompute these modules, or whole layers."""
+    if not modules:
+        return (f"{KEY}.activation_checkpointing=true",)
+    return (
+        f"{KEY}.activation_checkpointing=true",
+        f"{KEY}.recompute_granularity=selective",
+        f"{KEY}.recompute_modules=[{','.join(modules)}]",
+    )
+
+
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+STATES = (
+    f"{KEY}.optimizer.offload_optimizer_states=true",
+    f"{KEY}.optimizer.offload_optimizer_states_chunk_mib=1024",
+)
+# The ones that matter most come first, for runs with little time.
+VARIANTS = (
+    Variant("resident"),
+    Variant("offload all attention", offload(*ATTENTION)),
+    Variant("recompute mlp", recompute("mlp")),
+    Variant("recompute all", recompute()),
+    Variant("offload attention, recompute mlp", (*offload(*ATTENTION), *recompute("mlp"))),
+    Variant("states and attention offloaded", (*STATES, *offload(*ATTENTION))),
+    Variant("offload core_attn, attn_proj", offload("core_attn", "attn_proj")),
+    Variant("states offloaded", STATES),
+    Variant("recompute core_attn", recompute("core_attn")),
+    Variant("offload half of attention", (*offload(*ATTENTION), f"{KEY}.activation_offload_fraction=0.5")),
+)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Peak and tokens a second by length, each with its change from the resident variant."""
+    by_name = {row["variant"]: row for row in results["rows"]}
+    lengths = sorted({int(length) for row in results["rows"] for length in row.get("lengths", {})})
+    lines = [f"{results['machine']['gpu']}, {results['shape']}; change from resident in parentheses"]
+    lines.append(f"{'variant':34}" + "".join(f"{f'{n} tokens: peak GiB':>26}{'tokens/s':>18}" for n in lengths))
+    for name, row in by_name.items():
+        cells = ""
+        for length in lengths:
+            found = row.get("lengths", {}).get(str(length), {"error": row.get("error", "not run")})
+            if "error" in found:
+                cells += f"{found['error'][:40]:>44}"
+                continue
+            base = by_name.get("resident", row).get("lengths", {}).get(str(length), found)
+            base = found if "error" in base else base
+            peak = f"{found['peak_gib']:.1f} ({percent(found['peak_gib'], base['peak_gib'])})"
+            speed = f"{found['tokens_per_s']:.0f} ({percent(found['tokens_per_s'], base['tokens_per_s'])})"
+            cells += f"{peak:>26}{speed:>18}"
+        lines.append(f"{name:34}{cells}")
+    return "\n".join(lines)
+
+
+def percent(value: float, base: float) -> str:
+    """The change from `base`."""
+    return f"{100 * (value / base - 1):+.1f} %" if base else "-"
+
+
+def main() -> None:
+    """Run every variant and print the table."""
+    args = parse_arguments(__doc__ or "", "8192,32768")
+    variants = VARIANTS
+    if args.device == "cpu":
+        variants = tuple(v for v in VARIANTS if "offload" not in v.name)
+    results = run_variants(args, variants)
+    write_results(args, results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What one vLLM engine generates, by how it is asked: seconds for a rollout of 512 responses of 1024 tokens.
+
+    python benchmarks/generation_speed.py --variants base seeds dicts processes --json generation_speed.json
+
+Each variant runs in a process of its own (environment variables of vLLM are read at import), with a random model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "seeds": {"per_request_seeds": True},
+    "processes": {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
+    "eager": {"enforce_eager": True},
+    "profile": {"profile": True},
+}
+
+
+def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, tokens: int, calls: int) -> dict[str, Any]:
+    """Seconds of each call, the first with compilation of kernels left out."""
+    from nemo_offload_rl.generation.interfaces import SamplingSettings
+    from nemo_offload_rl.generation.settings import VllmSettings
+    from nemo_offload_rl.generation.vllm.engine import VllmEngine
+
+    settings: dict[str, Any] = {
+        "model_name": str(model),
+        "seed": 0,
+        "async_engine": False,
+        "precision": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.6,
+        "kv_cache_memory_gib": None,
+        "max_model_len": tokens + 16,
+        "enforce_eager": False,
+        "per_request_seeds": False,
+        "vllm_kwargs": {"load_format": "auto", **variant.get("kwargs", {})},
+    }
+    settings |= {key: value for key, value in variant.items() if key in settings}
+    begin_s = time.perf_counter()
+    engine = VllmEngine(VllmSettings(**settings))
+    result: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "seconds": []}
+    asked = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(prompts)]
+    for call in range(calls + 1):
+        sampling = SamplingSettings(max_new_tokens=tokens if call else 8, seed=call)
+        profiler = _profiler() if variant.get("profile") and call == 1 else None
+        if profiler:
+            profiler.enable()
+        begin_s = time.perf_counter()
+        groups = engine.generate(asked, sampling, group)
+        result["seconds"].append(time.perf_counter() - begin_s)
+        if profiler:
+            profiler.disable()
+            _print_profile(profiler)
+    result["tokens"] = sum(len(sample.token_ids) for samples in groups for sample in samples)
+    result["tokens_per_s"] = result["tokens"] / min(result["seconds"][1:])
+    engine.shutdown()
+    return result
+
+
+def _profiler() -> Any:
+    import cProfile
+
+    return cProfile.Profile()
+
+
+def _print_profile(profiler: Any) -> None:
+    import pstats
+
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(45)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=["base", "seeds", "processes"], choices=VARIANTS)
+    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--calls", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.calls)
+    if arguments.one:
+        print(json.dumps(measure(VARIANTS[arguments.one], arguments.model, *sizes)))
+        return
+    from grpo_gpu import machine, write_model
+
+    from nemo_offload_rl.generation.vllm.env import vllm_cuda_env
+
+    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "variants": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), arguments.shape, seed=0, max_positions=4096)
+        for name in arguments.variants:
+            env = {**os.environ, **vllm_cuda_env(), **VARIANTS[name].get("env", {})}
+            command = [sys.executable, __file__, "--one", name, "--model", folder]
+            for option, value in zip(("--prompts", "--group", "--tokens", "--calls"), sizes, strict=True):
+                command += [option, str(value)]
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                print(f"{name}: status {done.returncode}")
+                continue
+            results["variants"][name] = json.loads(done.stdout.splitlines()[-1])
+            print(name, json.dumps(results["variants"][name]))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""One GRPO step of nemo_offload_rl beside one of TRL's GRPOTrainer: seconds by phase, tokens/s, peak memory.
+
+    python benchmarks/grpo_vs_trl.py --steps 4 --json grpo_vs_trl.json
+
+Both sides, each in a process of its own: the same random Qwen3 model (float32 parameters, bfloat16 compute, AdamW), the
+same prompts, 64 of them with 8 responses of 1024 tokens (a few end earlier), temperature 1, KL to a frozen reference,
+logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses, vLLM colocated with
+sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. The two are timed by the wall
+clock with the GPU waited for; the first step of each, which compiles, is left out of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PHASES = ("refit", "generation", "logprobs", "reference_logprobs", "training")
+PROMPT_TOKENS = 8
+MICRO_BATCH = 8
+
+
+def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Medians of TRL's phases."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    torch.cuda.init()
+    seconds: dict[str, float] = {}
+    history: list[dict[str, float]] = []
+
+    @contextmanager
+    def timed(name: str):
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin_s
+
+    _wrap(VLLMGeneration, "sync_weights", lambda *_: timed("refit"))
+    _wrap(VLLMGeneration, "generate", lambda *_: timed("generation"))
+
+    class Timed(GRPOTrainer):
+        """Tells logprobs of the policy from those of the reference, and both from the training pass."""
+
+        def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            with timed("reference_logprobs" if model is self.ref_model else "logprobs"):
+                return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    class Steps(TrainerCallback):
+        """Closes the books of each optimizer step."""
+
+        begin_s = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            seconds.clear()
+            Steps.begin_s = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            total_s = time.perf_counter() - Steps.begin_s
+            history.append({**seconds, "total": total_s, "training": total_s - sum(seconds.values())})
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [float(len(set(text))) for text in completions]
+
+    config = GRPOConfig(
+        output_dir=str(model.parent / "trl"),
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=prompts * group // MICRO_BATCH,
+        num_generations=group,
+        max_completion_length=tokens,
+        max_steps=steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=0.01,
+        bf16=True,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        temperature=1.0,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.6,
+        vllm_max_model_length=tokens + 16,
+        vllm_enable_sleep_mode=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=0,
+    )
+    rows = [{"prompt": f"{10 + i % 90}+{10 + i * 7 % 90}="} for i in range(prompts * (steps + 1))]
+    trainer = Timed(
+        model=str(model),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    result = _medians(history)
+    result["torch_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def run_ours(model: Path, prompts: int, group: int, tokens: int, steps: int, overrides: list[str]) -> dict[str, Any]:
+    """Medians of our phases."""
+    from grpo_gpu import ROOT
+
+    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+    from nemo_offload_rl.config import load_grpo_config
+
+    log_dir = model.parent / "ours"
+    sizes = {
+        "policy.model_name": model,
+        "logger.log_dir": log_dir,
+        "grpo.max_num_steps": steps,
+        "grpo.num_prompts_per_step": prompts,
+        "grpo.num_generations_per_prompt": group,
+        "policy.train_global_batch_size": prompts * group,
+        "policy.train_micro_batch_size": MICRO_BATCH,
+        "policy.generation.max_new_tokens": tokens,
+        "policy.max_total_sequence_length": tokens + 16,
+    }
+    run_grpo(
+        load_grpo_config(ROOT / "benchmarks" / "grpo_gpu.yaml", [f"{k}={v}" for k, v in sizes.items()] + overrides)
+    )
+    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    history = [
+        {name: record[f"timing/{name}_s"] for name in (*PHASES, "total")} for record in records if record["step"] > 0
+    ]
+    return _medians(history) | {"last_step": records[-1]}
+
+
+def _medians(history: list[dict[str, float]]) -> dict[str, Any]:
+    steady = history[1:] or history
+    names = [*PHASES, "total"]
+    return {"steps": history, "median": {n: statistics.median(step.get(n, 0.0) for step in steady) for n in names}}
+
+
+def _wrap(owner: type, name: str, context: Callable[..., AbstractContextManager[Any]]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with context(*args):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+class PeakMemory(threading.Thread):
+    """Most memory in use on the GPU, by everyone, as NVML says."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        from nemo_offload_rl.utils.gpu_memory import read_gpus
+
+        while not self._stopped.wait(0.1):
+            self.peak_bytes = max([self.peak_bytes, *(use.used_bytes for use in read_gpus().values())])
+
+    def stop(self) -> float:
+        self._stopped.set()
+        self.join()
+        return self.peak_bytes / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sides", nargs="+", default=["trl", "nemo_offload_rl"])
+    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--trl-steps", type=int, help="steps of TRL's side, if not the same")
+    parser.add_argument("--timeout-s", type=float, default=420.0, help="for each side")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for our side")
+    arguments = parser.parse_args()
+    sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps)
+    if arguments.one:
+        result = (
+            run_trl(arguments.model, *sizes)
+            if arguments.one == "trl"
+            else run_ours(arguments.model, *sizes, arguments.overrides)
+        )
+        (arguments.model.parent / f"{arguments.one}.json").write_text(json.dumps(result))
+        return
+    from grpo_gpu import machine, write_model
+
+    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "sides": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", arguments.shape, seed=0, max_positions=4096)
+        for side in arguments.sides:
+            peak = PeakMemory()
+            peak.start()
+            command = [sys.executable, __file__, "--one", side, "--model", str(folder / "model")]
+            for option, value in zip(("--prompts", "--group", "--tokens", "--steps"), sizes, strict=True):
+                command += [option, str(value)]
+            if side == "trl" and arguments.trl_steps:
+                command += ["--steps", str(arguments.trl_steps)]
+            env = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if side == "trl" else {})
+            done = subprocess.run([*command, *arguments.overrides], env=env, timeout=arguments.timeout_s)
+            peak_gib = peak.stop()
+            if done.returncode:
+                print(f"{side}: status {done.returncode}")
+                continue
+            results["sides"][side] = json.loads((folder / f"{side}.json").read_text()) | {"gpu_peak_gib": peak_gib}
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    _print(results, arguments.prompts * arguments.group * arguments.tokens)
+
+
+def _print(results: dict[str, Any], num_tokens: int) -> None:
+    sides = results["sides"]
+    print(f"{'seconds':22s}" + "".join(f"{side:>18s}" for side in sides))
+    for phase in (*PHASES, "total"):
+        print(f"{phase:22s}" + "".join(f"{side['median'][phase]:18.2f}" for side in sides.values()))
+    rates = [num_tokens / side["median"]["generation"] for side in sides.values()]
+    print(f"{'generated tokens/s':22s}" + "".join(f"{rate:18.0f}" for rate in rates))
+    print(f"{'GPU memory peak, GiB':22s}" + "".join(f"{side['gpu_peak_gib']:18.1f}" for side in sides.values()))
+
+
+if __name__ == "__main__":
+    main()
