@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -73,6 +74,9 @@ class EchoWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.2)
         raise ConnectionError("connection closed by peer")
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

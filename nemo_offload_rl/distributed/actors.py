@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,15 +19,30 @@ def import_factory(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@dataclass(frozen=True)
+class WorkerLocation:
+    """Where a worker runs.
+
+    Attributes:
+        node_id: Ray's name of the host.
+        pid: Process id on that host.
+        stderr_path: The file on that host to which Ray sends what the process writes to standard error.
+    """
+
+    node_id: str
+    pid: int
+    stderr_path: str
+
+
 class HostedWorker:
     """What runs inside the actor's process. Its constructor is empty, so that errors of `build` keep their type."""
 
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def location(self) -> tuple[str, int]:
-        """Ray's node id and the process id on that host."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    def location(self) -> WorkerLocation:
+        """Where this worker runs."""
+        return WorkerLocation(ray.get_runtime_context().get_node_id(), os.getpid(), os.readlink("/proc/self/fd/2"))
 
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> None:
         """Make the worker; heavy imports happen here."""

@@ -52,7 +52,7 @@ class VirtualCluster:
         self._num_colocated_groups = num_colocated_groups
         self._groups: list[Callable[[], None]] = []
         self._beside: list[VirtualCluster] = []
-        self._next_port = settings.master_port_range_low
+        self._given_ports: set[int] = set()
         self._slots = reserve_slots(settings)
 
     @property
@@ -94,14 +94,14 @@ class VirtualCluster:
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and free port on slot 0's host, another port at each call."""
-        low, high = self._next_port, self.settings.master_port_range_high
+        search = (self.settings.master_port_range_low, self.settings.master_port_range_high, set(self._given_ports))
         if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
-            address, port = ray.util.get_node_ip_address(), find_free_port(low, high)
+            address, port = ray.util.get_node_ip_address(), find_free_port(*search)
         else:
             options = self.actor_options(0, {})
-            find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(low, high)))
+            find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
             address, port = ray.get(find.options(**options).remote())
-        self._next_port = port + 1
+        self._given_ports.add(port)
         return address, port
 
     def register(self, shutdown: Callable[[], None]) -> None:

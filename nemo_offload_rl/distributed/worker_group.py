@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayError
 
-from nemo_offload_rl.distributed.actors import WorkerActor
+from nemo_offload_rl.distributed.actors import WorkerActor, WorkerLocation
 from nemo_offload_rl.distributed.errors import original_error
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.errors import UserError, WorkerDiedError
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _LATE_CAUSE_S = 1.5
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
+_LAST_WORDS_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,7 @@ class RayWorkerGroup:
 
     def pids(self) -> list[int]:
         """Process ids by rank, each on its own host."""
-        return [pid for _, pid in self._collect(PendingCall("location", tuple(self._location_refs)))]
+        return [location.pid for location in self._collect(PendingCall("location", tuple(self._location_refs)))]
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """See `WorkerGroup`."""
@@ -206,6 +209,8 @@ class RayWorkerGroup:
                 results[rank] = ray.get(done[0])
             except RayError as error:
                 errors.append(original_error(error, self._label(rank), call.method))
+                if isinstance(errors[-1], WorkerDiedError):
+                    self._show_last_words(rank)
                 if isinstance(errors[-1], UserError):
                     break
                 deadline_s = deadline_s or time.monotonic() + _LATE_CAUSE_S
@@ -214,18 +219,38 @@ class RayWorkerGroup:
             raise _best_explanation(errors)
         return [results[rank] for rank in range(len(call.refs))]
 
-    def _local_processes(self) -> list[psutil.Process]:
-        """The workers of this host; process ids of other hosts mean other processes here."""
+    def _show_last_words(self, rank: int) -> None:
+        """Log the end of what a dead worker wrote to standard error: a crash in native code says its reason there."""
+        location = self._local_locations().get(rank)
+        if location is None:
+            return
+        try:
+            lines = Path(location.stderr_path).read_text(errors="replace").splitlines()[-_LAST_WORDS_LINES:]
+        except OSError:
+            return
+        if lines:
+            logger.error(
+                "the last words of %s, from %s:\n%s", self._label(rank), location.stderr_path, "\n".join(lines)
+            )
+
+    def _local_locations(self) -> dict[int, WorkerLocation]:
+        """By rank, the workers of this host that said where they are; other hosts' ids and paths mean nothing here."""
         ready, _ = ray.wait(self._location_refs, num_returns=len(self._location_refs), timeout=0)
         here = ray.get_runtime_context().get_node_id()
+        found: dict[int, WorkerLocation] = {}
+        for rank, ref in enumerate(self._location_refs):
+            if ref in ready:
+                with suppress(RayError):
+                    location = ray.get(ref)
+                    if location.node_id == here:
+                        found[rank] = location
+        return found
+
+    def _local_processes(self) -> list[psutil.Process]:
         found = []
-        for ref in ready:
-            try:
-                node, pid = ray.get(ref)
-                if node == here:
-                    found.append(psutil.Process(pid))
-            except (RayError, psutil.NoSuchProcess):
-                continue
+        for location in self._local_locations().values():
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(location.pid))
         return found
 
 

@@ -46,7 +46,7 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
             RayWorkerGroup(session, WorkerSpec(name=name, factory="ray_workers:EchoWorker", kwargs={"greeting": name}))
             for name in ("policy", "engine")
         ]
-        nodes = [[node for node, _ in ray.get(group._location_refs)] for group in groups]
+        nodes = [[location.node_id for location in ray.get(group._location_refs)] for group in groups]
         assert nodes[0] == nodes[1]
         first, second = nodes[0][0], nodes[0][2]
         assert nodes[0] == [first, first, second, second] and first != second

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,17 @@ def test_a_cluster_that_is_too_small_says_how_many_devices_it_has(cluster: Virtu
 
 
 def test_each_worker_group_gets_another_port(cluster: VirtualCluster) -> None:
-    assert cluster.rendezvous() != cluster.rendezvous()
+    assert len({cluster.rendezvous() for _ in range(20)}) == 20
+
+
+def test_every_free_port_of_a_range_is_found_once() -> None:
+    port = find_free_port(22000, 22498)
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        found = {find_free_port(port, port + 1) for _ in range(8)}
+    assert found == {port + 1}
+    with pytest.raises(ConfigError, match="is free"):
+        find_free_port(port + 1, port + 1, given=[port + 1])
 
 
 def test_more_groups_than_shares_are_refused_instead_of_waiting_forever(cluster: VirtualCluster) -> None:

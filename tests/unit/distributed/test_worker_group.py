@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 
@@ -81,6 +82,14 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
         workers.run_all("die_on", 1)
     with pytest.raises(WorkerDiedError, match="echo worker 1 died during greet"):
         workers.run_all("greet")
+    workers.shutdown()
+
+
+def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, caplog: pytest.LogCaptureFixture) -> None:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
+    with pytest.raises(WorkerDiedError, match="echo worker 0 died during crash"):
+        workers.run_all("crash")
+    assert re.search(r"the last words of echo worker 0, from /.*\n(.*\n)*.*(SIGSEGV|Segmentation fault)", caplog.text)
     workers.shutdown()
 
 
