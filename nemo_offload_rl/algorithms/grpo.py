@@ -128,7 +128,8 @@ class GrpoTrainer:
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
         with timer.phase("logprobs"):
-            parts.policy.prepare_for_lp_inference()
+            with timer.phase("enter"):
+                parts.policy.prepare_for_lp_inference()
             prev_logprobs = parts.policy.get_logprobs(batch)
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
@@ -142,7 +143,8 @@ class GrpoTrainer:
                 advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
             )
         with timer.phase("training"):
-            parts.policy.prepare_for_training()
+            with timer.phase("enter"):
+                parts.policy.prepare_for_training()
             result = parts.policy.train(training_batch, self._loss)
 
         about_step = train_metrics(rollouts, result, timer.seconds(), parts.speed) | sampling
@@ -204,7 +206,7 @@ class GrpoTrainer:
             }
         else:
             rollouts, extra = draw(), {}
-        with self._timer.phase("generation"):
+        with self._timer.phase("generation"), self._timer.phase("sleep"):
             self._rest_engine()
         return rollouts, extra
 
