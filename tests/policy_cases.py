@@ -58,9 +58,9 @@ class NLL:
     """Mean negative logprob over the tokens of the global batch."""
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-        weights_BS = batch.token_mask * batch.sample_mask.unsqueeze(1)
+        weights_BS = batch.loss_mask
         loss = -(logprobs_BS * weights_BS).sum() / norm.num_valid_tokens
-        lowest = logprobs_BS.detach().min()
+        lowest = logprobs_BS.detach().masked_fill(weights_BS == 0, float("inf")).min()
         return loss, {"tokens": weights_BS.sum(), "seqs": batch.sample_mask.sum(), "logprob_min": lowest}
 
 
@@ -188,6 +188,14 @@ def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:
     )
 
 
+def make_sparse_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:
+    """The same with gaps between the counted tokens; the first half of the rows counts nothing."""
+    batch = make_batch(num_rows, width, seed)
+    is_kept_BS = torch.rand(batch.token_mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    is_kept_BS[: num_rows // 2] = False
+    return replace(batch, token_mask=batch.token_mask * is_kept_BS)
+
+
 def save_family(path: Path, family: str) -> Any:
     """A tiny model folder of "qwen3", "qwen3-tied", "qwen3-moe", "qwen2" or "llama-tied"; returns the model."""
     if family == "qwen3-moe":
@@ -243,6 +251,11 @@ def hf_logprobs(model: Any, batch: TrainBatch) -> Tensor:
     logits_BSV = model(input_ids=batch.input_ids, attention_mask=is_real_BS.long()).logits.float()
     picked = logits_BSV.log_softmax(-1)[:, :-1].gather(-1, batch.input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
     return torch.nn.functional.pad(picked, (1, 0)) * is_real_BS
+
+
+def hf_lowest(model: Any, batch: TrainBatch) -> float:
+    """The least logprob of a counted token."""
+    return float(hf_logprobs(model, batch).detach()[batch.token_mask * batch.sample_mask[:, None] > 0].min())
 
 
 def hf_loss_and_grads(model: Any, batch: TrainBatch) -> tuple[float, dict[str, Tensor]]:
@@ -349,6 +362,13 @@ def forward_hook_on_layer(worker: PolicyWorker, layer: int, hook: Callable[..., 
     if is_megatron(worker):
         return worker._backend._chunks[0].module.decoder.layers[layer].mlp.register_forward_hook(hook)
     return worker._backend._model.causal_lm.model.layers[layer].mlp.register_forward_hook(hook)
+
+
+def output_layer(worker: PolicyWorker) -> torch.nn.Module:
+    """What turns hidden states into logits."""
+    if is_megatron(worker):
+        return worker._backend._chunks[0].module.output_layer
+    return worker._backend._model.causal_lm.lm_head
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

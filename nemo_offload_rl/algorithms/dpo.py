@@ -70,7 +70,7 @@ class DpoRecipe:
             for start in range(0, len(pairs), _PAIRS_AT_ONCE):
                 items = range(start, min(start + _PAIRS_AT_ONCE, len(pairs)))
                 batch = self.batch(items, validation=validation)
-                sums.append(counted_sums(policy.get_logprobs(batch), batch))
+                sums.append(counted_sums(policy.get_logprobs(batch, counted_only=True), batch))
             self._known_sums[validation] = torch.cat(sums)
         num_pairs = self.num_train_items + self.num_validation_items
         logger.info("reference logprobs of %d pairs computed in %.1f s", num_pairs, time.perf_counter() - began)
@@ -82,7 +82,7 @@ class DpoRecipe:
     def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
         assert isinstance(batch, PreferenceBatch), type(batch)
         if self.needs_reference:
-            sums = counted_sums(policy.get_reference_logprobs(batch), batch)
+            sums = counted_sums(policy.get_reference_logprobs(batch, counted_only=True), batch)
         else:
             rows = [2 * item + row for item in items for row in (0, 1)]
             sums = self._known_sums[validation][rows]

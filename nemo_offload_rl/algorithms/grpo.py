@@ -27,7 +27,7 @@ from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
 from nemo_offload_rl.algorithms.step_metrics import residency_metrics
-from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment
@@ -130,7 +130,7 @@ class GrpoTrainer:
         with timer.phase("logprobs"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_lp_inference()
-            prev_logprobs = parts.policy.get_logprobs(batch)
+            prev_logprobs = parts.policy.get_logprobs(batch, counted_only=True)
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
         with timer.phase("advantages"):
@@ -229,8 +229,10 @@ class GrpoTrainer:
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
         return shape_rewards(scaled, rollouts.response_lengths(), self._settings.reward_shaping)
 
-    def _reference_logprobs(self, batch: TokenBatch) -> Tensor | None:
-        return self._parts.policy.get_reference_logprobs(batch) if self._needs_reference else None
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        if not self._needs_reference:
+            return None
+        return self._parts.policy.get_reference_logprobs(batch, counted_only=True)
 
     def _wake_engine(self) -> None:
         """Have the engine awake with the policy's weights; generating again at once moves nothing."""

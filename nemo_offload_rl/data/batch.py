@@ -56,6 +56,11 @@ class TokenBatch:
             cut[f.name] = value[:, :wanted] if value.dim() == 2 else value
         return replace(self, **cut)
 
+    def is_scored(self) -> Tensor:
+        """[B, S] bool: tokens whose logprobs are wanted, here every real one but the first of its row."""
+        position_S = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (position_S > 0) & (position_S < self.input_lengths.unsqueeze(1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch(TokenBatch):
@@ -68,6 +73,15 @@ class TrainBatch(TokenBatch):
 
     token_mask: Tensor
     sample_mask: Tensor
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[B, S] float32: 1 for tokens of kept samples that the loss counts."""
+        return self.token_mask * self.sample_mask.unsqueeze(1)
+
+    def is_scored(self) -> Tensor:
+        """[B, S] bool: tokens whose logprobs are wanted, here those that the loss counts."""
+        return super().is_scored() & (self.loss_mask != 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +112,12 @@ class PreferenceBatch(TrainBatch):
     rows_per_group: ClassVar[int] = 2
 
     reference_sums: Tensor
+
+
+def logprob_inputs(batch: TokenBatch, *, counted_only: bool) -> TokenBatch:
+    """What a logprob pass reads of a batch: a `TokenBatch`, or a `TrainBatch` for the counted tokens only."""
+    kind = TrainBatch if counted_only else TokenBatch
+    return kind(**{field.name: getattr(batch, field.name) for field in fields(kind)})
 
 
 @dataclass(frozen=True)

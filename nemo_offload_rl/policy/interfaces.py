@@ -22,7 +22,8 @@ class LossFn(Protocol):
         """Loss and metrics of one micro-batch.
 
         Args:
-            logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient; column 0 is 0.
+            logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient where `batch.is_scored()`, which is
+                where the loss mask is not 0; 0 elsewhere, as no logits are computed there.
             batch: The micro-batch, on the same device.
             norm: Counts of the global batch.
 

@@ -7,14 +7,14 @@ of D equal runs of rows out of each global batch. Neighbouring rows stay neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import TokenBatch, TrainBatch
+from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult, WorkerGroup
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -128,19 +128,22 @@ class Policy:
         rows = deal_rows(len(padded), len(padded), self._dp_size)
         return self._run_sharded("evaluate", padded, rows, loss_fn, micro_batch_size)[0]
 
-    def get_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[B, S] float32 logprobs under the policy, rows as in `batch`; column 0 and padding are 0."""
-        return self._logprobs("get_logprobs", batch)
+    def get_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
+        """[B, S] float32 logprobs under the policy, rows as in `batch`; column 0 and padding are 0.
 
-    def get_reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        With `counted_only`, of a `TrainBatch`, the others that its loss does not count are 0 too, and cost no logits.
+        """
+        return self._logprobs("get_logprobs", batch, counted_only)
+
+    def get_reference_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
         """The same under the frozen initial parameters."""
-        return self._logprobs("get_reference_logprobs", batch)
+        return self._logprobs("get_reference_logprobs", batch, counted_only)
 
-    def _logprobs(self, method: str, batch: TokenBatch) -> Tensor:
-        # Only what a logprob needs travels: a training batch has five more tensors of this size.
-        tokens = TokenBatch(**{field.name: getattr(batch, field.name) for field in fields(TokenBatch)})
-        padded = pad_rows(tokens, self._dp_size)
-        pieces = self._run_sharded(method, padded, deal_rows(len(padded), len(padded), self._dp_size))
+    def _logprobs(self, method: str, batch: TokenBatch, counted_only: bool) -> Tensor:
+        # Only what a logprob needs travels: a training batch has up to five more tensors of this size.
+        padded = pad_rows(logprob_inputs(batch, counted_only=counted_only), self._dp_size)
+        rows = deal_rows(len(padded), len(padded), self._dp_size)
+        pieces = self._run_sharded(method, padded, rows, counted_only)
         return torch.cat(pieces)[: len(batch)]
 
     def _run_sharded(

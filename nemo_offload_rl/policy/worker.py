@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
 from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
 from nemo_offload_rl.data.packing import pack_rows
@@ -176,19 +176,24 @@ class PolicyWorker:
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
-        tokens = (batch.token_mask * batch.sample_mask.unsqueeze(1)).double().sum()
+        tokens = batch.loss_mask.double().sum()
         num_seqs, num_tokens = self._backend.all_reduce_sum([float(batch.sample_mask.double().sum()), float(tokens)])
         return LossNorm(num_valid_seqs=num_seqs, num_valid_tokens=num_tokens)
 
     # -- logprobs --------------------------------------------------------------------------------------------------
 
-    def get_logprobs(self, batch: TokenBatch) -> Tensor:
+    def get_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Logprobs under the policy.
 
+        Args:
+            batch: Any tokens.
+            counted_only: Of a `TrainBatch`, compute no more than what its loss counts.
+
         Returns:
-            [B, S] float32 on the CPU; column 0 and padding are 0.
+            [B, S] float32 on the CPU; column 0, padding and what is not computed are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
+        batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
         with explain_out_of_memory(self.residency):
             pieces = self._backend.logprobs(self._trim([batch.select(rows) for rows in plan]))
@@ -197,11 +202,11 @@ class PolicyWorker:
             logprobs_BS[torch.as_tensor(rows), : piece.shape[1]] = piece
         return logprobs_BS
 
-    def get_reference_logprobs(self, batch: TokenBatch) -> Tensor:
+    def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Logprobs under the frozen initial parameters; the policy's are back afterwards, also after an error."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         with self.residency.swapped_in(REFERENCE):
-            return self.get_logprobs(batch)
+            return self.get_logprobs(batch, counted_only)
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 

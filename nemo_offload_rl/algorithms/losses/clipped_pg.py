@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.losses.kl import estimate_kl
 from nemo_offload_rl.algorithms.losses.reduce import (
-    loss_mask,
     sequence_mean,
     sequence_mean_share,
     token_mean_share,
@@ -35,7 +34,7 @@ class ClippedPGLoss:
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch; see `LossFn`. `batch` has to be a `PolicyGradientBatch`."""
         assert isinstance(batch, PolicyGradientBatch), type(batch)
-        mask_BS = loss_mask(batch)
+        mask_BS = batch.loss_mask
         terms = _Terms.of(logprobs_BS, batch, mask_BS, force_on_policy=self.settings.force_on_policy_ratio)
         ratio_BS = self._ratio(terms, mask_BS)
         clipped_BS = ratio_BS.clamp(1 - self.settings.ratio_clip_min, 1 + self.settings.ratio_clip_max)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses.reduce import loss_mask, zero_where_masked
+from nemo_offload_rl.algorithms.losses.reduce import zero_where_masked
 from nemo_offload_rl.algorithms.settings import DpoSettings
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch, TrainBatch
 
@@ -28,7 +28,7 @@ class DpoLoss:
         """Loss and metrics of one micro-batch of whole pairs; see `LossFn`. `batch` has to be a `PreferenceBatch`."""
         assert isinstance(batch, PreferenceBatch), type(batch)
         settings = self.settings
-        sums_B, counts_B = counted_sums(logprobs_BS, batch), loss_mask(batch).sum(dim=1).clamp(min=1.0)
+        sums_B, counts_B = counted_sums(logprobs_BS, batch), batch.loss_mask.sum(dim=1).clamp(min=1.0)
         ratio_B = sums_B - batch.reference_sums * batch.sample_mask
         if settings.preference_average_log_probs:
             ratio_B = ratio_B / counts_B
@@ -64,5 +64,4 @@ def counted_sums(logprobs_BS: Tensor, batch: TrainBatch) -> Tensor:
 
     In float64, since two sums over thousands of tokens are subtracted that differ in their last digits only.
     """
-    mask_BS = loss_mask(batch)
-    return (zero_where_masked(logprobs_BS, mask_BS) * mask_BS).double().sum(dim=1)
+    return (zero_where_masked(logprobs_BS, batch.loss_mask) * batch.loss_mask).double().sum(dim=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses.reduce import loss_mask, token_mean_share
+from nemo_offload_rl.algorithms.losses.reduce import token_mean_share
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 
 
@@ -17,5 +17,5 @@ class NLLLoss:
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch; see `LossFn`."""
-        loss = token_mean_share(-logprobs_BS, loss_mask(batch), norm)
+        loss = token_mean_share(-logprobs_BS, batch.loss_mask, norm)
         return loss, {"loss": loss.detach()}

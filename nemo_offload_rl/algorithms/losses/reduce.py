@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import LossNorm, TrainBatch
-
-
-def loss_mask(batch: TrainBatch) -> Tensor:
-    """[B, S] float32: 1 for tokens of kept samples that the loss counts."""
-    return batch.token_mask * batch.sample_mask[:, None]
+from nemo_offload_rl.data.batch import LossNorm
 
 
 def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:

@@ -124,7 +124,10 @@ class PolicyBackend(Protocol):
         ...
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off."""
+        """[B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off.
+
+        Of the tokens that `is_scored` names; 0 elsewhere.
+        """
         ...
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -126,21 +125,19 @@ def chunked_logprobs(
     hidden: Tensor,
     targets: Tensor,
     *,
-    dim: int,
     temperature: float,
     chunk_size: int | None,
     shard: VocabShard,
 ) -> Tensor:
-    """Logprob of the target at every position.
+    """Logprob of the target at each of N positions, which may be none at all.
 
     With a `chunk_size`, logits exist for that many positions at a time, and backward computes them again.
 
     Args:
-        output_layer: Hidden states of some positions to logits of this rank's vocabulary columns, positions where
-            those of `targets` are.
-        hidden: Last hidden states, positions along `dim`.
-        targets: int64 token ids, positions along `dim`.
-        dim: Where positions are counted.
+        output_layer: Hidden states of some positions to logits of this rank's vocabulary columns, of the shape of
+            their `targets` and V.
+        hidden: [N, ...] last hidden states.
+        targets: [N, ...] int64 token ids.
         temperature: See `token_logprobs`.
         chunk_size: Positions per chunk; None takes all at once.
         shard: See `token_logprobs`.
@@ -155,51 +152,7 @@ def chunked_logprobs(
     def score_again_in_backward(chunk: tuple[Tensor, Tensor]) -> Tensor:
         return checkpoint(score, chunk, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
-    size = max(targets.shape[dim], 1) if chunk_size is None else chunk_size
-    if targets.shape[dim] <= size:
-        chunks = [(hidden, targets)]
-    else:
-        chunks = list(zip(hidden.split(size, dim), targets.split(size, dim), strict=True))
-    if chunk_size is not None and torch.is_grad_enabled():
-        return torch.cat([score_again_in_backward(chunk) for chunk in chunks], dim=dim)
-    return torch.cat([score(chunk) for chunk in chunks], dim=dim)
-
-
-def sequence_logprobs(
-    output_layer: Callable[[Tensor], Tensor],
-    hidden_BSH: Tensor,
-    input_ids_BS: Tensor,
-    input_lengths_B: Tensor,
-    *,
-    temperature: float,
-    chunk_size: int | None,
-    shard: VocabShard,
-) -> Tensor:
-    """Logprobs of every token given those before it, by the package's convention (column 0 is 0, padding is 0).
-
-    With a `chunk_size`, see `chunked_logprobs`.
-
-    Args:
-        output_layer: Hidden states to logits of this rank's vocabulary columns.
-        hidden_BSH: [B, S, H] last hidden states.
-        input_ids_BS: [B, S] int64.
-        input_lengths_B: [B] int64.
-        temperature: See `token_logprobs`.
-        chunk_size: Positions per chunk; None takes all at once.
-        shard: See `token_logprobs`.
-
-    Returns:
-        [B, S] float32.
-    """
-    scored = chunked_logprobs(
-        output_layer,
-        hidden_BSH[:, :-1],
-        input_ids_BS[:, 1:],
-        dim=1,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        shard=shard,
-    )
-    logprobs = F.pad(scored, (1, 0))
-    is_real = torch.arange(input_ids_BS.shape[1], device=logprobs.device) < input_lengths_B.unsqueeze(1)
-    return torch.where(is_real, logprobs, 0.0)
+    if chunk_size is None:
+        return score((hidden, targets))
+    chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+    return torch.cat([(score_again_in_backward if torch.is_grad_enabled() else score)(chunk) for chunk in chunks])

@@ -5,7 +5,7 @@ import torch
 from policy_cases import NLL, assert_equal, full_params, make_batch, make_settings
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.data.batch import PreferenceBatch
+from nemo_offload_rl.data.batch import PreferenceBatch, TokenBatch, TrainBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo
@@ -62,6 +62,10 @@ def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_ord
     odd = make_batch(num_rows=7)
     assert torch.equal(policy.get_logprobs(odd), odd.input_ids.float())
     assert [len(shard) for shard in group.given["get_logprobs"]] == [4, 4, 4, 4]
+    # Masks travel where they are asked for only.
+    assert {type(shard) for shard in group.given["get_logprobs"]} == {TokenBatch}
+    assert torch.equal(policy.get_logprobs(odd, counted_only=True), odd.input_ids.float())
+    assert {type(shard) for shard in group.given["get_logprobs"]} == {TrainBatch}
 
 
 def test_stages_of_a_pipeline_get_the_same_rows():

@@ -16,8 +16,11 @@ from policy_cases import (
     has_grads,
     hf_logprobs,
     hf_loss_and_grads,
+    hf_lowest,
     make_batch,
     make_settings,
+    make_sparse_batch,
+    output_layer,
     save_family,
     worker_of,
 )
@@ -106,7 +109,7 @@ def test_loss_gradients_and_logprobs_equal_hugging_faces(make_worker, folders, f
         loss, metrics = worker.forward_backward(batch, NLL())
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         assert metrics["tokens"] == float((batch.token_mask * batch.sample_mask[:, None]).sum())
-        assert metrics["logprob_min"] == pytest.approx(float(hf_logprobs(model, batch).detach().min()), rel=1e-5)
+        assert metrics["logprob_min"] == pytest.approx(hf_lowest(model, batch), rel=1e-5)
         assert_close(full_grads(worker), expected_grads)
 
 
@@ -140,6 +143,40 @@ def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(make_w
         worker.prepare_for_training()
         worker.forward_backward(batch, NLL())
         assert_close(full_grads(worker), expected_grads)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"logprob_chunk_size": 3}, {"sequence_packing": PACKING}], ids=lambda changes: "-".join(changes)
+)
+def test_logits_are_computed_for_counted_tokens_only_and_gradients_are_those_of_all(
+    make_worker, backend, folders, changes
+):
+    if backend == "megatron" and "sequence_packing" in changes:
+        pytest.skip("needs Transformer Engine: test_megatron_gpu.py")
+    folder, model = folders("qwen3-tied")
+    batch = make_sparse_batch()
+    is_counted = batch.token_mask * batch.sample_mask[:, None] > 0
+    assert is_counted.any() and not is_counted[:4].any()  # two micro-batches of two rows count nothing
+    expected_loss, expected_grads = hf_loss_and_grads(model, batch)
+    sizes = []
+    with make_worker(folder, **changes) as worker:
+        hook = output_layer(worker).register_forward_pre_hook(lambda _, args: sizes.append(args[0][..., 0].numel()))
+        worker.prepare_for_lp_inference()
+        counted = worker.get_logprobs(batch, counted_only=True)
+        torch.testing.assert_close(counted, hf_logprobs(model, batch).detach() * is_counted, rtol=0, atol=1e-5)
+        assert sum(sizes) == is_counted.sum()
+        worker.prepare_for_training()
+        sizes.clear()
+        loss, metrics = worker.forward_backward(batch, NLL())
+        # Backward computes the chunks' logits again.
+        assert sum(sizes) == is_counted.sum() * (2 if "logprob_chunk_size" in changes else 1)
+        hook.remove()
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert metrics["logprob_min"] == pytest.approx(hf_lowest(model, batch), rel=1e-5)
+        # A mean over few tokens has gradients above 1, where Hugging Face's own are 2e-6 from those in float64.
+        assert_close(full_grads(worker), expected_grads, atol=4e-6)
+        worker.zero_grad()
+        assert worker.evaluate(batch, NLL()).loss == [pytest.approx(expected_loss, rel=1e-6)]
 
 
 def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backend, folders):

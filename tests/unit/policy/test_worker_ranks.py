@@ -19,8 +19,10 @@ from policy_cases import (
     grad_norm,
     hf_logprobs,
     hf_loss_and_grads,
+    hf_lowest,
     make_batch,
     make_settings,
+    make_sparse_batch,
     run_ranks,
     save_family,
     shard,
@@ -38,10 +40,10 @@ def make_worker(process, folder, *, keep_reference=False, **changes):
     return worker_of(make_settings(folder, **changes), process, keep_reference=keep_reference)
 
 
-def equals_hugging_face(process, folder, *, same_names=True, **changes):
+def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **changes):
     """Loss, gradients, their norm, logprobs and refit tensors of a fresh worker."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    batch = make_batch()
+    batch = make_sparse_batch() if sparse else make_batch()
     expected_loss, expected_grads = hf_loss_and_grads(model, batch)
     with make_worker(process, folder, **changes) as worker:
         early, exact = expected_bytes(worker._settings, process), worker._backend.expected_bytes()
@@ -53,9 +55,10 @@ def equals_hugging_face(process, folder, *, same_names=True, **changes):
         loss, metrics = worker.forward_backward(mine, NLL())
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         assert metrics["seqs"] == 7
-        assert metrics["logprob_min"] == pytest.approx(float(hf_logprobs(model, batch).detach().min()), rel=1e-5)
+        assert metrics["logprob_min"] == pytest.approx(hf_lowest(model, batch), rel=1e-5)
         if same_names:
-            assert_close(full_grads(worker), expected_grads)
+            # A mean over few tokens has gradients above 1, where Hugging Face's own are 2e-6 from those in float64.
+            assert_close(full_grads(worker), expected_grads, atol=4e-6 if sparse else 1e-6)
         expected_norm = torch.nn.utils.get_total_norm(expected_grads.values())
         assert grad_norm(worker) == pytest.approx(float(expected_norm), rel=1e-5)
         worker.zero_grad()
@@ -129,6 +132,9 @@ def check_data_parallel(process, root):
     dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
     equals_hugging_face(process, f"{root}/llama-tied", dynamic_batching=dynamic, logprob_chunk_size=3)
     equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic)
+    # Nothing of the first rank's is counted; it takes part in every collective.
+    equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic, sparse=True)
+    equals_hugging_face(process, f"{root}/qwen3", sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
 
 
@@ -138,6 +144,7 @@ def check_tensor_parallel(process, root):
     equals_hugging_face(
         process, f"{root}/qwen3-tied", tensor_parallel_size=2, activation_checkpointing=True, logprob_chunk_size=3
     )
+    equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2)
     loads_under_another_layout(process, f"{root}/qwen3", Path(root) / "saved-2")
 
@@ -157,14 +164,16 @@ def check_megatron(process, root):
     dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
     equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **whole)
     equals_hugging_face(process, f"{root}/qwen3", **megatron, **overlapped, dynamic_batching=dynamic)
+    equals_hugging_face(process, f"{root}/qwen3", **megatron, **overlapped, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied", **megatron, **overlapped)
     for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied"):
         equals_hugging_face(process, f"{root}/{family}", **megatron, tensor_parallel_size=2)
     chunked = {"activation_checkpointing": True, "logprob_chunk_size": 3}
-    equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **chunked, tensor_parallel_size=2)
+    equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **chunked, tensor_parallel_size=2, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3", **megatron, tensor_parallel_size=2)
     for family in ("qwen3", "qwen3-tied"):
         equals_hugging_face(process, f"{root}/{family}", **megatron, pipeline_model_parallel_size=2)
+    equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, pipeline_model_parallel_size=2, sparse=True)
     # Weights of the experts have other names in a folder than in transformers' module.
     experts = {"moe_token_dispatcher_type": "allgather", "freeze_moe_router": False, "same_names": False}
     equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)

@@ -191,8 +191,8 @@ class DTensorBackend:
         self._model.train()
         totals = Totals(self._device)
         for micro_batch in micro_batches:
-            batch = micro_batch.to(self._device)
-            loss, metrics = loss_fn(self._model(batch.input_ids, batch.input_lengths), batch, norm)
+            logprobs_BS, batch = self._score(micro_batch)
+            loss, metrics = loss_fn(logprobs_BS, batch, norm)
             loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
@@ -206,8 +206,8 @@ class DTensorBackend:
         totals = Totals(self._device)
         try:
             for micro_batch in micro_batches:
-                batch = micro_batch.to(self._device)
-                loss, metrics = loss_fn(self._model(batch.input_ids, batch.input_lengths), batch, norm)
+                logprobs_BS, batch = self._score(micro_batch)
+                loss, metrics = loss_fn(logprobs_BS, batch, norm)
                 totals.add(loss, metrics)
         finally:
             self._reshard()
@@ -215,16 +215,20 @@ class DTensorBackend:
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
+        """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
         self._model.eval()
-        results = []
         try:
-            for micro_batch in micro_batches:
-                batch = micro_batch.to(self._device)
-                results.append(self._model(batch.input_ids, batch.input_lengths).cpu())
+            return [self._score(micro_batch)[0].cpu() for micro_batch in micro_batches]
         finally:
             self._reshard()
-        return results
+
+    def _score[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Tensor, Batch]:
+        """[B, S] logprobs of the scored tokens, 0 elsewhere, and the micro-batch on the device."""
+        # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
+        scored_N = micro_batch.is_scored().flatten().nonzero().squeeze(1)
+        batch = micro_batch.to(self._device)
+        scored_N = scored_N.to(self._device, non_blocking=True)
+        return self._model(batch.input_ids, batch.input_lengths, scored_N), batch
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""

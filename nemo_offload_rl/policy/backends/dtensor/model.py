@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.dtensor.packed_attention import PACKED_ATTENTION, register_packed_attention
-from nemo_offload_rl.policy.backends.logprobs import VocabShard, sequence_logprobs
+from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
 
 PREFIX = "causal_lm."
 
@@ -62,7 +62,7 @@ def compile_layers(layers: nn.ModuleList) -> None:
 
 
 class LogprobModel(nn.Module):
-    """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`.
+    """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`, and only for scored tokens.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
     With `pack`, the rows become one row without padding. Where attention must not reach across, Hugging Face's models
@@ -75,28 +75,37 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._pack = pack
-        self._score = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
+        self._how = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
 
-    def forward(self, input_ids_BS: Tensor, input_lengths_B: Tensor) -> Tensor:
-        """[B, S] float32 logprobs by the package's convention; 0 on padding."""
+    def forward(self, input_ids_BS: Tensor, input_lengths_B: Tensor, scored_N: Tensor) -> Tensor:
+        """[B, S] float32 logprobs by the package's convention; 0 where none is wanted.
+
+        Args:
+            input_ids_BS: [B, S] int64.
+            input_lengths_B: [B] int64.
+            scored_N: [N] int64 places in the flattened rows, the tokens to score: real, and never a row's first.
+        """
         if self._pack:
-            return self._packed(input_ids_BS, input_lengths_B)
-        hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
-        return sequence_logprobs(self.causal_lm.lm_head, hidden_BSH, input_ids_BS, input_lengths_B, **self._score)
+            hidden_TH, place_N = self._packed(input_ids_BS, input_lengths_B, scored_N)
+        else:
+            hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
+            hidden_TH, place_N = hidden_BSH.flatten(0, 1), scored_N
+        before_NH = hidden_TH.index_select(0, place_N - 1)
+        targets_N = input_ids_BS.flatten().index_select(0, scored_N)
+        found_N = chunked_logprobs(self.causal_lm.lm_head, before_NH, targets_N, **self._how)
+        logprobs = torch.zeros(input_ids_BS.numel(), dtype=found_N.dtype, device=found_N.device)
+        return logprobs.index_copy(0, scored_N, found_N).view_as(input_ids_BS)
 
-    def _packed(self, input_ids_BS: Tensor, input_lengths_B: Tensor) -> Tensor:
-        """The same from one row of all real tokens (T of them), taken apart again."""
+    def _packed(self, input_ids_BS: Tensor, input_lengths_B: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] hidden states of one row of all real tokens (T of them), and the scored ones' places in that row."""
         position_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
         is_real_BS = position_BS < input_lengths_B.unsqueeze(1)
         ids_1T, position_1T = input_ids_BS[is_real_BS].unsqueeze(0), position_BS[is_real_BS].unsqueeze(0)
         hidden_1TH = self.causal_lm.model(
             input_ids=ids_1T, position_ids=position_1T, use_cache=False, **self._bounds(input_lengths_B)
         ).last_hidden_state
-        length_1 = torch.full((1,), ids_1T.shape[1], device=ids_1T.device)
-        packed_1T = sequence_logprobs(self.causal_lm.lm_head, hidden_1TH, ids_1T, length_1, **self._score)
-        logprobs_BS = torch.zeros_like(input_ids_BS, dtype=torch.float32).masked_scatter(is_real_BS, packed_1T)
-        # A sequence's first token was scored after its neighbour's last one.
-        return logprobs_BS.masked_fill(position_BS == 0, 0.0)
+        place_BS = is_real_BS.flatten().cumsum(0) - 1
+        return hidden_1TH.squeeze(0), place_BS.index_select(0, scored_N)
 
     def _bounds(self, input_lengths_B: Tensor) -> dict[str, Any]:
         """What `packed_attention` is told about the row."""

@@ -27,29 +27,27 @@ class ModelInput:
         ids_RL: Token ids.
         positions_RL: Position of each token in its sample.
         targets_RL: The token after each one; arbitrary where there is none.
+        is_scored_RL: Whether the logprob of that token is wanted.
         packed: Where samples begin, for packed input.
-        is_token_RT: Which positions of the whole input are tokens of samples, in the samples' order.
-        is_real_BS: Which tokens of the samples are no padding.
+        is_scored_RT: The same of the whole input, in the samples' order.
+        is_scored_BS: Which tokens of the samples those are.
         order_T: Position in the whole input of each position that the ranks hold, rank after rank; None for one rank.
     """
 
     ids_RL: Tensor
     positions_RL: Tensor
     targets_RL: Tensor
+    is_scored_RL: Tensor
     packed: PackedSeqParams | None
-    is_token_RT: Tensor
-    is_real_BS: Tensor
+    is_scored_RT: Tensor
+    is_scored_BS: Tensor
     order_T: Tensor | None
 
     def logprobs(self, scored_RL: Tensor) -> Tensor:
-        """[B, S] logprobs by the package's convention, from the logprob of each position's target."""
+        """[B, S] logprobs by the package's convention, from those of the positions' targets; 0 where none is scored."""
         scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
-        after_RT = F.pad(scored_RT[:, :-1], (1, 0))
-        logprobs_BS = torch.zeros(self.is_real_BS.shape, dtype=torch.float32, device=scored_RL.device)
-        logprobs_BS = logprobs_BS.masked_scatter(self.is_real_BS, after_RT[self.is_token_RT])
-        # A packed sample's first token was scored after its neighbour's last one.
-        is_first_S = torch.arange(self.is_real_BS.shape[1], device=scored_RL.device) == 0
-        return logprobs_BS.masked_fill(is_first_S, 0.0)
+        logprobs_BS = torch.zeros(self.is_scored_BS.shape, dtype=torch.float32, device=scored_RL.device)
+        return logprobs_BS.masked_scatter(self.is_scored_BS, scored_RT[self.is_scored_RT])
 
 
 def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> ModelInput:
@@ -65,22 +63,21 @@ def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> Mo
     # Each rank gets an early and a late piece, so that causal attention costs all of them the same.
     multiple = sequence_parallel_size * (2 * cp_size if cp_size > 1 else 1)
     ids_BS, num_columns = batch.input_ids, batch.input_ids.shape[1]
-    position_S = torch.arange(num_columns, device=ids_BS.device)
-    is_real_BS = position_S < batch.input_lengths.unsqueeze(1)
-    ids_BP = F.pad(ids_BS, (0, -num_columns % multiple))
+    is_scored_BS = batch.is_scored()
+    ids_BP, is_scored_BP = (F.pad(value, (0, -num_columns % multiple)) for value in (ids_BS, is_scored_BS))
     width = ids_BP.shape[1]
     position_BP = torch.arange(width, device=ids_BS.device).expand_as(ids_BP)
-    is_token_BP = F.pad(is_real_BS, (0, width - num_columns))
     packed = None
     lengths_B = torch.full_like(batch.input_lengths, width)
     if pack:
         lengths_B = -(-batch.input_lengths // multiple) * multiple
         is_kept_BP = position_BP < lengths_B.unsqueeze(1)
-        ids_BP, position_BP, is_token_BP = (
-            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_token_BP)
+        ids_BP, position_BP, is_scored_BP = (
+            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_scored_BP)
         )
         packed = _packed_params(lengths_B)
-    targets_RT = ids_BP.roll(-1, dims=1)
+    # The token after the last is the first, which is not scored.
+    targets_RT, is_scored_RT = ids_BP.roll(-1, dims=1), is_scored_BP.roll(-1, dims=1)
     order_T = None
     if cp_size > 1:
         starts = lengths_B.cumsum(0) - lengths_B if pack else lengths_B.new_zeros(1)
@@ -90,9 +87,10 @@ def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> Mo
         ids_RL=ids_BP[:, mine],
         positions_RL=position_BP[:, mine],
         targets_RL=targets_RT[:, mine],
+        is_scored_RL=is_scored_RT[:, mine],
         packed=packed,
-        is_token_RT=is_token_BP,
-        is_real_BS=is_real_BS,
+        is_scored_RT=is_scored_RT,
+        is_scored_BS=is_scored_BS,
         order_T=order_T,
     )
 

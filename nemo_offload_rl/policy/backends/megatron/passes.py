@@ -128,26 +128,33 @@ class Passes:
     def _logprobs_of(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: ModelInput, **_: Any
     ) -> Tensor:
-        """[B, S] logprobs from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden]."""
-        splits = self._sequence_parallel_size
+        """[B, S] logprobs from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
 
-        def logits(hidden: Tensor) -> Tensor:
-            found, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
-            # With sequence parallelism the layer gathers the ranks' positions one rank after the other.
-            return found.unflatten(0, (splits, -1)).transpose(0, 1)
+        With sequence parallelism the output layer gathers the ranks' positions, as many from each: a place among a
+        rank's P positions stands for one position of every rank (X of them), and is scored if any of those is.
+        """
+        splits, (length, rows) = self._sequence_parallel_size, hidden_states.shape[:2]
 
-        targets = context.targets_RL.t().unflatten(0, (splits, -1)).transpose(0, 1)
-        chunk_size = None if self._chunk_size is None else max(1, self._chunk_size // splits)
-        scored = chunked_logprobs(
+        def by_place(value_RL: Tensor) -> Tensor:
+            return value_RL.t().unflatten(0, (splits, length)).flatten(1).t()
+
+        def logits(hidden_N1H: Tensor) -> Tensor:
+            found, _ = output_layer(hidden_N1H, weight=output_weight, runtime_gather_output=False)
+            # One rank after the other.
+            return found.unflatten(0, (splits, len(hidden_N1H))).squeeze(2).transpose(0, 1)
+
+        targets_PX, is_scored_PX = by_place(context.targets_RL), by_place(context.is_scored_RL)
+        scored_N = is_scored_PX.any(dim=1).nonzero().squeeze(1)
+        found_NX = chunked_logprobs(
             logits,
-            hidden_states,
-            targets,
-            dim=0,
+            hidden_states.flatten(0, 1).index_select(0, scored_N).unsqueeze(1),
+            targets_PX.index_select(0, scored_N),
             temperature=self._temperature,
-            chunk_size=chunk_size,
+            chunk_size=None if self._chunk_size is None else max(1, self._chunk_size // splits),
             shard=self._shard,
         )
-        return context.logprobs(scored.transpose(0, 1).flatten(0, 1).t())
+        logprobs_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, scored_N, found_NX)
+        return context.logprobs(logprobs_PX.t().unflatten(1, (length, rows)).flatten(0, 1).t())
 
 
 class _Losses:

@@ -68,18 +68,17 @@ def test_the_kernels_match_float64_softmax_and_its_gradient_on_a_gpu(dtype: torc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
-    from nemo_offload_rl.policy.backends.logprobs import VocabShard, sequence_logprobs
+    from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
 
     results = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         layer = torch.nn.Linear(32, 5000, bias=False)
-        hidden, ids = torch.randn(3, 21, 32), torch.randint(0, 5000, (3, 21))
-        layer, hidden, ids = layer.to(device), hidden.to(device).requires_grad_(), ids.to(device)
-        lengths = torch.tensor([21, 4, 13], device=device)
+        hidden, targets = torch.randn(21, 32), torch.randint(0, 5000, (21,))
+        layer, hidden, targets = layer.to(device), hidden.to(device).requires_grad_(), targets.to(device)
         for chunk_size in (None, 8):
-            logprobs = sequence_logprobs(
-                layer, hidden, ids, lengths, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None)
+            logprobs = chunked_logprobs(
+                layer, hidden, targets, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None)
             )
             layer.zero_grad()
             hidden.grad = None

@@ -5,21 +5,23 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from megatron_cpu_shim import megatron_on_cpu
-from policy_cases import make_batch, make_megatron_settings, run_ranks
+from policy_cases import make_batch, make_megatron_settings, make_sparse_batch, run_ranks
 
+from nemo_offload_rl.data.batch import TrainBatch, logprob_inputs
 from nemo_offload_rl.policy.settings import ModelParallel
 
 
 def scores(laid_out):
-    """A score for every position that depends on its token and the one after it, as a logprob does."""
+    """Where one is wanted, a score that depends on a position's token and the one after it, as a logprob does."""
     ids, targets = laid_out.ids_RL.double(), laid_out.targets_RL.double()
-    return torch.sin(3.0 * ids + 7.0 * targets).float()
+    return torch.sin(3.0 * ids + 7.0 * targets).float() * laid_out.is_scored_RL
 
 
 def expected_logprobs(batch):
     found = torch.sin(3.0 * batch.input_ids[:, :-1].double() + 7.0 * batch.input_ids[:, 1:].double()).float()
     is_real = torch.arange(batch.input_ids.shape[1]) < batch.input_lengths[:, None]
-    return torch.nn.functional.pad(found, (1, 0)) * is_real
+    counted = batch.token_mask * batch.sample_mask[:, None] if isinstance(batch, TrainBatch) else is_real
+    return torch.nn.functional.pad(found, (1, 0)) * counted
 
 
 def check(process):
@@ -34,29 +36,34 @@ def check_split(process, context_parallel_size):
 
         cfg = replace(make_megatron_settings(), context_parallel_size=context_parallel_size)
         parallel.join_model_parallel(cfg, ModelParallel(1, context_parallel_size), process.world_size)
-        batch = make_batch(num_rows=5, width=13)
         lengths = set()
-        for pack in (False, True):
-            for sequence_parallel_size in (1, 3):
-                laid_out = lay_out(batch, pack=pack, sequence_parallel_size=sequence_parallel_size)
-                assert laid_out.ids_RL.shape[1] % sequence_parallel_size == 0
-                lengths.add(laid_out.ids_RL.numel())
-                scored = scores(laid_out).requires_grad_()
-                logprobs = laid_out.logprobs(scored)
-                torch.testing.assert_close(logprobs, expected_logprobs(batch), rtol=0, atol=0)
-                # Every token but the first of its sample is scored once, on one of the ranks.
-                logprobs.sum().backward()
-                count = scored.grad.sum()
-                dist.all_reduce(count, group=parallel.context_parallel_group())
-                assert count == int((batch.input_lengths - 1).sum())
-                if pack:
-                    starts = laid_out.packed.cu_seqlens_q.tolist()
-                    assert len(starts) == 6 and starts[-1] == laid_out.ids_RL.numel() * context_parallel_size
-                    assert (laid_out.positions_RL == 0).sum() == (
-                        5 if process.rank == 0 or context_parallel_size == 1 else 0
-                    )
+        everything = logprob_inputs(make_batch(num_rows=5, width=13), counted_only=False)
+        for batch in (everything, make_batch(num_rows=5, width=13), make_sparse_batch(num_rows=5, width=13)):
+            for pack in (False, True):
+                for sequence_parallel_size in (1, 3):
+                    laid_out = lay_out(batch, pack=pack, sequence_parallel_size=sequence_parallel_size)
+                    check_input(laid_out, batch, process.rank, context_parallel_size, sequence_parallel_size)
+                    lengths.add(laid_out.ids_RL.numel())
         assert len(lengths) > 1
         parallel.leave_model_parallel()
+
+
+def check_input(laid_out, batch, rank, context_parallel_size, sequence_parallel_size):
+    from nemo_offload_rl.policy.backends.megatron import parallel
+
+    assert laid_out.ids_RL.shape[1] % sequence_parallel_size == 0
+    scored = scores(laid_out).requires_grad_()
+    logprobs = laid_out.logprobs(scored)
+    torch.testing.assert_close(logprobs, expected_logprobs(batch), rtol=0, atol=0)
+    # Every token that is wanted is scored once, on one of the ranks.
+    logprobs.sum().backward()
+    count = scored.grad.sum()
+    dist.all_reduce(count, group=parallel.context_parallel_group())
+    assert count == int((expected_logprobs(batch) != 0).sum())
+    if laid_out.packed is not None:
+        starts = laid_out.packed.cu_seqlens_q.tolist()
+        assert len(starts) == 6 and starts[-1] == laid_out.ids_RL.numel() * context_parallel_size
+        assert (laid_out.positions_RL == 0).sum() == (5 if rank == 0 or context_parallel_size == 1 else 0)
 
 
 def test_scores_come_back_to_their_tokens_however_rows_are_packed_padded_and_split(tmp_path):
