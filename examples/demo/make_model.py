@@ -6,7 +6,9 @@ Usage: python examples/demo/make_model.py --output runs/demo/model [--seed 42]
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -38,16 +40,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    """Three layers of width 128, 0.6 million parameters in float32, drawn from `seed`."""
+# Three layers of width 128, 0.6 million parameters.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def make_model(seed: int, sizes: Mapping[str, int] = SIZES) -> Qwen3ForCausalLM:
+    """A model in float32, drawn from `seed`; `sizes` are keys of its configuration."""
     config = Qwen3Config(
+        **dict[str, Any](sizes),
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
@@ -61,9 +69,9 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
-def write_model_folder(path: Path, seed: int) -> None:
+def write_model_folder(path: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
     """Write weights, configuration and tokenizer, as Hugging Face and vLLM load them."""
-    make_model(seed).save_pretrained(path)
+    make_model(seed, sizes).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
 
 

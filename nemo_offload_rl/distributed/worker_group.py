@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
@@ -101,7 +101,7 @@ class RayWorkerGroup:
             options = cluster.actor_options(rank * span, env_vars, num_slots=span)
             options["max_concurrency"] = spec.max_concurrency
             self._actors.append(WorkerActor.options(**options).remote())
-        self._location_refs: list[Any] = [actor.location.remote() for actor in self._actors]
+        self._location_refs = [actor.location.remote() for actor in self._actors]
         extra = spec.per_rank_kwargs or ({},) * num_workers
         refs = tuple(
             actor.build.remote(spec.factory, {**spec.kwargs, **extra[rank]}) for rank, actor in enumerate(self._actors)
@@ -248,7 +248,7 @@ class RayWorkerGroup:
         for rank, ref in enumerate(self._location_refs):
             if ref in ready:
                 with suppress(RayError):
-                    location = ray.get(ref)
+                    location = cast(WorkerLocation, ray.get(ref))
                     if location.node_id == here:
                         found[rank] = location
         return found

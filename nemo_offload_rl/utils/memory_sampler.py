@@ -1,23 +1,28 @@
-"""GPU memory by owner while a run goes on, read by a thread of the driver several times a second.
+"""Memory by owner while a run goes on: of GPUs several times a second, of the host at the end of a step.
 
-Each sample is a line of memory.jsonl in the run folder, and the highest values of a step are metrics. Only GPUs of the
-driver's host are seen, and only those on which a known process lives.
+GPU memory is read by a thread of the driver. Each sample is a line of memory.jsonl in the run folder, and the highest
+values of a step are metrics. Only the driver's host is seen, and only GPUs on which a known process lives.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 from nemo_offload_rl.utils.gpu_memory import GpuUse, read_gpus
 
 MEMORY_FILE = "memory.jsonl"
 OTHER = "other"
+DRIVER = "driver"
 
 
 class MemorySampler:
@@ -69,10 +74,16 @@ class MemorySampler:
         self._owners = dict(owners)
 
     def drain(self, next_step: int) -> dict[str, float]:
-        """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners."""
+        """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners.
+
+        Also `host_<owner>_gib`, what the owner's processes and their children keep in main memory now; the process of
+        the caller is `driver`.
+        """
         with self._lock:
             highest, self._highest = self._highest, {}
             self._step = next_step
+        for owner, num_bytes in _host_bytes({**self._owners, os.getpid(): DRIVER}).items():
+            highest[f"host_{owner}"] = num_bytes
         return {f"{name}_gib": num_bytes / 2**30 for name, num_bytes in highest.items()}
 
     def _run(self) -> None:
@@ -97,3 +108,18 @@ class MemorySampler:
 
     def _raise(self, name: str, num_bytes: int) -> None:
         self._highest[name] = max(num_bytes, self._highest.get(name, 0))
+
+
+def _host_bytes(owners: Mapping[int, str]) -> dict[str, int]:
+    """Resident bytes by owner on this host; a page that two processes share counts in both."""
+    held: dict[str, int] = {}
+    for pid, owner in owners.items():
+        try:
+            root = psutil.Process(pid)
+            family = [root] if owner == DRIVER else [root, *root.children(recursive=True)]
+        except psutil.Error:
+            continue
+        for process in family:
+            with suppress(psutil.Error):
+                held[owner] = held.get(owner, 0) + process.memory_info().rss
+    return held

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 
+import psutil
+import pytest
+
 from nemo_offload_rl.utils.gpu_memory import GpuUse, holders
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 
@@ -15,6 +18,10 @@ GIB = 1 << 30
 def gpu(**by_pid: int) -> GpuUse:
     pids = {int(name.removeprefix("pid")): size for name, size in by_pid.items()}
     return GpuUse("a GPU", 100 * GIB, sum(pids.values()) + GIB, pids)
+
+
+def without_host(drained: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in drained.items() if not name.startswith("host_")}
 
 
 def test_a_child_counts_as_its_parent_and_strangers_and_the_driver_as_other():
@@ -40,7 +47,7 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
     with (tmp_path / MEMORY_FILE).open("w") as file:
         for second in range(3):
             sampler._sample(file.write, float(second))
-    assert sampler.drain(2) == {
+    assert without_host(sampler.drain(2)) == {
         "generation_engine_gib": 2.0,
         "generation_policy_gib": 3.0,
         "generation_other_gib": 1.0,
@@ -49,7 +56,7 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
         "training_other_gib": 1.0,
         "peak_gib": 8.0,
     }
-    assert sampler.drain(3) == {}
+    assert without_host(sampler.drain(3)) == {}
     lines = [json.loads(line) for line in (tmp_path / MEMORY_FILE).read_text().splitlines()]
     assert [line["phase"] for line in lines] == ["generation", "training", "training"]
     assert lines[0]["gib"] == {"u": {"engine": 2.0, "policy": 3.0, "other": 1.0}}
@@ -59,12 +66,28 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
 def test_a_sampler_takes_samples_until_it_is_left_and_none_without_gpus(tmp_path):
     path = tmp_path / MEMORY_FILE
     with MemorySampler({90000001: "policy"}, path, read=lambda: {"u": gpu(pid90000001=GIB)}, period_s=0.01) as sampler:
-        while not sampler.drain(1):
+        while not without_host(sampler.drain(1)):
             time.sleep(0.01)
     assert json.loads(path.read_text().splitlines()[0])["phase"] == "between"
     with MemorySampler({90000001: "policy"}, tmp_path / "none", read=dict) as sampler:
-        assert sampler.drain(1) == {}
+        assert without_host(sampler.drain(1)) == {}
     assert not (tmp_path / "none").exists()
+
+
+def test_main_memory_of_an_owner_is_its_processes_and_their_children(tmp_path):
+    grandchild = "import sys; held = bytearray(300 << 20); print(flush=True); sys.stdin.read()"
+    child = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {grandchild!r}]))"
+    engine = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    sampler = MemorySampler({engine.pid: "engine", 90000001: "policy"}, tmp_path / MEMORY_FILE, read=dict)
+    try:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+        held = sampler.drain(1)
+    finally:
+        engine.communicate()
+    assert set(held) == {"host_engine_gib", "host_driver_gib"}, "a process that is gone has none"
+    assert 300 / 1024 < held["host_engine_gib"] < 400 / 1024
+    assert held["host_driver_gib"] == pytest.approx(psutil.Process().memory_info().rss / GIB, rel=0.1)
 
 
 def test_where_no_gpu_is_known_nobody_is_named():

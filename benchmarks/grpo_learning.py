@@ -1,0 +1,160 @@
+"""Does GRPO learn with each backend, do the backends agree, and does a long run stay as it began?
+
+    python benchmarks/grpo_learning.py --steps 100 --json grpo_learning.json
+    python benchmarks/grpo_learning.py --variants dtensor dtensor_resident --steps 6 --cpu
+
+A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
+Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
+the device at all times. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much
+memory grew from step 10 to the last, the slowest step over the median, and how far rewards and losses are from those
+of the first variant over the first 20 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+
+GPU_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+WARM_UP_ON_GPU = ["cluster.gpus_per_node=1", "policy.precision=bfloat16", "policy.optimizer.kwargs.lr=1e-3"]
+RESIDENT = ["policy.residency_overrides={params: device, optimizer: device}"]
+MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null"]
+VARIANTS = {
+    "dtensor": [],
+    "dtensor_resident": RESIDENT,
+    "megatron": MEGATRON,
+    "megatron_resident": [*MEGATRON, *RESIDENT],
+}
+CURVES = ("train/reward_mean", "train/loss", "train/token_mult_prob_error", "timing/total_s")
+COMPARED_STEPS = 20
+SETTLED_STEP = 10
+
+
+def launch(script: str, config: Path, overrides: Sequence[str]) -> None:
+    """Run an example script as users do; its failure ends the benchmark."""
+    command = [sys.executable, str(ROOT / "examples" / script), "--config", str(config), *overrides]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def warm_up(folder: Path, seed: int, *, cpu: bool) -> Path:
+    """The folder of a model that has imitated the demo's demonstrations."""
+    from demonstrations import write_files  # pyright: ignore[reportMissingImports]
+    from make_model import SIZES, write_model_folder  # pyright: ignore[reportMissingImports]
+
+    write_model_folder(folder / "random", seed, SIZES if cpu else GPU_SIZES)
+    write_files(folder / "data", seed)
+    overrides = [
+        f"sft.seed={seed}",
+        f"policy.model_name={folder / 'random'}",
+        f"data.train.path={folder / 'data' / 'sft_train.jsonl'}",
+        f"data.validation.path={folder / 'data' / 'sft_validation.jsonl'}",
+        f"logger.log_dir={folder / 'warm_up'}",
+        f"checkpointing.checkpoint_dir={folder / 'warm_up' / 'checkpoints'}",
+        *([] if cpu else WARM_UP_ON_GPU),
+    ]
+    launch("run_sft.py", ROOT / "examples" / "configs" / "sft_arithmetic_cpu.yaml", overrides)
+    (trained,) = (folder / "warm_up" / "checkpoints").glob("step_*/hf")
+    return trained
+
+
+def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Metrics of a variant's run, one record a step, 0 being the validation before training."""
+    demo = ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+    overrides = [
+        f"policy.model_name={model}",
+        f"logger.log_dir={folder / variant}",
+        f"grpo.max_num_steps={options.steps}",
+        f"grpo.seed={options.seed}",
+        *VARIANTS[variant],
+        *options.overrides,
+    ]
+    launch("run_grpo.py", demo if options.cpu else ROOT / "benchmarks" / "grpo_learning.yaml", overrides)
+    return [json.loads(line) for line in (folder / variant / "metrics.jsonl").read_text().splitlines()]
+
+
+def judge(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> dict[str, float]:
+    """What the table says of one variant, beside the first one."""
+    accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
+    steps, beside = ([record for record in run if record["step"] > 0] for run in (records, first))
+    seconds = [step["timing/total_s"] for step in steps[1:] or steps]
+    settled = steps[min(SETTLED_STEP, len(steps)) - 1 :]
+    growth = {
+        owner: max((step[name] - settled[0][name] for step in settled for name in step if owner in name), default=0.0)
+        for owner in ("memory/host_", "memory/generation_", "memory/training_")
+        if any(owner in name for name in settled[0])
+    }
+    compared = list(zip(steps, beside, strict=False))[:COMPARED_STEPS]
+    apart = {
+        name: [abs(step[f"train/{name}"] - other[f"train/{name}"]) for step, other in compared]
+        for name in ("reward_mean", "loss")
+    }
+    return {
+        "accuracy before": accuracies[0],
+        "accuracy after": accuracies[-1],
+        "token_mult_prob_error, mean": statistics.mean(step["train/token_mult_prob_error"] for step in steps),
+        "median step, s": statistics.median(seconds),
+        "slowest step / median": max(seconds) / statistics.median(seconds),
+        **{f"{owner}* grew, GiB": size for owner, size in growth.items()},
+        "reward apart, mean": statistics.mean(apart["reward_mean"]),
+        "reward apart, most": max(apart["reward_mean"]),
+        "loss apart, most": max(apart["loss"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--cpu", action="store_true", help="the demo's model and precision; no Megatron")
+    parser.add_argument("--model", type=Path, help="a model that is warmed up already")
+    parser.add_argument("--dir", type=Path, help="folder of models and runs; a temporary one without it")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE", help="of every variant")
+    options = parser.parse_args()
+    folder = options.dir or Path(tempfile.mkdtemp(prefix="grpo_learning_"))
+    model = options.model or warm_up(folder, options.seed, cpu=options.cpu)
+
+    from grpo_gpu import machine
+
+    runs: dict[str, list[dict[str, Any]]] = {}
+    table: dict[str, dict[str, float]] = {}
+    for variant in options.variants:
+        runs[variant] = train(folder, model, variant, options)
+        table[variant] = judge(runs[variant], runs[options.variants[0]])
+        if options.json:  # after each run: one that does not end takes nothing with it
+            curves = {
+                name: {
+                    **{curve: [step[curve] for step in steps if step["step"] > 0] for curve in CURVES},
+                    "validation": [
+                        [step["step"], step["validation/accuracy"]] for step in steps if "validation/accuracy" in step
+                    ],
+                }
+                for name, steps in runs.items()
+            }
+            found = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "table": table, "curves": curves}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    for row in next(iter(table.values())):
+        print(f"{row:36s}" + "".join(f"{table[variant].get(row, float('nan')):>18.5f}" for variant in table))
+    print(f"{'':36s}" + "".join(f"{variant:>18s}" for variant in table))
+
+
+if __name__ == "__main__":
+    main()
