@@ -46,6 +46,7 @@ def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, toke
         "max_model_len": tokens + 16,
         "enforce_eager": False,
         "per_request_seeds": False,
+        "max_restarts": 0,
         "vllm_kwargs": {"load_format": "auto", **variant.get("kwargs", {})},
     }
     settings |= {key: value for key, value in variant.items() if key in settings}

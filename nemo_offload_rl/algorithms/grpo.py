@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -31,9 +31,10 @@ from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
 from nemo_offload_rl.experience.rollouts import Decode, generate_groups, score_groups
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
+from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.flops import ModelSpeed
@@ -48,10 +49,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoParts:
-    """What a GRPO run is made of; `algorithms/grpo_setup.py` builds it."""
+    """What a GRPO run is made of; `algorithms/grpo_setup.py` builds it.
+
+    `restart_engine` takes the error after which the engine is wanted again, resting; it raises that error if the engine
+    cannot be had, and otherwise says whom each process belongs to from now on.
+    """
 
     policy: Policy
     engine: GenerationEngine
+    restart_engine: Callable[[UserError], Mapping[int, str]]
     environments: Mapping[str, Environment]
     loader: ShuffledLoader[Prompt]
     validation_prompts: Sequence[Prompt]
@@ -213,9 +219,12 @@ class GrpoTrainer:
     def _rollouts(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, group_size: int, phase: str
     ) -> RolloutBatch:
-        self._wake_engine()
-        with self._timer.phase(phase):
-            groups = generate_groups(self._parts.engine, prompts, sampling=sampling, group_size=group_size)
+        def generate() -> list[list[Completion]]:
+            self._wake_engine()
+            with self._timer.phase(phase):
+                return generate_groups(self._parts.engine, prompts, sampling=sampling, group_size=group_size)
+
+        groups = self._on_engine(generate)
         with self._timer.phase("reward"):
             return score_groups(prompts, groups, environments=self._parts.environments, decode=self._parts.decode)
 
@@ -249,7 +258,17 @@ class GrpoTrainer:
         if self._engine_is_awake:
             self._engine_is_awake = False
             if self._generation.colocated:
-                self._parts.engine.finish_generation(discard_weights=True)
+                self._on_engine(lambda: self._parts.engine.finish_generation(discard_weights=True))
+
+    def _on_engine[Result](self, call: Callable[[], Result]) -> Result:
+        """What `call` returns; after a failure of the engine it is made again, on a restarted engine if one is left."""
+        while True:
+            try:
+                return call()
+            except (WorkerDiedError, DeviceMemoryError) as error:
+                self._engine_is_awake = False
+                with self._timer.phase("engine_restart"):
+                    self._parts.memory.set_owners(self._parts.restart_engine(error))
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings

@@ -63,13 +63,14 @@ def run_grpo(config: GrpoConfig) -> None:
     with ExitStack() as stack:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         environments = stack.enter_context(_environments(config.env))
-        policy, engine, owners = stack.enter_context(grpo_workers(config))
-        memory = stack.enter_context(MemorySampler(owners, Path(config.logger.log_dir) / MEMORY_FILE))
+        workers = stack.enter_context(grpo_workers(config))
+        memory = stack.enter_context(MemorySampler(workers.owners(), Path(config.logger.log_dir) / MEMORY_FILE))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
-        progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
+        progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = GrpoParts(
-            policy=policy,
-            engine=engine,
+            policy=workers.policy,
+            engine=workers.engine,
+            restart_engine=workers.restart_engine,
             environments=environments,
             loader=loader,
             validation_prompts=prompts.validation,

@@ -2,10 +2,12 @@
 
 The order where devices are shared: the engines start first, while the devices are empty (vLLM measures what it may
 take), and go to sleep; the policy is built into what is free and leaves the devices; the first refit wakes the engines.
+Engines that start again find the devices left by the policy, as in every generation, and sleep until the next refit.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,68 +15,111 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.config.convert import GrpoConfig
-from nemo_offload_rl.generation.interfaces import GenerationEngine
+from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
+from nemo_offload_rl.generation.settings import GenerationSettings
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.settings import ClusterSettings
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
 
 if TYPE_CHECKING:
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 
+logger = logging.getLogger(__name__)
+
+
+class GrpoWorkers:
+    """Policy and engines that have been started; both rest once the constructor has returned.
+
+    Args:
+        policy: The policy.
+        engine: The engines.
+        generation: Whether they share devices, and how often the engines may be started again.
+        cluster: Where the policy lives.
+    """
+
+    def __init__(
+        self, policy: Policy, engine: RayGenerationEngine, generation: GenerationSettings, cluster: VirtualCluster
+    ) -> None:
+        self.policy = policy
+        self.engine = engine
+        self._colocated = generation.colocated
+        self._num_restarts_left = generation.vllm.max_restarts
+        self._cluster = cluster
+        self._rest_engine()
+        policy.offload_after_refit()
+        self._introduce()
+
+    def owners(self) -> dict[int, str]:
+        """Whom each process belongs to: `policy` or `engine`, by process id."""
+        return dict.fromkeys(self.policy.pids(), "policy") | dict.fromkeys(self.engine.group.pids(), "engine")
+
+    def restart_engine(self, error: UserError) -> dict[int, str]:
+        """Start the engines again after `error`, as often as `max_restarts` allows; they rest then.
+
+        Returns:
+            What `owners` says now.
+
+        Raises:
+            UserError: `error`, where it is not the engines' or no restart is left; or what the last restart ended in.
+        """
+        while True:
+            if error is not self.engine.group.failure or not self._num_restarts_left:
+                raise error
+            self._num_restarts_left -= 1
+            cause = str(error).rstrip(".")
+            logger.warning("%s; starting the engine again, restarts left: %d", cause, self._num_restarts_left)
+            try:
+                self.policy.abandon_refit()
+                self.policy.offload_after_refit()
+                self.engine.restart()
+                self._rest_engine()
+                self._introduce()
+                return self.owners()
+            except (WorkerDiedError, DeviceMemoryError) as failed:
+                error = failed
+
+    def _rest_engine(self) -> None:
+        self.engine.wait_until_ready()
+        if self._colocated:
+            self.engine.finish_generation(discard_weights=True)
+
+    def _introduce(self) -> None:
+        """Engines that have just started get to know the policy's processes and, on GPUs of their own, meet rank 0."""
+        if self._cluster.settings.device_type == "cuda" and not self._colocated:
+            host, port = self._cluster.rendezvous()
+            address = RefitGroupAddress(host, port, 1 + self.engine.num_devices)
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                joined = pool.submit(self.policy.join_refit_group, address)
+                self.engine.join_refit_group(address)
+                joined.result()
+        names = {pid: f"policy worker {rank}" for rank, pid in enumerate(self.policy.pids())}
+        names |= {pid: f"engine {rank}" for rank, pid in enumerate(self.engine.group.pids())}
+        self.engine.name_processes(names)
+
 
 @contextmanager
-def grpo_workers(config: GrpoConfig) -> Iterator[tuple[Policy, GenerationEngine, dict[int, str]]]:
-    """Policy and engines, both resting, and which of the two each process belongs to."""
+def grpo_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
+    """The processes for the `with` block."""
     # Ray takes seconds to import: bad input has been refused before.
+    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+    from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
     colocated = config.generation.colocated
     with cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1) as cluster:
-        policy, engine = _share_devices(config, cluster) if colocated else _use_own_devices(config, cluster)
-        policy_pids, engine_pids = policy.pids(), engine.group.pids()
-        names = {pid: f"policy worker {rank}" for rank, pid in enumerate(policy_pids)}
-        engine.name_processes(names | {pid: f"engine {rank}" for rank, pid in enumerate(engine_pids)})
-        yield policy, engine, dict.fromkeys(policy_pids, "policy") | dict.fromkeys(engine_pids, "engine")
+        engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
+        engine = RayGenerationEngine(engine_cluster, config.generation.vllm)
+        if colocated and config.cluster.device_type == "cuda":
+            engine.wait_until_ready()
+            engine.finish_generation(discard_weights=True)
+        policy = start_policy(cluster, config.policy, config.loss_fn.reference_policy_kl_penalty != 0)
+        yield GrpoWorkers(policy, engine, config.generation, cluster)
 
 
-def _share_devices(config: GrpoConfig, cluster: VirtualCluster) -> tuple[Policy, RayGenerationEngine]:
-    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
-    from nemo_offload_rl.distributed.policy_group import start_policy
-
-    engine = RayGenerationEngine(cluster, config.generation.vllm)
-    if config.cluster.device_type == "cuda":
-        engine.wait_until_ready()
-        engine.finish_generation(discard_weights=True)
-    policy = start_policy(cluster, config.policy, _keeps_reference(config))
-    engine.wait_until_ready()
-    engine.finish_generation(discard_weights=True)
-    policy.offload_after_refit()
-    return policy, engine
-
-
-def _use_own_devices(config: GrpoConfig, cluster: VirtualCluster) -> tuple[Policy, RayGenerationEngine]:
-    """Both start side by side; then rank 0 of the policy and all engine workers meet for refits over NCCL."""
-    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
-    from nemo_offload_rl.distributed.policy_group import start_policy
-
+def _engine_devices(config: GrpoConfig) -> ClusterSettings:
+    """Those beside the policy's."""
     per_node, num_nodes = config.generation.engine_gpus_per_node, config.generation.engine_num_nodes
     assert per_node is not None and num_nodes is not None, "a rule asks for both"
-    on_gpu = config.cluster.device_type == "cuda"
-    sizes = {"gpus_per_node": per_node} if on_gpu else {"cpu_workers_per_node": per_node}
-    engine_cluster = cluster.beside(replace(config.cluster, num_nodes=num_nodes, **sizes))
-    engine = RayGenerationEngine(engine_cluster, config.generation.vllm)
-    policy = start_policy(cluster, config.policy, _keeps_reference(config))
-    engine.wait_until_ready()
-    policy.offload_after_refit()
-    if on_gpu:
-        host, port = cluster.rendezvous()
-        address = RefitGroupAddress(host, port, 1 + engine.num_devices)
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            joined = pool.submit(policy.join_refit_group, address)
-            engine.join_refit_group(address)
-            joined.result()
-    return policy, engine
-
-
-def _keeps_reference(config: GrpoConfig) -> bool:
-    return config.loss_fn.reference_policy_kl_penalty != 0
+    sizes = {"gpus_per_node": per_node} if config.cluster.device_type == "cuda" else {"cpu_workers_per_node": per_node}
+    return replace(config.cluster, num_nodes=num_nodes, **sizes)

@@ -50,14 +50,21 @@ class RayGenerationEngine:
             slots_per_worker=tp_size,
             max_concurrency=_MAX_REQUESTS_IN_FLIGHT if settings.async_engine else 1,
         )
+        self._cluster = cluster
+        self._spec = spec
         self._group = RayWorkerGroup(cluster, spec)
         self._tp_size = tp_size
         self._turn = itertools.cycle(range(num_engines))
 
     @property
     def group(self) -> RayWorkerGroup:
-        """The engines' processes."""
+        """The engines' processes; others after a restart."""
         return self._group
+
+    def restart(self) -> None:
+        """End what is left of the engines and start them in the same slots; they know nothing of what was."""
+        self._group.shutdown()
+        self._group = RayWorkerGroup(self._cluster, self._spec)
 
     def wait_until_ready(self) -> None:
         """Wait until every engine has started; raises what kept it from starting."""

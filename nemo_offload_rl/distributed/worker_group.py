@@ -106,6 +106,7 @@ class RayWorkerGroup:
         refs = tuple(
             actor.build.remote(spec.factory, {**spec.kwargs, **extra[rank]}) for rank, actor in enumerate(self._actors)
         )
+        self._failure: BaseException | None = None
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._is_busy = False
         self._building: PendingCall | None = PendingCall("build", refs)
@@ -114,6 +115,11 @@ class RayWorkerGroup:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self._actors)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the last failed call raised, the very object: so an error can be told from another group's."""
+        return self._failure
 
     def wait_until_ready(self) -> None:
         """Wait until every worker is built.
@@ -216,7 +222,8 @@ class RayWorkerGroup:
                 deadline_s = deadline_s or time.monotonic() + _LATE_CAUSE_S
         if errors:
             self._is_busy = bool(waiting)
-            raise _best_explanation(errors)
+            self._failure = _best_explanation(errors)
+            raise self._failure
         return [results[rank] for rank in range(len(call.refs))]
 
     def _show_last_words(self, rank: int) -> None:

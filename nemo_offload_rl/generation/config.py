@@ -31,6 +31,14 @@ class VllmConfig(TypedDict):
             "at a time that took no longer. false draws all from one generator of the engine, seeded with `grpo.seed`."
         ),
     ]
+    max_restarts: Annotated[
+        int,
+        doc(
+            "How often in a run the engines may be started again after one of them died or found no memory to wake in; "
+            "they then generate again what was interrupted. 0 ends the run at once.",
+            ge=0,
+        ),
+    ]
 
 
 @closed

@@ -28,6 +28,7 @@ class VllmSettings:
     max_model_len: int  # tokens, prompt and response
     enforce_eager: bool
     per_request_seeds: bool  # false: all samples draw from one generator of the engine
+    max_restarts: int  # of all engines together, in a run
     vllm_kwargs: Mapping[str, Any]  # handed to vllm.LLM as they are
 
 

@@ -168,6 +168,10 @@ class Policy:
         """The next bucket, None after the last; every rank takes part."""
         return join_handles(self._group.run_all("next_bucket"))
 
+    def abandon_refit(self) -> None:
+        """The engines are gone: every rank gives up an unfinished refit and leaves their communicator."""
+        self._group.run_all("abandon_refit")
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Path) -> None:

@@ -268,6 +268,16 @@ class PolicyWorker:
         self.residency.poll()
         return self._sender.next_bucket()
 
+    def abandon_refit(self) -> None:
+        """The engines are gone: give up an unfinished refit with all that it holds, and their communicator."""
+        if self._refit_group is not None:
+            # First: what is being sent never arrives, and everything after it on the device waits for it.
+            self._refit_group.close()
+            self._refit_group = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, as a refit sends them."""
         return self._backend.named_weights()
@@ -316,12 +326,7 @@ class PolicyWorker:
 
     def shutdown(self) -> None:
         """Free host memory and leave the process group; the worker is of no use afterwards."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-        if self._refit_group is not None:
-            self._refit_group.close()
-            self._refit_group = None
+        self.abandon_refit()
         self.residency.close()
         self._backend.close()
 

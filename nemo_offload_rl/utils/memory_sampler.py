@@ -69,6 +69,10 @@ class MemorySampler:
         """Ask `phase` for the name of the present phase at each sample."""
         self._phase = phase
 
+    def set_owners(self, owners: Mapping[int, str]) -> None:
+        """Other processes from now on."""
+        self._owners = dict(owners)
+
     def drain(self, next_step: int) -> dict[str, float]:
         """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners.
 

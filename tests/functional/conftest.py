@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -64,20 +65,43 @@ def heed_interrupts() -> None:
 
 @dataclass
 class RunningGrpo:
-    """A run that has done its second step, with all processes that it consists of."""
+    """A run that goes on, in a process group of its own."""
 
     process: subprocess.Popen[str]
-    children: list[psutil.Process]
     stderr: Path
+    children: set[psutil.Process] = field(default_factory=set)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until `step` is done."""
+        assert self.process.stdout is not None
+        if not any(line.startswith(f"step {step}/") for line in self.process.stdout):
+            pytest.fail(f"the run ended early: {self.stderr.read_text()}")
+        self._look()
 
     def worker(self, variable: str) -> psutil.Process:
         """The worker in whose environment `variable` was set."""
+        self._look()
         (found,) = [
             child
             for child in self.children
-            if child.name().startswith("ray::HostedWorker") and variable in child.environ()
+            if child.is_running() and child.name().startswith("ray::HostedWorker") and variable in child.environ()
         ]
         return found
+
+    def kill_engine_in_generation(self) -> psutil.Process:
+        """Kill the engine in a call that computes: waking up and loading weights take no time on a CPU."""
+        engine = self.worker("VLLM_CPU_OMP_THREADS_BIND")
+        began_s = None
+        while True:
+            used_s = engine.cpu_times().user
+            if not engine.cmdline()[0].endswith(".call"):
+                began_s = None
+            elif began_s is None:
+                began_s = used_s
+            elif used_s - began_s >= 0.1:
+                engine.kill()
+                return engine
+            time.sleep(0.005)
 
     def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:
         """Exit status, last line on standard error, and the children that live on."""
@@ -85,42 +109,57 @@ class RunningGrpo:
         _, alive = psutil.wait_procs(self.children, timeout=5)
         return self.process.returncode, self.stderr.read_text().splitlines()[-1], alive
 
+    def _look(self) -> None:
+        self.children |= set(psutil.Process(self.process.pid).children(recursive=True))
+
 
 @pytest.fixture
-def running_grpo(model_folder: Path, tmp_path: Path) -> Iterator[RunningGrpo]:
-    """A run in a process group of its own that would go on for hours; nothing of it is left afterwards."""
-    arguments = command(
-        f"policy.model_name={model_folder}",
+def start_grpo(model_folder: Path, tmp_path: Path) -> Iterator[Callable[..., RunningGrpo]]:
+    """Start runs with overrides; nothing of them is left afterwards."""
+    runs: list[RunningGrpo] = []
+
+    def start(*overrides: str) -> RunningGrpo:
+        stderr = tmp_path / f"stderr_{len(runs)}"
+        with stderr.open("w") as sink:
+            process = subprocess.Popen(
+                command(f"policy.model_name={model_folder}", *overrides),
+                cwd=ROOT,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,
+                preexec_fn=heed_interrupts,
+            )
+        runs.append(RunningGrpo(process, stderr))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        for child in run.children:
+            if child.is_running():
+                child.kill()
+
+
+@pytest.fixture
+def running_grpo(start_grpo: Callable[..., RunningGrpo], tmp_path: Path, request: pytest.FixtureRequest) -> RunningGrpo:
+    """A run that has done its second step, would go on for hours, and may start its engine again once.
+
+    Parameters, if there are any, are overrides.
+    """
+    overrides = getattr(request, "param", ())
+    run = start_grpo(
         f"logger.log_dir={tmp_path / 'run'}",
+        "policy.generation.vllm_cfg.max_restarts=1",
+        *overrides,
         "grpo.max_num_steps=100000",
         "grpo.max_num_epochs=100000",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
     )
-    stderr = tmp_path / "stderr"
-    with stderr.open("w") as sink:
-        process = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            text=True,
-            start_new_session=True,
-            preexec_fn=heed_interrupts,
-        )
-    children: list[psutil.Process] = []
-    try:
-        assert process.stdout is not None
-        if not any(line.startswith("step 2/") for line in process.stdout):
-            pytest.fail(f"the run ended early: {stderr.read_text()}")
-        children = psutil.Process(process.pid).children(recursive=True)
-        yield RunningGrpo(process, children, stderr)
-    finally:
-        process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
+    run.wait_for_step(2)
+    return run
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-STEPS = 2
+STEPS = 3
 OWN_DEVICES = (
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
@@ -18,8 +18,19 @@ ON_GPU = (
     "policy.generation.vllm_cfg.max_model_len=64",
     "policy.host_memory_budget_gib=8",
 )
+# Long enough to be killed in.
+LONG_RESPONSES = ("policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=48")
 # What does not depend on the clock or on where bytes are.
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
+
+
+def short_run(log_dir):
+    return (
+        f"logger.log_dir={log_dir}",
+        f"grpo.max_num_steps={STEPS}",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
 
 
 @pytest.fixture
@@ -27,24 +38,29 @@ def metrics_of(model_folder, tmp_path, run_grpo, read_metrics):
     """Metrics of a short run with overrides, by step."""
 
     def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
-        done = run_grpo(
-            f"policy.model_name={model_folder}",
-            f"logger.log_dir={tmp_path / name}",
-            f"grpo.max_num_steps={STEPS}",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
-            *overrides,
-        )
+        done = run_grpo(f"policy.model_name={model_folder}", *short_run(tmp_path / name), *overrides)
         assert done.status == 0, done.stderr
         return read_metrics(tmp_path / name)
 
     return run
 
 
-def test_engines_on_devices_of_their_own_change_no_number_and_nothing_is_offloaded(metrics_of):
-    shared, apart = metrics_of("shared"), metrics_of("apart", *OWN_DEVICES)
+def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_same_numbers(
+    metrics_of, start_grpo, read_metrics, tmp_path
+):
+    apart = metrics_of("apart", *OWN_DEVICES, *LONG_RESPONSES)
+    run = start_grpo(*short_run(tmp_path / "shared"), *LONG_RESPONSES, "policy.generation.vllm_cfg.max_restarts=1")
+    run.wait_for_step(1)
+    dead = run.kill_engine_in_generation()
+    run.wait_for_step(2)
+    status, _, alive = run.wait(60)
+    assert (status, alive) == (0, [])
+    assert f"vllm worker 0 died during generate: process {dead.pid}" in run.stderr.read_text()
+    shared = read_metrics(tmp_path / "shared")
     for step in range(1, STEPS + 1):
-        assert {name: apart[step][name] for name in SAME} == {name: shared[step][name] for name in SAME}
+        assert {name: shared[step][name] for name in SAME} == {name: apart[step][name] for name in SAME}
+    assert [step for step in shared if "timing/engine_restart_s" in shared[step]] == [2]
+    # Nothing is offloaded where engines have devices of their own.
     assert shared[STEPS]["residency/bytes_freed"] > 0
     assert apart[STEPS]["residency/bytes_freed"] == 0
 

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
 
 TIMEOUT_S = 60
+# In the environment of one kind of worker alone.
+ENGINE, POLICY = "VLLM_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"
+
+OWN_DEVICES = (
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.num_nodes=1",
+)
 
 
-@pytest.mark.parametrize(("name", "variable"), [("vllm", "VLLM_CPU_OMP_THREADS_BIND"), ("policy", "OMP_WAIT_POLICY")])
-def test_a_killed_worker_ends_the_run_with_its_name_and_the_cause(running_grpo, name, variable):
-    worker = running_grpo.worker(variable)
-    worker.send_signal(signal.SIGKILL)
-    status, last_line, alive = running_grpo.wait(TIMEOUT_S)
+def assert_ends_with_the_cause(run, name, worker):
+    status, last_line, alive = run.wait(TIMEOUT_S)
     assert status == 2
     assert last_line.startswith(f"error: {name} worker 0 died during ")
     assert f"process {worker.pid}" in last_line
     assert not alive
+
+
+def test_a_killed_policy_worker_ends_the_run_with_its_name_and_the_cause(running_grpo):
+    worker = running_grpo.worker(POLICY)
+    worker.kill()
+    assert_ends_with_the_cause(running_grpo, "policy", worker)
+
+
+@pytest.mark.parametrize("running_grpo", [OWN_DEVICES], indirect=True, ids=["engine on its own device"])
+def test_a_killed_engine_is_started_again_while_restarts_are_left_and_then_ends_the_run(running_grpo):
+    first = running_grpo.worker(ENGINE)
+    first.kill()
+    running_grpo.wait_for_step(20)
+    (warning,) = [line for line in running_grpo.stderr.read_text().splitlines() if "starting the engine again" in line]
+    assert re.search(rf"vllm worker 0 died during \w+: process {first.pid}: .*, restarts left: 0$", warning)
+    second = running_grpo.worker(ENGINE)
+    second.kill()
+    assert_ends_with_the_cause(running_grpo, "vllm", second)
 
 
 def test_ctrl_c_ends_the_run_as_interrupted(running_grpo):

@@ -33,6 +33,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         max_model_len=256,
         enforce_eager=True,
         per_request_seeds=True,
+        max_restarts=0,
         vllm_kwargs={},
     )
     engine = RayGenerationEngine(cluster, settings)

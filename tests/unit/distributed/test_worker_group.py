@@ -85,6 +85,16 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     workers.shutdown()
 
 
+def test_a_groups_failure_is_the_error_that_its_call_raised(cluster: VirtualCluster, group: RayWorkerGroup) -> None:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
+    assert workers.failure is None
+    with pytest.raises(DataError) as raised:
+        workers.run_all("raise_on", 0, "user")
+    assert workers.failure is raised.value
+    assert group.failure is None
+    workers.shutdown()
+
+
 def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, caplog: pytest.LogCaptureFixture) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during crash"):

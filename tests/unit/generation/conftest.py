@@ -77,6 +77,7 @@ def start_engine(
             "max_model_len": 400,
             "enforce_eager": True,
             "per_request_seeds": True,
+            "max_restarts": 0,
             "vllm_kwargs": {},
         }
         return RayGenerationEngine(cluster, VllmSettings(**(settings | overrides)))  # type: ignore[arg-type]
