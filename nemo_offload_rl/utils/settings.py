@@ -19,6 +19,15 @@ class WandbSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MlflowSettings:
+    """The keys `logger.mlflow.*`."""
+
+    experiment_name: str
+    run_name: str
+    tracking_uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggerSettings:
     """The keys `logger.*`; `log_dir` is the run folder."""
 
@@ -27,6 +36,8 @@ class LoggerSettings:
     tensorboard_enabled: bool
     wandb_enabled: bool
     wandb: WandbSettings | None  # None when the section was deleted
+    mlflow_enabled: bool
+    mlflow: MlflowSettings | None  # None when the section was deleted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,17 @@ ALLOWED = {
     "experience": {"data", "environments", "generation", "errors"},
     "distributed": {"residency", "data", "errors", "policy", "generation", "weight_sync", "utils"},
 }
-HEAVY_AT_IMPORT = ("vllm", "ray", "transformers", "datasets", "megatron", "transformer_engine", "wandb", "matplotlib")
+HEAVY_AT_IMPORT = (
+    "vllm",
+    "ray",
+    "transformers",
+    "datasets",
+    "megatron",
+    "transformer_engine",
+    "wandb",
+    "mlflow",
+    "matplotlib",
+)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -69,12 +69,15 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     return None
 
 
-def wandb_has_its_section(cfg: RunConfig) -> str | None:
-    """Weights & Biases has its section."""
-    if cfg["logger"]["wandb_enabled"] and "wandb" not in cfg["logger"]:
-        return (
-            "logger.wandb_enabled is true, but the section logger.wandb is gone; keep it or set wandb_enabled to false"
-        )
+def loggers_have_their_sections(cfg: RunConfig) -> str | None:
+    """Weights & Biases and MLflow have their sections."""
+    logger = cfg["logger"]
+    for name, enabled in (("wandb", logger["wandb_enabled"]), ("mlflow", logger["mlflow_enabled"])):
+        if enabled and name not in logger:
+            return (
+                f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it or set {name}_enabled "
+                "to false"
+            )
     return None
 
 
@@ -132,7 +135,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     scheduler_phases_can_be_built,
     scheduler_milestones_separate_the_phases,
     checkpoint_metric_is_measured,
-    wandb_has_its_section,
+    loggers_have_their_sections,
     adapters_need_whole_layers,
     adapters_have_their_layers,
 )

@@ -11,6 +11,7 @@ from supervised_cases import Run, dpo, results, sft, write_model, write_rows
 from tiny_models import make_qwen3, make_tokenizer
 from torch import Tensor
 
+from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.data.rows import binary_pair, split_by
@@ -135,19 +136,36 @@ def without_accuracy(record):
     return {name: value for name, value in record.items() if not name.endswith("accuracy")}
 
 
-def test_reference_logprobs_computed_once_equal_those_of_each_step_also_after_a_resume(folder, dpo_run):
+def test_reference_logprobs_computed_once_equal_those_of_each_step_and_are_read_at_a_resume(folder, dpo_run, caplog):
+    caplog.set_level("INFO")
     once = dpo(folder, "once", "dpo.precompute_reference_logprobs=true", "checkpointing.save_period=2")
+    assert "reference logprobs of 24 pairs computed" in caplog.text
     for ours, theirs in zip(results(once), results(dpo_run), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert not any("timing/reference_logprobs_s" in record for record in once)
-    # They are computed again, from the initial weights and not from the checkpoint's.
+    caplog.clear()
     forget_after(folder, "once", 2)
     assert results(dpo(folder, "once", "dpo.precompute_reference_logprobs=true")) == results(once)
+    assert "reference logprobs read from" in caplog.text
+    assert "computed" not in caplog.text
+
+
+def test_reference_logprobs_that_were_lost_are_those_of_the_initial_weights_again(folder, caplog):
+    caplog.set_level("INFO")
+    keys = ("dpo.precompute_reference_logprobs=true", "checkpointing.save_period=2")
+    once = dpo(folder, "lost", *keys)
+    forget_after(folder, "lost", 2)
+    path = folder / "lost" / "checkpoints" / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    caplog.clear()
+    assert results(dpo(folder, "lost", *keys)) == results(once)
+    assert "cannot be read" in caplog.text
+    assert "reference logprobs of 24 pairs computed" in caplog.text
 
 
 def forget_after(folder, name: str, step: int) -> None:
     """Make the run look as if it had been killed after a step."""
-    for checkpoint in (folder / name / "checkpoints").iterdir():
+    for checkpoint in (folder / name / "checkpoints").glob("step_*"):
         if checkpoint.name != f"step_{step}":
             checkpoint.rename(folder / f"{name} {checkpoint.name}")
     path = folder / name / "metrics.jsonl"

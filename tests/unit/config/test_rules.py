@@ -161,7 +161,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.enabled=true", "checkpointing.metric_name=accuracy"], "write train:NAME or val:NAME"),
         (["checkpointing.enabled=true", "grpo.val_period=0"], "nothing is validated"),
     ],
-    "wandb_has_its_section": [(["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set")],
+    "loggers_have_their_sections": [
+        (["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set wandb_enabled"),
+        (["logger.mlflow_enabled=true", "~logger.mlflow"], "keep it or set mlflow_enabled"),
+    ],
     "adapters_need_whole_layers": [
         (
             [

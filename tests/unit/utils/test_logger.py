@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import yaml
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.settings import LoggerSettings, WandbSettings
+from nemo_offload_rl.utils.settings import LoggerSettings, MlflowSettings, WandbSettings
 
 
 def settings(folder: Path, **changes: object) -> LoggerSettings:
@@ -21,6 +23,8 @@ def settings(folder: Path, **changes: object) -> LoggerSettings:
         "tensorboard_enabled": False,
         "wandb_enabled": False,
         "wandb": None,
+        "mlflow_enabled": False,
+        "mlflow": None,
     }
     return LoggerSettings(**(values | changes))  # type: ignore[arg-type]
 
@@ -167,6 +171,82 @@ def test_a_full_disk_is_one_line_and_hides_no_other_error(tmp_path: Path) -> Non
         _ = 1 / 0
 
 
-def test_weights_and_biases_needs_its_section(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the section logger\.wandb is gone"):
-        RunLogger(settings(tmp_path, wandb_enabled=True), {})
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_needs_its_section(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the section logger\.{name} is gone"):
+        RunLogger(settings(tmp_path, **{f"{name}_enabled": True}), {})
+
+
+# -- MLflow ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlflow_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoggerSettings:
+    """Settings that write to MLflow's store of files."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow = MlflowSettings(experiment_name="e", run_name="n", tracking_uri=f"file:{tmp_path}/mlruns")
+    return settings(tmp_path / "run", mlflow_enabled=True, mlflow=mlflow)
+
+
+def test_mlflow_gets_metrics_parameters_configuration_revision_and_samples(
+    tmp_path: Path, mlflow_settings: LoggerSettings
+) -> None:
+    client_of = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny").MlflowClient
+    lists = {f"list_{number}": [0.9, number] for number in range(120)}
+    config = {"grpo": {"seed": 7, "clip": None}, "policy": {"lr": 1e-8, "name": "", **lists}}
+    for value in (0.5, 0.25):
+        with RunLogger(mlflow_settings, config) as logger:
+            logger.log(1, {"loss": value, "kl": math.nan}, "train")
+            logger.log(2, {"loss": value / 2}, "train")
+            logger.log_samples(2, ["right '1+1=' -> '2'"])
+    client = client_of(tracking_uri=f"file:{tmp_path}/mlruns")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "e"]
+    newest, oldest = client.search_runs([experiment.experiment_id])
+    assert (newest.info.run_name, newest.info.status) == ("n", "FINISHED")
+    history = client.get_metric_history(oldest.info.run_id, "train/loss")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 0.5), (2, 0.25)]
+    assert math.isnan(newest.data.metrics["train/kl"])
+    expected = {"grpo.seed": "7", "grpo.clip": "null", "policy.lr": "1e-08", "policy.name": ""}
+    assert newest.data.params == expected | {f"policy.{name}": json.dumps(value) for name, value in lists.items()}
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert newest.data.tags.get("mlflow.source.git.commit") == record["git_revision"]
+    folder = Path(newest.info.artifact_uri.removeprefix("file:"))
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == config
+    assert json.loads((folder / "run.json").read_text()) == record
+    assert "'1+1=' -> '2'" in (folder / "samples" / "step_2.txt").read_text()
+
+
+def test_mlflow_that_does_not_start_is_one_line(
+    tmp_path: Path, mlflow_settings: LoggerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+    with pytest.raises(ConfigError, match=r"MLflow did not start at logger\.mlflow\.tracking_uri file:") as caught:
+        RunLogger(mlflow_settings, {})
+    assert "set `MLFLOW_ALLOW_FILE_STORE=true`" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
+    tmp_path: Path, mlflow_settings: LoggerSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
+    with RunLogger(mlflow_settings, {}) as logger:
+        logger.log(1, {"loss": 1.0})
+        logger.commit()
+        (record,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
+        shutil.rmtree(record.parent)
+        for step in (2, 3):
+            logger.log(step, {"loss": 1.0})
+            logger.log_samples(step, ["sample"])
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert caplog.text.count("MLflow is lost") == 1
+
+
+def test_mlflow_that_is_not_installed_is_one_line_with_its_mend(
+    tmp_path: Path, mlflow_settings: LoggerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as an import of what is not there
+    with pytest.raises(ConfigError, match="pip install mlflow-skinny"):
+        RunLogger(mlflow_settings, {})

@@ -1,35 +1,20 @@
-"""Adapters of the Megatron backend: which are trained, what moves, what is sent and what is saved. CPU."""
+"""Adapters of the Megatron backend; what both backends promise is in ../../test_lora.py. CPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from policy_cases import (
-    NLL,
-    assert_close,
-    assert_equal,
-    hf_logprobs,
-    make_batch,
-    make_settings,
-    run_ranks,
-    save_family,
-    worker_of,
-)
-from resume_cases import goes_on_bitwise, train_steps, weights_of
+from lora_cases import ALPHA, BFLOAT16, DIM, lora_worker, values_of
+from policy_cases import NLL, assert_close, assert_equal, hf_logprobs, make_batch, make_settings, save_family
+from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.megatron.lora import check_adapters
 
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
-BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
-DIM, ALPHA = 4, 8
 A, B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
 
@@ -40,23 +25,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def make_worker(folder, *, process=ONE_RANK, keep_reference=False, peft=None, **changes):
-    settings = make_settings(folder, backend="megatron", **changes)
-    cfg = settings.megatron_cfg
-    assert cfg is not None
-    lora = replace(cfg.peft, **{"enabled": True, "dim": DIM, "alpha": ALPHA, **(peft or {})})
-    settings = replace(settings, megatron_cfg=replace(cfg, peft=lora))
-    return worker_of(settings, process, keep_reference=keep_reference)
+def make_worker(folder, **changes):
+    return lora_worker(folder, "megatron", **changes)
 
 
 def parameters_of(worker):
     (chunk,) = worker._backend._chunks
     return dict(chunk.module.named_parameters())
-
-
-def values_of(worker):
-    with worker.residency.checkpoint_view():
-        return {name: parameter.detach().clone() for name, parameter in parameters_of(worker).items()}
 
 
 def put_merged(worker, values):
@@ -81,7 +56,7 @@ def test_merged_weights_are_those_of_a_plain_merge_bit_by_bit_in_a_refit_and_an_
         worker.export_hf(tmp_path / "hf")
     learned = {name for name in first if not torch.equal(first[name], last[name])}
     assert learned == {name for name in first if ".adapter." in name}
-    with make_worker(folder, peft={"enabled": False}, **changes) as worker:
+    with make_worker(folder, lora={"enabled": False}, **changes) as worker:
         before = weights_of(worker)
         put_merged(worker, last)
         assert_equal(sent, weights_of(worker))
@@ -106,7 +81,7 @@ def test_logprobs_are_those_of_the_merged_model_and_gradients_follow_from_its_ow
         logprobs = worker.get_logprobs(batch)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     torch.testing.assert_close(logprobs, hf_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
-    with make_worker(folder, peft={"enabled": False}) as worker:
+    with make_worker(folder, lora={"enabled": False}) as worker:
         put_merged(worker, values)
         worker.prepare_for_training()
         assert worker.forward_backward(batch, NLL())[0] == pytest.approx(loss, rel=1e-5)
@@ -133,51 +108,6 @@ def test_adapters_alone_have_gradients_and_optimizer_states_and_learn(folder):
     assert sizes["params"] == 2 * num_trained
 
 
-def test_the_frozen_base_crosses_to_the_host_once_and_comes_back_for_each_use(folder):
-    with make_worker(folder) as worker:
-        base_bytes = worker.residency.device_bytes()["base"]
-        assert base_bytes > 5 * worker.residency.device_bytes()["params"]
-        train_steps(worker, 1, 1)
-        out = [report.group("base").bytes_out for report in worker.residency_reports()]
-        assert sum(out) == base_bytes
-        train_steps(worker, 2, 3)
-        reports = worker.residency_reports()
-        assert sum(report.group("base").bytes_out for report in reports) == 0
-        assert sum(report.group("base").bytes_clean for report in reports) >= 2 * base_bytes
-        assert sum(worker.residency.device_bytes().values()) == 0
-
-
-def test_the_reference_is_the_model_without_adapters_and_keeps_only_them(folder):
-    batch = make_batch()
-    with make_worker(folder, peft={"enabled": False}) as plain:
-        plain.prepare_for_lp_inference()
-        expected = plain.get_logprobs(batch)
-    with make_worker(folder, keep_reference=True) as worker:
-        assert worker.residency.host_bytes()["reference"] < worker.residency.device_bytes()["base"] / 5
-        train_steps(worker, 1, 2)
-        worker.prepare_for_lp_inference()
-        assert torch.equal(worker.get_reference_logprobs(batch), expected)
-        assert not torch.equal(worker.get_logprobs(batch), expected)
-
-
-@pytest.mark.parametrize("changes", [{}, BFLOAT16], ids=["fp32", "bf16"])
-def test_a_checkpoint_has_adapters_and_their_optimizer_only_and_a_run_goes_on_from_it_bitwise(
-    folder, tmp_path, changes
-):
-    def make():
-        torch.manual_seed(0)  # Megatron seeds the GPU, which dropout's random numbers come from there
-        return make_worker(folder, peft={"dropout": 0.2}, **changes)
-
-    with make() as worker:
-        uninterrupted = train_steps(worker, 1, 8)
-        num_adapters = len([name for name in values_of(worker) if ".adapter." in name])
-    goes_on_bitwise(make, tmp_path, uninterrupted, in_background=True)
-    metadata = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
-    saved = [name for name in metadata if name.startswith("model/")]
-    assert len(saved) == num_adapters
-    assert all(".adapter." in name for name in saved)
-
-
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -189,7 +119,7 @@ def test_a_checkpoint_has_adapters_and_their_optimizer_only_and_a_run_goes_on_fr
 )
 def test_recomputed_activations_give_every_adapter_its_gradient(folder, recompute):
     def train(**changes):
-        with make_worker(folder, peft={"target_modules": ("linear_fc1",)}, **changes) as worker:
+        with make_worker(folder, lora={"target_modules": ("linear_fc1",)}, **changes) as worker:
             worker.prepare_for_training()
             results = [worker.train(make_batch(seed=seed), NLL()) for seed in range(2)]
             return results, values_of(worker)
@@ -201,21 +131,21 @@ def test_recomputed_activations_give_every_adapter_its_gradient(folder, recomput
 
 
 @pytest.mark.parametrize(
-    ("peft", "layers"),
+    ("lora", "layers"),
     [
         ({"target_modules": ("linear_qkv", "linear_fc2")}, {"linear_qkv", "linear_fc2"}),
         ({"target_modules": ("*.layers.0.*.linear_qkv",)}, {"linear_qkv"}),
         ({"exclude_modules": ("linear_qkv",)}, {"linear_proj", "linear_fc1", "linear_fc2"}),
     ],
 )
-def test_only_the_layers_asked_for_get_adapters(folder, peft, layers):
-    with make_worker(folder, peft=peft) as worker:
+def test_only_the_layers_asked_for_get_adapters(folder, lora, layers):
+    with make_worker(folder, lora=lora) as worker:
         found = {name.split(".adapter.")[0].rpartition(".")[2] for name in parameters_of(worker) if ".adapter." in name}
         assert found == layers
 
 
 def test_a_model_with_no_such_layer_is_refused(folder):
-    with pytest.raises(ConfigError, match="fits no layer"), make_worker(folder, peft={"target_modules": ("q_proj",)}):
+    with pytest.raises(ConfigError, match="fits no layer"), make_worker(folder, lora={"target_modules": ("q_proj",)}):
         pass
 
 
@@ -233,16 +163,3 @@ def test_adapters_that_cannot_be_are_refused(folder, changes, num_experts, messa
     assert cfg is not None
     with pytest.raises(ConfigError, match=message):
         check_adapters(SimpleNamespace(num_moe_experts=num_experts), cfg)
-
-
-def two_ranks(process: ProcessInfo, folder: str, root: str) -> None:
-    expected = torch.load(f"{root}/one.pt")
-    with make_worker(folder, process=process) as worker:
-        assert_equal(values_of(worker), expected["first"])
-        assert_close(train_steps(worker, 1, 2).weights, expected["trained"], rtol=1e-4, atol=1e-5)
-
-
-def test_two_data_parallel_ranks_begin_with_the_same_adapters_and_train_as_one(folder, tmp_path):
-    with make_worker(folder) as worker:
-        torch.save({"first": values_of(worker), "trained": train_steps(worker, 1, 2).weights}, tmp_path / "one.pt")
-    run_ranks(2, tmp_path, two_ranks, str(folder), str(tmp_path))

@@ -1,0 +1,93 @@
+"""Logprobs of a frozen reference on disk, so that a run that goes on has not to compute those of all data again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from nemo_offload_rl.data.records import ExamplePair, Splits
+from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy.backends.model_folder import WEIGHT_PATTERNS
+from nemo_offload_rl.policy.checkpointing import not_written, partial_of, sync_folder
+from nemo_offload_rl.policy.settings import PolicySettings
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "reference_logprobs.safetensors"
+_KEY = "fingerprint"
+
+
+def fingerprint(pairs: Splits[ExamplePair], policy: PolicySettings) -> str:
+    """What the logprobs follow from: tokens and masks of all rows in order, the model and its precision.
+
+    The files of a model folder are told apart by name, size and time of change: their bytes would take as long to read
+    as the logprobs to compute. A name of a model hub stands for itself.
+    """
+    folder = Path(policy.model_name).expanduser()
+    patterns = ("config.json", *WEIGHT_PATTERNS)
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    model = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] or policy.model_name
+    sizes = (len(pairs.train), len(pairs.validation))
+    known = hashlib.sha256(json.dumps([model, policy.precision, dict(policy.hf_config_overrides), sizes]).encode())
+    for pair in (*pairs.train, *pairs.validation):
+        for example in (pair.chosen, pair.rejected):
+            known.update(len(example.token_ids).to_bytes(8, "little"))
+            known.update(example.token_ids.tobytes())
+            known.update(example.token_mask.tobytes())
+    return known.hexdigest()
+
+
+class ReferenceFile:
+    """Tensors by name in one safetensors file, valid for one fingerprint.
+
+    Args:
+        path: The file; its folder exists when it is written.
+        fingerprint: Of what the tensors follow from.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path = path
+        self._fingerprint = fingerprint
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The tensors; None where there is no file, and with a warning where it is damaged or of something else."""
+        if not self.path.exists():
+            return None
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                found = (file.metadata() or {}).get(_KEY)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            logger.warning("%s cannot be read (%s): reference logprobs are computed anew", self.path, error)
+            return None
+        if found != self._fingerprint:
+            logger.warning("%s is of other data or another model: reference logprobs are computed anew", self.path)
+            return None
+        logger.info("reference logprobs read from %s", self.path)
+        return tensors
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the file, which appears whole or not at all.
+
+        Raises:
+            CheckpointError: It cannot be written; an older one is as it was.
+        """
+        partial = partial_of(self.path)
+        try:
+            with partial.open("wb") as file:
+                file.write(save(dict(tensors), metadata={_KEY: self._fingerprint}))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise CheckpointError(f"{not_written(error, self.path)} (checkpointing.checkpoint_dir)") from error

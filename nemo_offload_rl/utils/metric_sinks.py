@@ -1,0 +1,218 @@
+"""Where else a run's metrics go: TensorBoard, Weights & Biases and MLflow, each imported only when enabled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import batched
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.settings import LoggerSettings, MlflowSettings, WandbSettings
+
+_LOG = logging.getLogger(__name__)
+
+_MLFLOW_PARAMETERS_AT_ONCE = 100  # what its interface takes in one call
+
+
+class MetricSink(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one step."""
+        ...
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Take validation samples, one a line."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and let go."""
+        ...
+
+
+class TensorBoardSink:
+    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record."""
+
+    def __init__(self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(log_dir=str(folder))
+        self._writer.add_text("config", _as_block(yaml.safe_dump(dict(resolved_config), sort_keys=False)))
+        self._writer.add_text("run", _as_block(json.dumps(record, indent=2)))
+        # `add_hparams` would make a run of its own for them.
+        for summary in hparams(dict(_leaves(resolved_config)), {}):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Write the samples as one text."""
+        self._writer.add_text("validation/samples", _as_block("\n".join(lines)), step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only."""
+
+    def __init__(
+        self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> None:
+        try:
+            import wandb
+            from wandb.errors import Error as WandbError
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
+            ) from error
+        mode: Any = settings.mode
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                name=settings.name,
+                dir=str(run_dir),
+                config={**resolved_config, "run": dict(record)},
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except WandbError as error:
+            raise ConfigError(
+                f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
+                "logger.wandb.mode=offline"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Log a table with a row for each sample."""
+        import wandb
+
+        table = wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
+        self._run.log({"validation/samples": table}, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """Writes to MLflow: metrics, samples, and the configuration as parameters and, with the run record, as files.
+
+    metrics.jsonl has all of it too. So a server that is lost while the run goes on costs a warning and the rest of the
+    run in MLflow, not the run.
+    """
+
+    def __init__(self, settings: MlflowSettings, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "logger.mlflow_enabled is true, but mlflow is not installed; pip install mlflow-skinny (mlflow, to "
+                "write into a database of this machine), or set it to false"
+            ) from error
+        self._new_metric = Metric
+        self._failures = (MlflowException, OSError, ImportError)  # the last where artifacts need another client
+        self._is_lost = False
+        _LOG.info("opening an MLflow run at %s", settings.tracking_uri)
+        parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
+        tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
+        try:
+            self._client = MlflowClient(tracking_uri=settings.tracking_uri)
+            found = self._client.get_experiment_by_name(settings.experiment_name)
+            experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
+            self._run_id = self._client.create_run(experiment, tags=tags, run_name=settings.run_name).info.run_id
+            for some in batched(parameters, _MLFLOW_PARAMETERS_AT_ONCE):
+                self._client.log_batch(self._run_id, params=some)
+            self._client.log_dict(self._run_id, dict(resolved_config), "config.yaml")
+            self._client.log_dict(self._run_id, dict(record), "run.json")
+        except self._failures as error:
+            raise ConfigError(
+                f"MLflow did not start at logger.mlflow.tracking_uri {settings.tracking_uri} ({_first_line(error)}); "
+                "start its server, correct the address, or set logger.mlflow_enabled to false"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the step."""
+        now_ms = int(time.time() * 1000)
+        entries = [self._new_metric(name, value, now_ms, step) for name, value in metrics.items()]
+        self._send("log_batch", metrics=entries)
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Write the samples as a text file of the run."""
+        self._send("log_text", text="\n".join(lines) + "\n", artifact_file=f"samples/step_{step}.txt")
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._send("set_terminated")
+
+    def _send(self, method: str, **arguments: Any) -> None:
+        if self._is_lost:
+            return
+        try:
+            getattr(self._client, method)(self._run_id, **arguments)
+        except self._failures as error:
+            self._is_lost = True  # trying again takes minutes each time
+            _LOG.warning("MLflow is lost and gets nothing more of this run: %s", _first_line(error))
+
+
+def open_sinks(
+    settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+) -> list[MetricSink]:
+    """Open those that are enabled.
+
+    Args:
+        settings: The keys `logger.*`.
+        run_dir: The run folder, for those that write files.
+        resolved_config: Plain dictionaries.
+        record: Git revision, command and versions, as in run.json.
+
+    Raises:
+        ConfigError: One is not installed, did not start, or has no section.
+    """
+    sinks: list[MetricSink] = []
+    if settings.tensorboard_enabled:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record))
+    if settings.wandb_enabled:
+        if settings.wandb is None:
+            raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
+        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record))
+    if settings.mlflow_enabled:
+        if settings.mlflow is None:
+            raise ConfigError("logger.mlflow_enabled is true, but the section logger.mlflow is gone; keep it")
+        sinks.append(MlflowSink(settings.mlflow, resolved_config, record))
+    return sinks
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Dotted names and values of a nested configuration; what is no plain value as text."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, config if isinstance(config, bool | int | float | str) else json.dumps(config)
+
+
+def _as_block(text: str) -> str:
+    """Text as TensorBoard's Markdown shows it: as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,55 @@
+"""Workers with adapters, of either backend."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policy_cases import full, full_params, is_megatron, make_settings, worker_of
+from torch import Tensor
+
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.worker import PolicyWorker
+
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
+BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+DIM, ALPHA = 4, 8
+MARKERS = {"dtensor": ".lora_", "megatron": ".adapter."}  # in the name of every adapter's parameter, and of no other
+
+
+def lora_worker(
+    folder: Path | str,
+    backend: str,
+    *,
+    process: ProcessInfo = ONE_RANK,
+    keep_reference: bool = False,
+    lora: dict[str, Any] | None = None,
+    **changes: Any,
+) -> AbstractContextManager[PolicyWorker]:
+    """A worker with adapters; `lora` replaces keys of its `lora_cfg` or `peft`, `changes` those of the policy."""
+    settings = make_settings(folder, backend=backend, **changes)
+    wanted = {"enabled": True, "dim": DIM, "alpha": ALPHA, **(lora or {})}
+    if settings.megatron_cfg is not None:
+        section = settings.megatron_cfg
+        settings = replace(settings, megatron_cfg=replace(section, peft=replace(section.peft, **wanted)))
+    else:
+        section = settings.dtensor_cfg
+        settings = replace(settings, dtensor_cfg=replace(section, lora_cfg=replace(section.lora_cfg, **wanted)))
+    return worker_of(settings, process, keep_reference=keep_reference)
+
+
+def values_of(worker: PolicyWorker) -> dict[str, Tensor]:
+    """A copy of every parameter of a Megatron model, and of the trained ones of a DTensor model, whatever the phase."""
+    if not is_megatron(worker):
+        return full_params(worker)
+    (chunk,) = worker._backend._chunks
+    with worker.residency.checkpoint_view():
+        return {name: full(parameter) for name, parameter in chunk.module.named_parameters()}
+
+
+def adapters_of(worker: PolicyWorker) -> dict[str, Tensor]:
+    """A copy of the adapters, whatever the phase."""
+    marker = MARKERS["megatron" if is_megatron(worker) else "dtensor"]
+    return {name: value for name, value in values_of(worker).items() if marker in name}
