@@ -51,8 +51,9 @@ class GrpoWorkers:
         self._introduce()
 
     def owners(self) -> dict[int, str]:
-        """Whom each process belongs to: `policy` or `engine`, by process id."""
-        return dict.fromkeys(self.policy.pids(), "policy") | dict.fromkeys(self.engine.group.pids(), "engine")
+        """Whom each process of the driver's host belongs to: `policy` or `engine`, by process id."""
+        engines = self.engine.group.local_pids()
+        return dict.fromkeys(self.policy.local_pids(), "policy") | dict.fromkeys(engines, "engine")
 
     def restart_engine(self, error: UserError) -> dict[int, str]:
         """Start the engines again after `error`, as often as `max_restarts` allows; they rest then.

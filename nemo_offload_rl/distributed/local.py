@@ -58,6 +58,10 @@ class LocalWorkerGroup:
         """This process."""
         return [os.getpid()]
 
+    def local_pids(self) -> list[int]:
+        """This process."""
+        return self.pids()
+
     def shutdown(self) -> None:
         """Shut the worker down; safe to call twice."""
         if not self._is_shut_down:

@@ -138,6 +138,11 @@ class RayWorkerGroup:
         """Process ids by rank, each on its own host."""
         return [location.pid for location in self._collect(PendingCall("location", tuple(self._location_refs)))]
 
+    def local_pids(self) -> list[int]:
+        """Process ids of the workers on the driver's host."""
+        self.wait_until_ready()
+        return [location.pid for location in self._local_locations().values()]
+
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """See `WorkerGroup`."""
         return self.join(self.start_all(method, *args, **kwargs))

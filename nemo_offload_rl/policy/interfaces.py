@@ -75,6 +75,10 @@ class WorkerGroup(Protocol):
         """Process ids by rank, each on its own host."""
         ...
 
+    def local_pids(self) -> list[int]:
+        """Process ids of the workers on the driver's host."""
+        ...
+
     def shutdown(self) -> None:
         """End every worker process; safe to call twice."""
         ...

@@ -203,6 +203,10 @@ class Policy:
         """The workers' process ids, by rank."""
         return self._group.pids()
 
+    def local_pids(self) -> list[int]:
+        """Process ids of the workers on the driver's host."""
+        return self._group.local_pids()
+
     def shutdown(self) -> None:
         """End the workers; safe to call twice."""
         self._group.shutdown()

@@ -19,7 +19,7 @@ class Engine:
         self._events = events
         self._pid = 100
         self.start_errors: list[Exception] = []
-        self.group = SimpleNamespace(failure=None, pids=lambda: [self._pid])
+        self.group = SimpleNamespace(failure=None, pids=lambda: [self._pid], local_pids=lambda: [self._pid])
 
     def fail(self, error: Exception) -> Exception:
         self.group.failure = error
@@ -48,6 +48,8 @@ class Policy:
 
     def pids(self) -> list[int]:
         return [7]
+
+    local_pids = pids
 
     def abandon_refit(self) -> None:
         self._events.append("policy.abandon_refit")

@@ -53,6 +53,7 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
         assert first == ray.get_runtime_context().get_node_id()
         local_ranks = [entry["LOCAL_RANK"] for entry in groups[0].run_all("environment", ["LOCAL_RANK"])]
         assert local_ranks == ["0", "1", "0", "1"]
+        assert groups[0].local_pids() == groups[0].pids()[:2], "a process id of another host means nothing here"
 
 
 def test_a_policy_spread_over_two_nodes_trains_as_one_rank_does(two_nodes, tmp_path):
