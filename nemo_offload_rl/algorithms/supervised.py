@@ -21,6 +21,7 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
@@ -94,6 +95,7 @@ class SupervisedParts:
     recipe: Recipe
     loader: ShuffledLoader[int]
     checkpoints: CheckpointKeeper
+    memory: MemorySampler
     num_samples_to_print: int
 
 
@@ -115,6 +117,7 @@ class SupervisedTrainer:
         self._logger = run_logger
         self._progress = progress
         self._timer = PhaseTimer()
+        parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
         """Train until `last_step`.
@@ -152,7 +155,8 @@ class SupervisedTrainer:
             batch = parts.recipe.batch(items, validation=False)
         batch = self._complete(batch, items, validation=False)
         with timer.phase("training"):
-            parts.policy.prepare_for_training()
+            with timer.phase("enter"):
+                parts.policy.prepare_for_training()
             result = parts.policy.train(batch, parts.recipe.loss)
 
         about_step = update_metrics(result) | parts.recipe.data_metrics(batch, timer.seconds()["training"])
@@ -165,6 +169,7 @@ class SupervisedTrainer:
         self._logger.log(step, about_step, "train")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.log(step, timing_metrics(seconds), "timing")
+        self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.commit()
         self._progress.step_done(step, parts.recipe.figures(about_step, validation), seconds)
 

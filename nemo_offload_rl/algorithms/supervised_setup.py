@@ -28,6 +28,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 
 type StartPolicy = Callable[[SupervisedConfig, bool], AbstractContextManager[Policy]]
@@ -134,6 +135,8 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
     with ExitStack() as stack:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         policy = stack.enter_context(start_policy(config, keep_reference))
+        owners = dict.fromkeys(policy.local_pids(), "policy")
+        memory = stack.enter_context(MemorySampler(owners, Path(config.logger.log_dir) / MEMORY_FILE))
         first_step = resume_from.step if resume_from else 0
         progress = stack.enter_context(RunProgress(num_steps, first_step, console))
         progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
@@ -142,6 +145,7 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
             recipe=recipe,
             loader=loader,
             checkpoints=checkpoints,
+            memory=memory,
             num_samples_to_print=config.logger.num_val_samples_to_print,
         )
         SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)

@@ -7,10 +7,11 @@ values of a step are metrics. Only the driver's host is seen, and only GPUs on w
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from nemo_offload_rl.utils.gpu_memory import GpuUse, read_gpus
 MEMORY_FILE = "memory.jsonl"
 OTHER = "other"
 DRIVER = "driver"
+_SEARCH_PERIOD_S = 30.0
 
 
 class MemorySampler:
@@ -43,6 +45,7 @@ class MemorySampler:
         period_s: float = 0.2,
     ) -> None:
         self._owners = dict(owners)
+        self._host = HostMemory(owners)
         self._path = path
         self._read = read
         self._period_s = period_s
@@ -72,6 +75,7 @@ class MemorySampler:
     def set_owners(self, owners: Mapping[int, str]) -> None:
         """Other processes from now on."""
         self._owners = dict(owners)
+        self._host = HostMemory(owners)
 
     def drain(self, next_step: int) -> dict[str, float]:
         """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners.
@@ -82,7 +86,7 @@ class MemorySampler:
         with self._lock:
             highest, self._highest = self._highest, {}
             self._step = next_step
-        for owner, num_bytes in _host_bytes({**self._owners, os.getpid(): DRIVER}).items():
+        for owner, num_bytes in self._host.read().items():
             highest[f"host_{owner}"] = num_bytes
         return {f"{name}_gib": num_bytes / 2**30 for name, num_bytes in highest.items()}
 
@@ -110,16 +114,35 @@ class MemorySampler:
         self._highest[name] = max(num_bytes, self._highest.get(name, 0))
 
 
-def _host_bytes(owners: Mapping[int, str]) -> dict[str, int]:
-    """Resident bytes by owner on this host; a page that two processes share counts in both."""
-    held: dict[str, int] = {}
-    for pid, owner in owners.items():
-        try:
-            root = psutil.Process(pid)
-            family = [root] if owner == DRIVER else [root, *root.children(recursive=True)]
-        except psutil.Error:
-            continue
-        for process in family:
+class HostMemory:
+    """Resident bytes by owner on this host; a page that two processes share counts in both.
+
+    Looking for child processes takes milliseconds on a busy host, so it is done every `_SEARCH_PERIOD_S` only.
+
+    Args:
+        owners: Process id to owner; children count as their parent's, except the driver's, which are the workers.
+    """
+
+    def __init__(self, owners: Mapping[int, str]) -> None:
+        self._owners = {**owners, os.getpid(): DRIVER}
+        self._processes: list[tuple[str, psutil.Process]] = []
+        self._searched_s = -math.inf
+
+    def read(self) -> dict[str, int]:
+        """Bytes by owner, now; an owner without a process that lives is left out."""
+        if time.monotonic() - self._searched_s > _SEARCH_PERIOD_S:
+            self._processes = list(self._search())
+            self._searched_s = time.monotonic()
+        held: dict[str, int] = {}
+        for owner, process in self._processes:
             with suppress(psutil.Error):
                 held[owner] = held.get(owner, 0) + process.memory_info().rss
-    return held
+        return held
+
+    def _search(self) -> Iterator[tuple[str, psutil.Process]]:
+        for pid, owner in self._owners.items():
+            with suppress(psutil.Error):
+                root = psutil.Process(pid)
+                yield owner, root
+                if owner != DRIVER:
+                    yield from ((owner, child) for child in root.children(recursive=True))
