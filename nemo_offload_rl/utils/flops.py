@@ -1,7 +1,8 @@
 """How much of a GPU's arithmetic a step uses: an estimate from the model's sizes (model FLOPs utilisation).
 
 Counted are the products with weights and those inside attention, a multiplication and an addition as two; recomputed
-activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B).
+activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B). The output layer counts for every
+token, though prompts need no logits.
 """
 
 from __future__ import annotations
