@@ -75,6 +75,14 @@ class EchoWorker:
         time.sleep(0.2)
         raise ConnectionError("connection closed by peer")
 
+    def leave_on(self, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        if os.environ["RANK"] == str(rank):
+            torch.distributed.destroy_process_group()
+            time.sleep(0.5)
+            raise ArithmeticError("a bug")
+        torch.distributed.all_reduce(torch.ones(1))
+
     def crash(self) -> None:
         ctypes.string_at(0)
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ _LATE_CAUSE_S = 1.5
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
 _LAST_WORDS_LINES = 40
+# What a rank says when a peer has left in the middle of a collective; gloo has no type of its own for it.
+_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +270,11 @@ class RayWorkerGroup:
 
 
 def _best_explanation(errors: list[BaseException]) -> BaseException:
-    """A death explains its peers' broken connections; a `UserError` explains more than a bug."""
-    for kind in (WorkerDiedError, UserError):
-        for error in errors:
-            if isinstance(error, kind):
-                return error
-    return errors[0]
+    """A death explains its peers' errors; a `UserError` explains more than a bug, and a bug than a lost connection."""
+
+    def order(error: BaseException) -> int:
+        if isinstance(error, UserError):
+            return 0 if isinstance(error, WorkerDiedError) else 1
+        return 3 if _LOST_CONNECTION.search(str(error)) else 2
+
+    return min(errors, key=order)

@@ -11,6 +11,7 @@ Every rank makes the same calls, since each of them gathers over all ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -49,12 +50,12 @@ class PolicyWorker:
         self._settings = settings
         device = make_device(torch.device(process.device))
         arenas = begin_host_memory(settings, expected_bytes(settings, process), keep_reference, device)
-        try:
+        with ExitStack() as made:
+            made.callback(arenas.close)
             self._backend = build_backend(settings, process)
+            made.callback(self._backend.close)
             self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference, arenas, device)
-        except BaseException:
-            arenas.close()
-            raise
+            made.pop_all()  # `shutdown` ends them
         state_bytes = sum(size for name, size in self._group_bytes.items() if name != REFERENCE)
         self._saver = CheckpointSaver(self.residency, state_bytes)
         self._sender: BucketSender | None = None

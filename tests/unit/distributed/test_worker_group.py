@@ -95,6 +95,13 @@ def test_a_groups_failure_is_the_error_that_its_call_raised(cluster: VirtualClus
     workers.shutdown()
 
 
+def test_a_bug_is_the_cause_even_when_its_peer_misses_the_connection_first(cluster: VirtualCluster) -> None:
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    with pytest.raises(ArithmeticError, match="a bug"):
+        workers.run_all("leave_on", 1)
+    workers.shutdown()
+
+
 def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, caplog: pytest.LogCaptureFixture) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during crash"):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from policy_cases import (
     NLL,
     RaisesAt,
@@ -593,12 +594,32 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
 )
 def test_a_setting_that_cannot_work_is_refused_by_its_key(folders, changes, named):
     folder, _ = folders("qwen3")
-    try:
-        with pytest.raises(UserError, match=named):
-            PolicyWorker(make_settings(folder, **changes), ONE_RANK, keep_reference=False)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with pytest.raises(UserError, match=named):
+        PolicyWorker(make_settings(folder, **changes), ONE_RANK, keep_reference=False)
+    assert not torch.distributed.is_initialized()
+
+
+# The optimizer and its schedule are the last that a backend builds; experts fail while Megatron makes its groups.
+@pytest.mark.parametrize(
+    ("backend", "bad"),
+    [
+        ("dtensor", {"optimizer": OptimizerSettings(name="torch.optim.Adamm", kwargs={})}),
+        ("megatron", {"expert_model_parallel_size": 2}),
+        ("megatron", {"lr_decay_style": "lineer"}),
+    ],
+    indirect=["backend"],
+)
+def test_a_worker_that_could_not_be_built_does_not_keep_the_next_one_from_it(make_worker, folders, bad):
+    folder, _ = folders("qwen3")
+    with pytest.raises(Exception, match=r"(?i)adamm|expert|lineer"), make_worker(folder, **bad):
+        pass
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.is_initialized()
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        assert worker.train(make_batch(), NLL()).grad_norm[0] > 0
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.is_initialized()
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(folders, tmp_path):

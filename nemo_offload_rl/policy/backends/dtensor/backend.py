@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ class DTensorBackend:
 
     Args:
         settings: The policy's settings.
-        process: This rank; the process group is joined, or made, here.
+        process: This rank; the process group is joined, or made, here. One that was made ends with an error here too.
     """
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
@@ -88,7 +89,15 @@ class DTensorBackend:
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._config = load_config(settings.model_name, settings.hf_config_overrides)
         parallel.check_model(self._config, tp_size)
-        self._owns_process_group = join_process_group(process)
+        with ExitStack() as made:
+            if join_process_group(process):
+                made.callback(dist.destroy_process_group)
+            self._build(process)
+            self._made = made.pop_all()
+
+    def _build(self, process: ProcessInfo) -> None:
+        """Everything that needs the process group."""
+        settings, tp_size = self._settings, self._settings.dtensor_cfg.tensor_parallel_size
         mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
         self._dp_group = mesh.get_group(parallel.DP)
         self._tp_rank = mesh.get_local_rank(parallel.TP)
@@ -301,6 +310,4 @@ class DTensorBackend:
 
     def close(self) -> None:
         """Leave the process group, if this backend made it."""
-        if self._owns_process_group:
-            self._owns_process_group = False
-            dist.destroy_process_group()
+        self._made.close()

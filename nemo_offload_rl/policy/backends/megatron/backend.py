@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -46,7 +47,8 @@ class MegatronBackend:
     Args:
         settings: The policy's settings.
         cfg: `settings.megatron`.
-        process: This rank; the process group is joined, or made, here.
+        process: This rank; the process group and Megatron's are joined, or made, here. Those that were made end with an
+            error here too.
     """
 
     def __init__(self, settings: PolicySettings, cfg: MegatronSettings, process: ProcessInfo) -> None:
@@ -57,8 +59,17 @@ class MegatronBackend:
         if cfg.fine_grained_activation_offloading:
             check_transformer_engine()
         bind_to_numa_node_of(self._device)
-        self._owns_process_group = join_process_group(process)
-        self._owns_groups = parallel.join_model_parallel(cfg, settings.model_parallel, process.world_size)
+        with ExitStack() as made:
+            if join_process_group(process):
+                made.callback(dist.destroy_process_group)
+            if parallel.join_model_parallel(cfg, settings.model_parallel, process.world_size):
+                made.callback(parallel.leave_model_parallel)
+            self._build(process)
+            self._made = made.pop_all()
+
+    def _build(self, process: ProcessInfo) -> None:
+        """Everything that needs the process groups."""
+        settings, cfg = self._settings, self._cfg
         self._rank_info = parallel.rank_info(process)
         parallel.seed_everything(settings.seed)
         self._model = build_model(settings, cfg)
@@ -235,9 +246,4 @@ class MegatronBackend:
         """Give memory back and leave the process groups, if this backend made them."""
         self._activations.close()
         self._release_device_memory()
-        if self._owns_groups:
-            self._owns_groups = False
-            parallel.leave_model_parallel()
-        if self._owns_process_group:
-            self._owns_process_group = False
-            dist.destroy_process_group()
+        self._made.close()

@@ -32,14 +32,18 @@ def join_model_parallel(cfg: MegatronSettings, parallel: ModelParallel, world_si
                 "policy.megatron_cfg: another Megatron model in this process uses other parallel sizes; end it first."
             )
         return False
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=cfg.expert_model_parallel_size,
-        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,
-    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=cfg.expert_model_parallel_size,
+            expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+    except BaseException:
+        leave_model_parallel()  # some are made
+        raise
     return True
 
 
