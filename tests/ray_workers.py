@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,11 @@ from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.utils.settings import ClusterSettings
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.policy.worker import PolicyWorker
+
+_UNTIL_EXIT = ExitStack()
 
 
 def cpu_cluster(num_workers: int = 1) -> ClusterSettings:
@@ -151,3 +157,13 @@ def run_until_stopped(ready_file: str) -> None:
         partial.write_text(json.dumps(pids))
         partial.rename(ready_file)
         group.join(handle)
+
+
+def megatron_policy_worker(**kwargs: Any) -> PolicyWorker:
+    """A policy worker whose Megatron finds the CPU where it asks for CUDA, as long as its process lives."""
+    from megatron_cpu_shim import megatron_on_cpu
+
+    from nemo_offload_rl.policy.worker import PolicyWorker
+
+    _UNTIL_EXIT.enter_context(megatron_on_cpu())
+    return PolicyWorker(**kwargs)

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
-from policy_cases import NLL, make_batch, make_settings
+from policy_cases import NLL, RaisesAt, make_batch, make_settings
 from tiny_models import qwen3_config, save_model_folder
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.policy_group import start_policy
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.settings import OptimizerSettings
 from nemo_offload_rl.weight_sync.refit import refit
 
@@ -64,3 +69,29 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
     assert answers[0] != answers[1]
     engine.shutdown()
     policy.shutdown()
+
+
+@pytest.mark.timeout(300)  # gloo would wait for half an hour
+def test_a_loss_that_raises_on_the_last_pipeline_stage_ends_the_stages_that_wait_for_it(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    save_model_folder(tmp_path, 0, qwen3_config(tied=False))
+    sizes = {"pipeline_model_parallel_size": 2, "train_global_batch_size": 8, "train_micro_batch_size": 2}
+    settings = make_settings(tmp_path, backend="megatron", **sizes)
+    processes = [ProcessInfo(rank=rank, world_size=2, init_method="env://", device="cpu") for rank in range(2)]
+    spec = WorkerSpec(
+        name="policy",
+        factory="ray_workers:megatron_policy_worker",
+        kwargs={"settings": settings, "keep_reference": False},
+        per_rank_kwargs=[{"process": process} for process in processes],
+    )
+    group = RayWorkerGroup(cluster, spec)
+    policy = Policy(group, settings)
+    policy.prepare_for_training()
+    assert policy.train(make_batch(), NLL()).grad_norm[0] > 0
+    with pytest.raises(ArithmeticError, match="a bad loss") as raised:
+        policy.train(make_batch(), RaisesAt(2))
+    assert any("policy worker 1, train" in note for note in raised.value.__notes__)
+    stages = [psutil.Process(pid) for pid in policy.pids()]
+    policy.shutdown()
+    assert not any(stage.is_running() for stage in stages)
