@@ -171,8 +171,9 @@ class MegatronConfig(TypedDict):
     activation_offload_host_limit_gib: Annotated[
         float,
         doc(
-            "GiB of pinned host memory that one worker keeps for activations between passes: above it, buffers that "
-            "were not used lately are given back. A pass that needs more at once takes more, with a warning.",
+            "GiB of pinned host memory that one worker keeps for activations between passes, or what they can need by "
+            "tokens of a micro-batch and layers if that is less: above it, buffers that were not used lately are given "
+            "back. A pass that needs more at once takes more, with a warning.",
             gt=0,
         ),
     ]

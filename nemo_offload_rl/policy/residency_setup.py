@@ -55,7 +55,7 @@ def begin_host_memory(
     arenas = HostArenas(device)
     if sizes_bytes:
         needed = _host_plan(settings, sizes_bytes, keep_reference, device)
-        check_host_memory(needed.host, settings)
+        check_host_memory(needed.host, 0, settings)  # backends that know sizes so early offload no activations
         arenas.begin_reserve(needed.plan.host_bytes(needed.host))
     return arenas
 
@@ -71,7 +71,7 @@ def build_manager(
     """
     needed = _host_plan(settings, backend.expected_bytes(), keep_reference, device)
     if not arenas.reserved_bytes:
-        check_host_memory(needed.host, settings)
+        check_host_memory(needed.host, backend.activation_host_bytes(), settings)
     manager = ResidencyManager(
         plan=needed.plan,
         groups=backend.state_groups(),
@@ -110,12 +110,13 @@ def _host_plan(
     return _HostPlan(plan, {**sizes_bytes, **reference}, {**leaving, **reference, PARAMS: sizes_bytes[PARAMS]})
 
 
-def check_host_memory(expected_bytes: Mapping[str, int], settings: PolicySettings) -> None:
+def check_host_memory(expected_bytes: Mapping[str, int], activation_bytes: int, settings: PolicySettings) -> None:
     """Refuse a plan that host memory cannot hold, before training.
 
     Args:
         expected_bytes: Host bytes by group and snapshot.
-        settings: `host_memory_budget_gib`, and how much offloaded activations may take beside the state.
+        activation_bytes: What offloaded activations can take beside it; 0 where they are not offloaded.
+        settings: `host_memory_budget_gib`, and what to name in the message.
 
     Raises:
         ConfigError: With the numbers, and the smallest change that fits.
@@ -126,7 +127,9 @@ def check_host_memory(expected_bytes: Mapping[str, int], settings: PolicySetting
     else:
         read = read_host_budget()
         budget, limit = read.num_bytes, read.limit_name
-    all_bytes = {**expected_bytes, **_activation_bytes(settings)}
+    all_bytes = dict(expected_bytes)
+    if activation_bytes:
+        all_bytes[ACTIVATIONS] = activation_bytes
     needed = sum(all_bytes.values())
     if needed <= budget:
         return
@@ -135,14 +138,6 @@ def check_host_memory(expected_bytes: Mapping[str, int], settings: PolicySetting
         f"offloaded state of one worker needs {needed / gib:.2f} GiB of host memory ({parts}), but {limit} leaves "
         f"{budget / gib:.2f} GiB; {_mend_of_host_memory(settings, all_bytes, budget)}, or raise the limit"
     )
-
-
-def _activation_bytes(settings: PolicySettings) -> dict[str, int]:
-    """What the host keeps of activations between passes at most; empty where they are not offloaded."""
-    megatron = settings.megatron
-    if megatron is None or not megatron.fine_grained_activation_offloading:
-        return {}
-    return {ACTIVATIONS: int(megatron.activation_offload_host_limit_gib * 2**30)}
 
 
 def _mend_of_host_memory(settings: PolicySettings, all_bytes: Mapping[str, int], budget_bytes: int) -> str:

@@ -95,6 +95,10 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def activation_host_bytes(self) -> int:
+        """Host bytes that activations can take at most, beside the state."""
+        ...
+
     def forward_backward(
         self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:

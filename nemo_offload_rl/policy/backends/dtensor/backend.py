@@ -182,6 +182,10 @@ class DTensorBackend:
             *self._parts.groups(lambda some: optimizer_tensors(self._optimizer, lambda: some)),
         )
 
+    def activation_host_bytes(self) -> int:
+        """None: this backend keeps activations on the device."""
+        return 0
+
     def expected_bytes(self) -> dict[str, int]:
         """Host bytes of each row of the plan, optimizer states included."""
         sizes = {

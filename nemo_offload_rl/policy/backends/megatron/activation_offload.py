@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,12 @@ import torch
 from torch import nn
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.megatron.host_buffers import HostBufferPool, new_region_on
+from nemo_offload_rl.policy.backends.megatron.host_buffers import HostBufferPool, new_region_on, round_up
+from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 1.5  # for adapters, padding, and whatever else Transformer Engine may keep beside what is listed here
 _ATTRIBUTES = {"core_attn": "core_attention"}  # where Megatron's attribute is not called as its module
 
 
@@ -138,6 +141,57 @@ def check_transformer_engine() -> None:
             f"{key} is true, but this process began without NVTE_CPU_OFFLOAD_V1=1, without which Transformer Engine "
             "moves weights too; set the variable before Python starts (policy workers under Ray get it)"
         )
+
+
+def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, cfg: MegatronSettings) -> int:
+    """Host memory that offloaded activations can need: by tokens and layers, or the limit where that is less.
+
+    Activations of experts, which do not go through the buffers, are not counted.
+
+    Args:
+        config: The model's `TransformerConfig`.
+        num_layers: Layers of this rank.
+        settings: The policy's settings: tokens of a micro-batch.
+        cfg: The Megatron backend's settings: modules, parallelism, the limit.
+    """
+    limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
+    if settings.precision == "float32":  # attention that keeps a matrix of scores
+        return limit_bytes
+    tokens = _tokens_of_a_micro_batch(settings) / cfg.context_parallel_size
+    tensors = [
+        round_up(2 * math.ceil(tokens * elements))  # 16-bit numbers
+        for module in cfg.offload_modules or ()
+        for elements in elements_a_token(config, module, cfg)
+    ]
+    layers = math.ceil(cfg.activation_offload_fraction * num_layers)
+    # The first stage of a pipeline has as many micro-batches under way as there are stages.
+    return min(limit_bytes, int(_SPARE * cfg.pipeline_model_parallel_size * layers * sum(tensors)))
+
+
+def _tokens_of_a_micro_batch(settings: PolicySettings) -> int:
+    """Tokens of a training micro-batch at most, padding included."""
+    multiple = settings.make_sequence_length_divisible_by
+    longest = -(-settings.max_total_sequence_length // multiple) * multiple
+    for batching in (settings.sequence_packing, settings.dynamic_batching):
+        if batching.enabled:
+            return max(batching.train_mb_tokens, longest)
+    return settings.train_micro_batch_size * longest
+
+
+def elements_a_token(config: Any, module: str, cfg: MegatronSettings) -> tuple[float, ...]:
+    """Of each tensor that a module of one layer keeps for its backward pass: elements for each token."""
+    tp_size = cfg.tensor_model_parallel_size
+    hidden = config.hidden_size / (tp_size if cfg.sequence_parallel else 1)
+    queries = config.num_attention_heads * config.kv_channels / tp_size
+    keys = config.num_query_groups * config.kv_channels / tp_size
+    softmax = 2 * config.num_attention_heads / tp_size  # float32
+    return {
+        "attn_norm": (hidden,),
+        "qkv_linear": (hidden, hidden, queries, keys),  # its norm's input and output, and what the norms of Qwen3 take
+        "core_attn": (queries, keys, keys, queries, softmax),  # its output is kept too
+        "attn_proj": (queries,),
+        "mlp_norm": (hidden,),
+    }.get(module, ())
 
 
 def check_modules(chunks: Sequence[nn.Module], names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
@@ -25,6 +26,7 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
     ActivationOffloading,
     check_modules,
     check_transformer_engine,
+    host_bytes_at_most,
 )
 from nemo_offload_rl.policy.backends.megatron.affinity import bind_to_numa_node_of
 from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
@@ -84,8 +86,9 @@ class MegatronBackend:
         )
         self._streamed = StreamedStates(self._optimizer, cfg.optimizer, sizes)
         self._model.config.grad_scale_func = self._optimizer.scale_loss
-        host_limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
-        self._activations = ActivationOffloading([self._model.config], host_limit_bytes, self._device)
+        num_layers = sum(isinstance(module, TransformerLayer) for chunk in self._chunks for module in chunk.modules())
+        self._most_activation_bytes = host_bytes_at_most(self._model.config, num_layers, settings, cfg)
+        self._activations = ActivationOffloading([self._model.config], self._most_activation_bytes, self._device)
         if self._activations.is_enabled:
             check_modules(self._chunks, cfg.offload_modules or ())
         self._weight_specs: list[WeightSpec] | None = None
@@ -113,6 +116,10 @@ class MegatronBackend:
             state.MegatronGrads(self._chunks),
             *self._streamed.groups(),
         )
+
+    def activation_host_bytes(self) -> int:
+        """What the buffers of offloaded activations can take."""
+        return self._most_activation_bytes if self._activations.is_enabled else 0
 
     def expected_bytes(self) -> dict[str, int]:
         """Sizes of the groups that the host may hold."""

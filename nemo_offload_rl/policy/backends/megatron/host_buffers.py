@@ -32,6 +32,11 @@ class _Buffer:
     last_pass: int
 
 
+def round_up(num_bytes: int) -> int:
+    """Bytes of the buffer that is made for so many."""
+    return max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
+
+
 def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
     """What makes host memory for copies from `device`: pinned near a GPU, else ordinary memory."""
     if device.type != "cuda":
@@ -52,7 +57,8 @@ class HostBufferPool:
     """Stands in for megatron-core's `OffloadTensorPool` (0.19.2): `allocate`, `free`, `reset` and `clear`.
 
     Args:
-        limit_bytes: What is kept between passes. A pass that needs more at once takes more, with one warning.
+        limit_bytes: What is kept between passes, and what is reached only where no free buffer is large enough. A
+            pass that needs more at once takes more, with one warning.
         new_region: Makes host memory of a size.
         synchronize: Waits for copies under way; called before memory is given back, since Megatron calls `free` when
             a copy back has been started, not when it has finished.
@@ -106,20 +112,24 @@ class HostBufferPool:
 
     def _take_free(self, num_bytes: int) -> _Buffer | None:
         index = bisect_left(self._free, num_bytes, key=_size)
-        if index < len(self._free) and self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES):
-            return self._free.pop(index)
-        return None
+        if index == len(self._free):
+            return None
+        fits = self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES)
+        # Better far too large than made anew in every pass.
+        is_full = self.total_bytes + round_up(num_bytes) > self._limit_bytes
+        return self._free.pop(index) if fits or is_full else None
 
     def _make(self, num_bytes: int) -> _Buffer:
-        num_bytes = max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
+        num_bytes = round_up(num_bytes)
         self._give_back(self._limit_bytes - num_bytes)
         self.total_bytes += num_bytes
         self.num_regions_made += 1
         if self.total_bytes > self._limit_bytes and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "Offloaded activations need more than policy.megatron_cfg.activation_offload_host_limit_gib=%g GiB of "
-                "host memory at once; raise it, since buffers above it are made anew in every pass.",
+                "Offloaded activations need more than %.2f GiB of host memory at once: the least of "
+                "policy.megatron_cfg.activation_offload_host_limit_gib, which may be raised, and of what tokens and "
+                "layers were expected to need. Buffers above it are made anew in every pass.",
                 self._limit_bytes / 2**30,
             )
         return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)

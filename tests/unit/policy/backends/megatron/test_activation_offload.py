@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from policy_cases import make_settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_gpt import TinyGpt, process_group, tiny_gpt
@@ -17,7 +20,10 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
     ActivationOffloading,
     check_modules,
     check_transformer_engine,
+    elements_a_token,
+    host_bytes_at_most,
 )
+from nemo_offload_rl.policy.settings import BatchingSettings, MegatronSettings, PolicySettings
 
 CPU = torch.device("cpu")
 # Attention of local layers keeps transposed views, megatron-core brings contiguous tensors back, and on some CPUs
@@ -208,6 +214,62 @@ def test_host_memory_is_bounded_under_changing_lengths() -> None:
         train(gpt, guard, [16, 16])
         assert guard.host_bytes > 0
     assert len(upstream) > 60, "megatron-core keeps buffers for each shape"
+
+
+def sizes_of(modules: tuple[str, ...], **changes: Any) -> tuple[PolicySettings, MegatronSettings]:
+    changes = {"precision": "bfloat16", "activation_offload_host_limit_gib": 64.0, **changes}
+    settings = make_settings("a-model", backend="megatron", offload_modules=modules, **changes)
+    assert settings.megatron_cfg is not None
+    return settings, settings.megatron_cfg
+
+
+QWEN3_1_7B = SimpleNamespace(hidden_size=2048, num_attention_heads=16, num_query_groups=8, kv_channels=128)
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+LONG = {"max_total_sequence_length": 32768, "train_micro_batch_size": 1}
+
+
+def test_what_moves_is_within_what_is_expected_and_not_far_below() -> None:
+    """With 16-bit numbers in place of the tiny model's 32-bit ones; core_attn of local layers keeps all scores."""
+    modules = ("attn_norm", "qkv_linear", "mlp_norm")
+    with tiny_gpt(offload_modules=list(modules), min_offloaded_tensor_size=600) as gpt:
+        guard = guard_of(gpt)
+        train(gpt, guard, [40])
+        gpt.copies.drain()
+        train(gpt, guard, [40])
+        moved_bytes = gpt.copies.drain()[1] / 2
+        layers = len(gpt.model.decoder.layers)
+        settings, cfg = sizes_of(modules, max_total_sequence_length=40, train_micro_batch_size=1)
+        expected = [elements for module in modules for elements in elements_a_token(gpt.model.config, module, cfg)]
+        assert 0.4 < moved_bytes / (2 * 40 * layers * sum(expected)) <= 1
+        assert guard.host_bytes <= host_bytes_at_most(gpt.model.config, layers, settings, cfg)
+
+
+def test_host_memory_that_activations_need_follows_tokens_layers_and_modules() -> None:
+    def gib(modules: tuple[str, ...] = ATTENTION, layers: int = 28, **changes: Any) -> float:
+        return host_bytes_at_most(QWEN3_1_7B, layers, *sizes_of(modules, **LONG | changes)) / 2**30
+
+    # By hand: 2 * 2048 + 16 * 128 + 8 * 128 elements, 2 * (16 + 8) * 128 + 32, and 16 * 128, of 2 bytes.
+    assert gib(("qkv_linear",)) == pytest.approx(1.5 * 28 * 32768 * 7168 * 2 / 2**30, rel=1e-3)
+    assert gib() == pytest.approx(1.5 * 28 * 32768 * (7168 + 6176 + 2048) * 2 / 2**30, rel=1e-2)
+    for changes in ({"max_total_sequence_length": 16384}, {"context_parallel_size": 2}, {"layers": 14}):
+        assert gib(**changes) == pytest.approx(gib() / 2, rel=1e-2)
+    assert gib(activation_offload_fraction=0.5) == gib(layers=14)
+    assert gib(layers=14, pipeline_model_parallel_size=2) == gib()
+    assert gib(tensor_model_parallel_size=2, sequence_parallel=True) == pytest.approx(gib() / 2, rel=1e-2)
+    packed = BatchingSettings(enabled=True, train_mb_tokens=8192, logprob_mb_tokens=1, sequence_length_round=1)
+    assert gib(max_total_sequence_length=4096, train_micro_batch_size=8, sequence_packing=packed) == pytest.approx(
+        gib() / 4, rel=1e-2
+    )
+
+
+def test_no_more_host_memory_is_expected_than_the_limit() -> None:
+    def gib(**changes: Any) -> float:
+        return host_bytes_at_most(QWEN3_1_7B, 28, *sizes_of(ATTENTION, **LONG | changes)) / 2**30
+
+    assert gib() < 64
+    assert gib(activation_offload_host_limit_gib=2.0) == 2
+    # Attention keeps a matrix of scores there, which grows with the square of the length.
+    assert gib(precision="float32") == 64
 
 
 def test_offloading_without_transformer_engine_is_refused_with_the_reason() -> None:

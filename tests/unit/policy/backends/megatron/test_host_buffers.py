@@ -73,6 +73,14 @@ def test_above_the_limit_the_longest_unused_buffers_go_first_and_only_after_copi
     assert pool.total_bytes == 24 * MIB
 
 
+def test_at_the_limit_a_far_larger_buffer_serves_instead_of_a_new_one() -> None:
+    pool, _ = make_pool(16)
+    for num_mib in (16, 4, 8, 16):
+        pool.free(take(pool, num_mib))
+        pool.reset()
+    assert pool.num_regions_made == 1
+
+
 def test_a_pass_that_needs_more_than_the_limit_gets_it_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     pool, _ = make_pool(8)
     with caplog.at_level(logging.WARNING):
