@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-STEPS = 3
+STEPS = 8
 OWN_DEVICES = (
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
@@ -52,14 +52,14 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
     run = start_grpo(*short_run(tmp_path / "shared"), *LONG_RESPONSES, "policy.generation.vllm_cfg.max_restarts=1")
     run.wait_for_step(1)
     dead = run.kill_engine_in_generation()
-    run.wait_for_step(2)
+    run.wait_for_step(STEPS - 1)
     status, _, alive = run.wait(60)
     assert (status, alive) == (0, [])
     assert f"vllm worker 0 died during generate: process {dead.pid}" in run.stderr.read_text()
     shared = read_metrics(tmp_path / "shared")
     for step in range(1, STEPS + 1):
         assert {name: shared[step][name] for name in SAME} == {name: apart[step][name] for name in SAME}
-    assert [step for step in shared if "timing/engine_restart_s" in shared[step]] == [2]
+    assert sum("timing/engine_restart_s" in metrics for metrics in shared.values()) == 1
     # Nothing is offloaded where engines have devices of their own.
     assert shared[STEPS]["residency/bytes_freed"] > 0
     assert apart[STEPS]["residency/bytes_freed"] == 0
