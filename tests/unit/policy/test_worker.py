@@ -1,5 +1,7 @@
 """One rank, in this process, against plain Hugging Face and plain torch."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -620,6 +622,16 @@ def test_a_worker_that_could_not_be_built_does_not_keep_the_next_one_from_it(mak
         assert worker.train(make_batch(), NLL()).grad_norm[0] > 0
     assert not torch.distributed.is_initialized()
     assert not parallel_state.is_initialized()
+
+
+def test_nothing_keeps_the_model_of_a_worker_that_has_ended(make_worker, folders):
+    with make_worker(folders("qwen3")[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(), NLL())
+        layer = weakref.ref(output_layer(worker))
+    del worker
+    gc.collect()
+    assert layer() is None
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(folders, tmp_path):

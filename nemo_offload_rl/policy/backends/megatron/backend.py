@@ -253,4 +253,7 @@ class MegatronBackend:
         """Give memory back and leave the process groups, if this backend made them."""
         self._activations.close()
         self._release_device_memory()
+        # The optimizer has slices of the parameters, whose autograd nodes have hooks that know the model: a circle that
+        # Python cannot see through, so that all of it would stay.
+        self._model.config.grad_scale_func = None
         self._made.close()
