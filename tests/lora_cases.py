@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from policy_cases import full, full_params, is_megatron, make_settings, worker_of
+from policy_cases import ONE_RANK, full, full_params, is_megatron, make_settings, worker_of
 from torch import Tensor
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
 
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 DIM, ALPHA = 4, 8
 MARKERS = {"dtensor": ".lora_", "megatron": ".adapter."}  # in the name of every adapter's parameter, and of no other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from nemo_offload_rl.policy.settings import (
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.utils.config import load_config
 
+ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 PAD_ID = 256
 NO_LORA = LoraSettings(
     enabled=False,
@@ -282,6 +283,22 @@ def worker_of(
             yield worker
         finally:
             worker.shutdown()
+
+
+def one_rank_worker(
+    folder: Path | str, *, keep_reference: bool = False, **changes: Any
+) -> AbstractContextManager[PolicyWorker]:
+    """`worker_of` one rank on CPU; changes are those of `make_settings`."""
+    return worker_of(make_settings(folder, **changes), ONE_RANK, keep_reference=keep_reference)
+
+
+def cycle(worker: PolicyWorker, batch: TrainBatch) -> None:
+    """All the phases of an RL step before its training."""
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+    worker.prepare_for_lp_inference()
+    worker.get_logprobs(batch)
+    worker.prepare_for_training()
 
 
 def is_megatron(worker: PolicyWorker) -> bool:

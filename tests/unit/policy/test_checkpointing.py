@@ -11,6 +11,7 @@ import pytest
 import torch
 from policy_cases import (
     NLL,
+    ONE_RANK,
     assert_close,
     assert_equal,
     full_optimizer,
@@ -30,7 +31,6 @@ from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
 
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 NUM_STEPS = 20
 WARM_UP = SchedulerSettings(
     name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 15}, until_step=None

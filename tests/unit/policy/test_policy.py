@@ -2,18 +2,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from policy_cases import NLL, assert_equal, full_params, make_batch, make_settings
+from policy_cases import NLL, ONE_RANK, assert_equal, full_params, make_batch, make_settings
 from tiny_models import save_model_folder
 
 from nemo_offload_rl.data.batch import PreferenceBatch, TokenBatch, TrainBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
 from nemo_offload_rl.policy.worker import PolicyWorker
-
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 
 
 @dataclass

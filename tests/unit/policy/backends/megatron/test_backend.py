@@ -7,6 +7,7 @@ import pytest
 import torch
 from policy_cases import (
     NLL,
+    ONE_RANK,
     assert_equal,
     full_optimizer,
     full_params,
@@ -18,11 +19,9 @@ from policy_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.residency.storage import storage_key
 
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 # Changes, and bytes of masters and states for each parameter.
 FLAVOURS = {

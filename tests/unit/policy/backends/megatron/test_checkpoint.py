@@ -8,6 +8,7 @@ import pytest
 import torch
 from policy_cases import (
     NLL,
+    ONE_RANK,
     assert_equal,
     full_params,
     make_batch,
@@ -23,7 +24,6 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.worker import PolicyWorker
 
-ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 NUM_STEPS = 20
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 15}
