@@ -42,3 +42,12 @@ def num_experts(model: Mapping[str, Any]) -> int:
     """Experts of each mixture-of-experts layer, 0 in a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return max((model[name] or 0 for name in names if name in model), default=0)
+
+
+def has_sliding_window(model: Mapping[str, Any]) -> bool:
+    """Whether some layers attend to the last tokens only."""
+    if model.get("layer_types") is not None:
+        return "sliding_attention" in model["layer_types"]
+    # As transformers fills `layer_types` of the Qwen families.
+    is_used = bool(model.get("use_sliding_window")) and model.get("sliding_window") is not None
+    return is_used and model.get("max_window_layers", 0) < model.get("num_hidden_layers", 0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, megatron
+from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, megatron, megatron_optimizer
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
@@ -25,13 +26,16 @@ OFFLOAD = f"{KEY}.fine_grained_activation_offloading=true"
 PEFT = f"{KEY}.peft"
 ADAPTERS = f"{PEFT}.enabled=true"
 LOCAL = f"{KEY}.transformer_impl=local"
-RULES = {rule.__name__: rule for rule in (*megatron.RULES, *activations.RULES, *adapters.RULES)}
+MODULES = (megatron, megatron_optimizer, activations, adapters)
+RULES = {rule.__name__: rule for module in MODULES for rule in module.RULES}
 
 DENSE = {"num_attention_heads": 6, "num_hidden_layers": 4}
 EXPERTS = {**DENSE, "num_experts": 3}
+WINDOW = {**DENSE, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
+LAYERS = {**DENSE, "layer_types": ["full_attention", "sliding_attention"]}
 
 # rule name -> overrides that break it, words that its message must have, config.json of the model or None for a hub's
-BROKEN: dict[str, list[tuple[list[str], str, dict[str, int] | None]]] = {
+BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "megatron_sizes_divide_the_world": [
         ([f"{KEY}.tensor_model_parallel_size=2"], "2 x pipeline_model_parallel_size 1 x context", None),
         (
@@ -56,6 +60,10 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, int] | None]]] = {
     ],
     "megatron_experts_are_not_gathered_over_devices": [
         ([f"{KEY}.expert_model_parallel_size=2", f"{KEY}.moe_token_dispatcher_type=allgather"], "to alltoall", None)
+    ],
+    "megatron_attends_to_all_tokens_before": [
+        ([], "use policy.dtensor_cfg", WINDOW),
+        ([], "use policy.dtensor_cfg", LAYERS),
     ],
     "megatron_heads_divide_over_devices": [
         ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)

@@ -7,7 +7,16 @@ import inspect
 import pytest
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, check_rules, megatron, memory, training
+from nemo_offload_rl.config.rules import (
+    GRPO_RULES,
+    activations,
+    adapters,
+    check_rules,
+    megatron,
+    megatron_optimizer,
+    memory,
+    training,
+)
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
@@ -188,7 +197,7 @@ CASES = [(name, overrides, words) for name, cases in BROKEN.items() for override
 
 def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py and test_memory_rules.py.
-    listed = (megatron, activations, adapters, memory)
+    listed = (megatron, megatron_optimizer, activations, adapters, memory)
     elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
     elsewhere |= {rule.__name__ for rule in memory.GRPO_RULES}
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from torch import nn
 
-from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
@@ -45,9 +45,15 @@ def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
 
     Raises:
         UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
+        ConfigError: Attention is of a kind that is not converted.
     """
     auto_bridge = import_auto_bridge()
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise ConfigError(
+            f"{settings.model_name} has layers with a sliding window, which the Megatron backend would leave out; use "
+            "policy.dtensor_cfg."
+        )
     try:
         bridge = auto_bridge.from_hf_pretrained(settings.model_name)
     except ValueError as error:

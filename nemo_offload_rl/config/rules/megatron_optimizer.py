@@ -1,0 +1,180 @@
+"""The Megatron backend's optimizer. Each rule is silent while another backend is enabled."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule
+from nemo_offload_rl.config.rules.megatron_facts import megatron_section
+from nemo_offload_rl.config.schema import RunConfig
+
+KEY = "policy.megatron_cfg"
+OPTIMIZER = f"{KEY}.optimizer"
+
+
+def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
+    """The optimizer's bf16 and fp16 say what `policy.precision` says."""
+    megatron, precision = megatron_section(cfg), cfg["policy"]["precision"]
+    if megatron is None:
+        return None
+    optimizer = megatron["optimizer"]
+    if (optimizer["bf16"], optimizer["fp16"]) != (precision == "bfloat16", precision == "float16"):
+        wanted = f"bf16={str(precision == 'bfloat16').lower()} fp16={str(precision == 'float16').lower()}"
+        return (
+            f"{OPTIMIZER}.bf16 and fp16 are {str(optimizer['bf16']).lower()} and {str(optimizer['fp16']).lower()}, but "
+            f"policy.precision is {precision} and the optimizer updates that model; set {wanted} or change the "
+            "precision"
+        )
+    return None
+
+
+def megatron_optimizer_lives_in_one_place(cfg: RunConfig) -> str | None:
+    """Megatron's optimizer is offloaded in one way."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    if megatron["optimizer"]["optimizer_cpu_offload"] and megatron["optimizer"]["offload_optimizer_states"]:
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload and offload_optimizer_states are both true, but the "
+            "first updates on the CPU and the second on the GPU; set one of them to false"
+        )
+    return None
+
+
+def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
+    """The share of Megatron's optimizer that leaves the GPU is above 0."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer_cpu_offload"] and optimizer["optimizer_offload_fraction"] == 0:
+        return (
+            f"{OPTIMIZER}.optimizer_offload_fraction is 0, but optimizer_cpu_offload is true and "
+            "would move nothing; set a share above 0, at most 1"
+        )
+    if optimizer["offload_optimizer_states"] and optimizer["offload_optimizer_states_fraction"] == 0:
+        return (
+            f"{OPTIMIZER}.offload_optimizer_states_fraction is 0, but offload_optimizer_states is true and "
+            "would move nothing; set a share above 0, at most 1"
+        )
+    return None
+
+
+def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
+    """Overlapping copies need Megatron's CPU optimizer."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if megatron["optimizer"]["overlap_cpu_optimizer_d2h_h2d"]:
+        return (
+            f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d is true, but it hides the copies of "
+            "optimizer_cpu_offload, which is false; set that to true or this to false"
+        )
+    return None
+
+
+def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | None:
+    """Only Megatron's distributed optimizer is offloaded inside the step."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+        return None
+    for key in ("optimizer_cpu_offload", "offload_optimizer_states"):
+        is_on = megatron["optimizer"][key]
+        if is_on:
+            return (
+                f"{OPTIMIZER}.{key} is true, but it moves the shards of a distributed optimizer and "
+                "use_distributed_optimizer is false; set that to true or this to false"
+            )
+    return None
+
+
+def megatron_offloaded_states_are_adams(cfg: RunConfig) -> str | None:
+    """Offloading states around the step is for Adam."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer"] == "adam":
+        return None
+    if megatron["optimizer"]["offload_optimizer_states"]:
+        return (
+            f"{OPTIMIZER}.offload_optimizer_states is true, but it moves Adam's moments and masters and optimizer is "
+            f"{megatron['optimizer']['optimizer']}; set optimizer to adam or this to false"
+        )
+    return None
+
+
+def megatron_precision_aware_optimizer_is_adam(cfg: RunConfig) -> str | None:
+    """The precision-aware optimizer is a distributed Adam."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["use_precision_aware_optimizer"]:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer"] == "adam" and optimizer["use_distributed_optimizer"]:
+        return None
+    return (
+        f"{OPTIMIZER}.use_precision_aware_optimizer is true, but there it is for a distributed Adam only and "
+        f"optimizer is {optimizer['optimizer']} with use_distributed_optimizer "
+        f"{str(optimizer['use_distributed_optimizer']).lower()}; set it to false or change those"
+    )
+
+
+def megatron_shards_the_states_of_adam_only(cfg: RunConfig) -> str | None:
+    """Megatron's distributed optimizer is an Adam, unless it lives on the host."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if megatron["optimizer"]["optimizer"] == "sgd" and megatron["optimizer"]["use_distributed_optimizer"]:
+        reason = "of which megatron-core shards no states; set use_distributed_optimizer to false"
+        return f"{OPTIMIZER}.optimizer is sgd, {reason}"
+    return None
+
+
+def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
+    """Megatron's CPU Adam is precision-aware, so that it updates the model and not masters on the GPU."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    optimizer = megatron["optimizer"]
+    if optimizer["optimizer"] == "adam" and not optimizer["use_precision_aware_optimizer"]:
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload is true, but without use_precision_aware_optimizer what it updates are "
+            "fp32 masters that stay on the GPU; set use_precision_aware_optimizer to true"
+        )
+    return None
+
+
+def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
+    """Megatron's CPU optimizer cannot update float32 parameters."""
+    megatron = megatron_section(cfg)
+    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+        return None
+    if cfg["policy"]["precision"] == "float32":
+        return (
+            f"{OPTIMIZER}.optimizer_cpu_offload is true, but megatron-core cannot build it over float32 parameters "
+            "and policy.precision is float32; set that to bfloat16 or this to false"
+        )
+    return None
+
+
+def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig) -> str | None:
+    """Parameters are gathered beside the forward pass only where an optimizer shards them."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+        return None
+    if megatron["distributed_data_parallel_config"]["overlap_param_gather"]:
+        return (
+            f"{KEY}.distributed_data_parallel_config.overlap_param_gather is true, but without "
+            "use_distributed_optimizer nothing is gathered; set one of them otherwise"
+        )
+    return None
+
+
+RULES: tuple[Rule[RunConfig], ...] = (
+    megatron_precision_is_said_once,
+    megatron_optimizer_lives_in_one_place,
+    megatron_offload_fraction_is_positive,
+    megatron_overlap_needs_cpu_offload,
+    megatron_offload_needs_the_distributed_optimizer,
+    megatron_offloaded_states_are_adams,
+    megatron_precision_aware_optimizer_is_adam,
+    megatron_shards_the_states_of_adam_only,
+    megatron_cpu_offload_is_precision_aware,
+    megatron_cpu_offload_needs_half_precision,
+    megatron_parameter_gather_overlaps_only_shards,
+)
