@@ -20,8 +20,9 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel
+from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, load_causal_lm
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, load_causal_lm, pack_rows
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
 from nemo_offload_rl.policy.backends.logprobs import VocabShard
@@ -106,8 +107,9 @@ class DTensorBackend:
         torch.manual_seed(settings.seed + self._rank_info.dp_rank)
 
         on_gpu = self._device.type == "cuda"
-        packs, in_half = settings.sequence_packing.enabled, self._compute_dtype != torch.float32
-        causal_lm = load_causal_lm(settings.model_name, self._config, packed_attention=on_gpu and packs and in_half)
+        packs = settings.sequence_packing.enabled
+        attention = choose_attention(self._config, self._device, self._compute_dtype, packs=packs)
+        causal_lm = load_causal_lm(settings.model_name, self._config, attention)
         if settings.dtensor_cfg.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lora_cfg = settings.dtensor_cfg.lora_cfg
@@ -122,7 +124,6 @@ class DTensorBackend:
             temperature=settings.logprob_temperature,
             chunk_size=settings.logprob_chunk_size,
             shard=shard,
-            pack=packs,
         )
         if settings.dtensor_cfg.torch_compile and on_gpu:
             compile_layers(causal_lm.model.layers)
@@ -231,17 +232,20 @@ class DTensorBackend:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
         self._model.eval()
         try:
-            return [self._score(micro_batch)[0].cpu() for micro_batch in micro_batches]
+            found = [self._score(micro_batch)[0] for micro_batch in micro_batches]
         finally:
             self._reshard()
+        return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
 
     def _score[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Tensor, Batch]:
         """[B, S] logprobs of the scored tokens, 0 elsewhere, and the micro-batch on the device."""
         # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
-        scored_N = micro_batch.is_scored().flatten().nonzero().squeeze(1)
+        scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
+        if self._settings.sequence_packing.enabled:
+            width = micro_batch.input_ids.shape[1]
+            row = pack_rows(micro_batch.input_lengths, width, scored_N, self._device)
         batch = micro_batch.to(self._device)
-        scored_N = scored_N.to(self._device, non_blocking=True)
-        return self._model(batch.input_ids, batch.input_lengths, scored_N), batch
+        return self._model(batch.input_ids, scored_N.to(self._device, non_blocking=True), row), batch
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,32 +13,30 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.policy.backends.dtensor.packed_attention import PACKED_ATTENTION, register_packed_attention
+from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
 from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
 
 PREFIX = "causal_lm."
 
 
-def load_causal_lm(model_name: str, config: Any, *, packed_attention: bool = False) -> Any:
+def load_causal_lm(model_name: str, config: Any, attention: str) -> Any:
     """The model with fp32 weights on the CPU.
 
     Args:
         model_name: Folder or hub name.
         config: What `load_config` gave.
-        packed_attention: Attend by `packed_attention.py`, for packed rows on a GPU in half precision.
+        attention: What `choose_attention` gave.
 
     Raises:
         UserError: The weights cannot be read, or some are missing.
     """
     transformers_logging.disable_progress_bar()
-    if packed_attention:
-        register_packed_attention()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_name,
             config=config,
             dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION if packed_attention else "sdpa",
+            attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in one line
         )
@@ -61,59 +60,95 @@ def compile_layers(layers: nn.ModuleList) -> None:
         layer.forward = torch.compile(layer.forward)
 
 
+@dataclass(frozen=True)
+class PackedRow:
+    """The real tokens of a batch's rows, T of them, end to end in one row.
+
+    Attributes:
+        tokens_T: Their places in the flattened rows.
+        positions_T: The position of each in its own row.
+        places_N: Where in the packed row the tokens to score are.
+        bounds: [B + 1] int32; where each of the rows begins, and T.
+        longest: Tokens of the longest of them.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    places_N: Tensor
+    bounds: Tensor
+    longest: int
+
+
+def pack_rows(lengths_B: Tensor, width: int, scored_N: Tensor, device: torch.device) -> PackedRow:
+    """Put rows end to end.
+
+    Args:
+        lengths_B: [B] tokens of each row, on the host: on a GPU each look would wait for all work that is queued there.
+        width: S, columns of the padded rows.
+        scored_N: [N] places in the flattened rows, the tokens to score; on the host too.
+        device: Where the result is wanted.
+    """
+    is_real_BS = torch.arange(width) < lengths_B.unsqueeze(1)
+    tokens_T = is_real_BS.flatten().nonzero().squeeze(1)
+    place_BS = is_real_BS.flatten().cumsum(0) - 1
+
+    def move(value: Tensor) -> Tensor:
+        return value.to(device, non_blocking=True)
+
+    return PackedRow(
+        tokens_T=move(tokens_T),
+        positions_T=move(tokens_T % width),
+        places_N=move(place_BS.index_select(0, scored_N)),
+        bounds=move(F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))),
+        longest=int(lengths_B.max()),
+    )
+
+
 class LogprobModel(nn.Module):
     """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`, and only for scored tokens.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
-    With `pack`, the rows become one row without padding. Where attention must not reach across, Hugging Face's models
-    see from positions that begin again at 0, and `packed_attention.py` from the sequences' bounds.
+    Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
+    and `attention.py` from the sequences' bounds.
     """
 
-    def __init__(
-        self, causal_lm: Any, *, temperature: float, chunk_size: int | None, shard: VocabShard, pack: bool = False
-    ) -> None:
+    def __init__(self, causal_lm: Any, *, temperature: float, chunk_size: int | None, shard: VocabShard) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._pack = pack
         self._how = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
 
-    def forward(self, input_ids_BS: Tensor, input_lengths_B: Tensor, scored_N: Tensor) -> Tensor:
+    def forward(self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None) -> Tensor:
         """[B, S] float32 logprobs by the package's convention; 0 where none is wanted.
 
         Args:
             input_ids_BS: [B, S] int64.
-            input_lengths_B: [B] int64.
             scored_N: [N] int64 places in the flattened rows, the tokens to score: real, and never a row's first.
+            row: The real tokens as one row, which the model gets instead; None for the padded rows.
         """
-        if self._pack:
-            hidden_TH, place_N = self._packed(input_ids_BS, input_lengths_B, scored_N)
-        else:
+        if row is None:
             hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
             hidden_TH, place_N = hidden_BSH.flatten(0, 1), scored_N
+        else:
+            hidden_TH, place_N = self._of_row(input_ids_BS, row), row.places_N
         before_NH = hidden_TH.index_select(0, place_N - 1)
         targets_N = input_ids_BS.flatten().index_select(0, scored_N)
         found_N = chunked_logprobs(self.causal_lm.lm_head, before_NH, targets_N, **self._how)
         logprobs = torch.zeros(input_ids_BS.numel(), dtype=found_N.dtype, device=found_N.device)
         return logprobs.index_copy(0, scored_N, found_N).view_as(input_ids_BS)
 
-    def _packed(self, input_ids_BS: Tensor, input_lengths_B: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, H] hidden states of one row of all real tokens (T of them), and the scored ones' places in that row."""
-        position_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
-        is_real_BS = position_BS < input_lengths_B.unsqueeze(1)
-        ids_1T, position_1T = input_ids_BS[is_real_BS].unsqueeze(0), position_BS[is_real_BS].unsqueeze(0)
+    def _of_row(self, input_ids_BS: Tensor, row: PackedRow) -> Tensor:
+        """[T, H] hidden states."""
+        bounds = {}
+        if self.causal_lm.config._attn_implementation == PACKED:
+            bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
+            bounds |= {"max_length_q": row.longest, "max_length_k": row.longest}
         hidden_1TH = self.causal_lm.model(
-            input_ids=ids_1T, position_ids=position_1T, use_cache=False, **self._bounds(input_lengths_B)
+            input_ids=input_ids_BS.flatten().index_select(0, row.tokens_T).unsqueeze(0),
+            position_ids=row.positions_T.unsqueeze(0),
+            use_cache=False,
+            **bounds,
         ).last_hidden_state
-        place_BS = is_real_BS.flatten().cumsum(0) - 1
-        return hidden_1TH.squeeze(0), place_BS.index_select(0, scored_N)
-
-    def _bounds(self, input_lengths_B: Tensor) -> dict[str, Any]:
-        """What `packed_attention` is told about the row."""
-        if self.causal_lm.config._attn_implementation != PACKED_ATTENTION:
-            return {}
-        bounds = F.pad(input_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
-        longest = int(input_lengths_B.max())
-        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        return hidden_1TH.squeeze(0)
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names; a tied one once, under its first name."""

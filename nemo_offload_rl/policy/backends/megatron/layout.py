@@ -27,34 +27,43 @@ class ModelInput:
         ids_RL: Token ids.
         positions_RL: Position of each token in its sample.
         targets_RL: The token after each one; arbitrary where there is none.
-        is_scored_RL: Whether the logprob of that token is wanted.
+        places_N: Of the places that `by_place` makes, those in which any rank has a token to score.
         packed: Where samples begin, for packed input.
-        is_scored_RT: The same of the whole input, in the samples' order.
-        is_scored_BS: Which tokens of the samples those are.
+        scored_K: Positions in the flattened whole input, in the samples' order, whose targets' logprobs are wanted.
+        tokens_K: Which tokens of the flattened samples those targets are.
+        samples_shape: [B, S].
         order_T: Position in the whole input of each position that the ranks hold, rank after rank; None for one rank.
     """
 
     ids_RL: Tensor
     positions_RL: Tensor
     targets_RL: Tensor
-    is_scored_RL: Tensor
+    places_N: Tensor
     packed: PackedSeqParams | None
-    is_scored_RT: Tensor
-    is_scored_BS: Tensor
+    scored_K: Tensor
+    tokens_K: Tensor
+    samples_shape: torch.Size
     order_T: Tensor | None
 
     def logprobs(self, scored_RL: Tensor) -> Tensor:
         """[B, S] logprobs by the package's convention, from those of the positions' targets; 0 where none is scored."""
         scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
-        logprobs_BS = torch.zeros(self.is_scored_BS.shape, dtype=torch.float32, device=scored_RL.device)
-        return logprobs_BS.masked_scatter(self.is_scored_BS, scored_RT[self.is_scored_RT])
+        found_K = scored_RT.flatten().index_select(0, self.scored_K)
+        logprobs = found_K.new_zeros(self.samples_shape.numel()).index_copy(0, self.tokens_K, found_K)
+        return logprobs.view(self.samples_shape)
 
 
-def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> ModelInput:
-    """The model's input for a micro-batch on the device.
+def by_place(value_RL: Tensor, splits: int) -> Tensor:
+    """[P, splits]: what the sequence-parallel ranks, of which each has P positions, have in the same place."""
+    return value_RL.t().unflatten(0, (splits, -1)).flatten(1).t()
+
+
+def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_parallel_size: int) -> ModelInput:
+    """The model's input for a micro-batch.
 
     Args:
-        batch: The micro-batch.
+        batch: The micro-batch on the host: on a GPU each look at it would wait for all work that is queued there.
+        device: Where the input is wanted.
         pack: Put the samples end to end, without padding but what the splits below need.
         sequence_parallel_size: Positions of a rank are a multiple of it.
     """
@@ -66,7 +75,7 @@ def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> Mo
     is_scored_BS = batch.is_scored()
     ids_BP, is_scored_BP = (F.pad(value, (0, -num_columns % multiple)) for value in (ids_BS, is_scored_BS))
     width = ids_BP.shape[1]
-    position_BP = torch.arange(width, device=ids_BS.device).expand_as(ids_BP)
+    position_BP = torch.arange(width).expand_as(ids_BP)
     packed = None
     lengths_B = torch.full_like(batch.input_lengths, width)
     if pack:
@@ -75,28 +84,34 @@ def lay_out(batch: TokenBatch, *, pack: bool, sequence_parallel_size: int) -> Mo
         ids_BP, position_BP, is_scored_BP = (
             value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_scored_BP)
         )
-        packed = _packed_params(lengths_B)
+        packed = _packed_params(lengths_B, device)
     # The token after the last is the first, which is not scored.
     targets_RT, is_scored_RT = ids_BP.roll(-1, dims=1), is_scored_BP.roll(-1, dims=1)
     order_T = None
     if cp_size > 1:
         starts = lengths_B.cumsum(0) - lengths_B if pack else lengths_B.new_zeros(1)
-        order_T = _zigzag(starts.tolist(), (lengths_B if pack else lengths_B[:1]).tolist(), cp_size).to(ids_BS.device)
+        order_T = _zigzag(starts.tolist(), (lengths_B if pack else lengths_B[:1]).tolist(), cp_size)
     mine = slice(None) if order_T is None else order_T.chunk(cp_size)[cp_group.rank()]
+    is_scored_PX = by_place(is_scored_RT[:, mine], sequence_parallel_size)
+
+    def move(value: Tensor) -> Tensor:
+        return value.to(device, non_blocking=True)
+
     return ModelInput(
-        ids_RL=ids_BP[:, mine],
-        positions_RL=position_BP[:, mine],
-        targets_RL=targets_RT[:, mine],
-        is_scored_RL=is_scored_RT[:, mine],
+        ids_RL=move(ids_BP[:, mine]),
+        positions_RL=move(position_BP[:, mine]),
+        targets_RL=move(targets_RT[:, mine]),
+        places_N=move(is_scored_PX.any(dim=1).nonzero().squeeze(1)),
         packed=packed,
-        is_scored_RT=is_scored_RT,
-        is_scored_BS=is_scored_BS,
-        order_T=order_T,
+        scored_K=move(is_scored_RT.flatten().nonzero().squeeze(1)),
+        tokens_K=move(is_scored_BS.flatten().nonzero().squeeze(1)),
+        samples_shape=ids_BS.shape,
+        order_T=None if order_T is None else move(order_T),
     )
 
 
-def _packed_params(lengths_B: Tensor) -> PackedSeqParams:
-    ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+def _packed_params(lengths_B: Tensor, device: torch.device) -> PackedSeqParams:
+    ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
     longest = int(lengths_B.max())
     return PackedSeqParams(
         qkv_format="thd",

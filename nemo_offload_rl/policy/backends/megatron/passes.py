@@ -17,7 +17,7 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
-from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, lay_out
+from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
@@ -75,7 +75,8 @@ class Passes:
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[B, S] logprobs by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
         with self._activations.forward_only():
-            return self._run(micro_batches, _keep_logprobs, forward_only=True)
+            found = self._run(micro_batches, _keep_logprobs, forward_only=True)
+        return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
 
     def _run(
         self,
@@ -93,14 +94,18 @@ class Passes:
         def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             if self._empties_cache:
                 torch.cuda.empty_cache()
-            batch = next(batches).to(self._device)
+            batch = next(batches)
+            laid_out = lay_out(
+                batch, device=self._device, pack=self._pack, sequence_parallel_size=self._sequence_parallel_size
+            )
+            batch = batch.to(self._device)
 
             def reduce(logprobs_BS: Tensor) -> tuple[Tensor, Tensor, Any]:
                 scalar, result = consume(logprobs_BS, batch)
                 # No tokens: our losses are divided by the counts of the global batch already.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            return self._forward(chunk, batch), reduce
+            return self._forward(chunk, laid_out), reduce
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -113,9 +118,8 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _forward(self, chunk: Any, batch: TokenBatch) -> Tensor:
+    def _forward(self, chunk: Any, laid_out: ModelInput) -> Tensor:
         """Logprobs on the last pipeline stage, hidden states on the others."""
-        laid_out = lay_out(batch, pack=self._pack, sequence_parallel_size=self._sequence_parallel_size)
         return chunk(
             input_ids=laid_out.ids_RL,
             position_ids=laid_out.positions_RL,
@@ -135,25 +139,21 @@ class Passes:
         """
         splits, (length, rows) = self._sequence_parallel_size, hidden_states.shape[:2]
 
-        def by_place(value_RL: Tensor) -> Tensor:
-            return value_RL.t().unflatten(0, (splits, length)).flatten(1).t()
-
         def logits(hidden_N1H: Tensor) -> Tensor:
             found, _ = output_layer(hidden_N1H, weight=output_weight, runtime_gather_output=False)
             # One rank after the other.
             return found.unflatten(0, (splits, len(hidden_N1H))).squeeze(2).transpose(0, 1)
 
-        targets_PX, is_scored_PX = by_place(context.targets_RL), by_place(context.is_scored_RL)
-        scored_N = is_scored_PX.any(dim=1).nonzero().squeeze(1)
+        targets_PX = by_place(context.targets_RL, splits)
         found_NX = chunked_logprobs(
             logits,
-            hidden_states.flatten(0, 1).index_select(0, scored_N).unsqueeze(1),
-            targets_PX.index_select(0, scored_N),
+            hidden_states.flatten(0, 1).index_select(0, context.places_N).unsqueeze(1),
+            targets_PX.index_select(0, context.places_N),
             temperature=self._temperature,
             chunk_size=None if self._chunk_size is None else max(1, self._chunk_size // splits),
             shard=self._shard,
         )
-        logprobs_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, scored_N, found_NX)
+        logprobs_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, context.places_N, found_NX)
         return context.logprobs(logprobs_PX.t().unflatten(1, (length, rows)).flatten(0, 1).t())
 
 
@@ -171,4 +171,4 @@ class _Losses:
 
 
 def _keep_logprobs(logprobs_BS: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    return logprobs_BS.new_zeros(()), logprobs_BS.cpu()
+    return logprobs_BS.new_zeros(()), logprobs_BS

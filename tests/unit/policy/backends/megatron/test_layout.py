@@ -10,11 +10,13 @@ from policy_cases import make_batch, make_megatron_settings, make_sparse_batch, 
 from nemo_offload_rl.data.batch import TrainBatch, logprob_inputs
 from nemo_offload_rl.policy.settings import ModelParallel
 
+CPU = torch.device("cpu")
+
 
 def scores(laid_out):
-    """Where one is wanted, a score that depends on a position's token and the one after it, as a logprob does."""
+    """Everywhere a score that depends on a position's token and the one after it, as a logprob does."""
     ids, targets = laid_out.ids_RL.double(), laid_out.targets_RL.double()
-    return torch.sin(3.0 * ids + 7.0 * targets).float() * laid_out.is_scored_RL
+    return torch.sin(3.0 * ids + 7.0 * targets).float()
 
 
 def expected_logprobs(batch):
@@ -41,7 +43,7 @@ def check_split(process, context_parallel_size):
         for batch in (everything, make_batch(num_rows=5, width=13), make_sparse_batch(num_rows=5, width=13)):
             for pack in (False, True):
                 for sequence_parallel_size in (1, 3):
-                    laid_out = lay_out(batch, pack=pack, sequence_parallel_size=sequence_parallel_size)
+                    laid_out = lay_out(batch, device=CPU, pack=pack, sequence_parallel_size=sequence_parallel_size)
                     check_input(laid_out, batch, process.rank, context_parallel_size, sequence_parallel_size)
                     lengths.add(laid_out.ids_RL.numel())
         assert len(lengths) > 1

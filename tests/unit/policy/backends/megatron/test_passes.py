@@ -58,7 +58,7 @@ def check(process):
                 hidden_states=mine_LRH,
                 output_layer=layer,
                 output_weight=None,
-                context=lay_out(batch, pack=False, sequence_parallel_size=2),
+                context=lay_out(batch, device=torch.device("cpu"), pack=False, sequence_parallel_size=2),
             )
             torch.testing.assert_close(found_BS, expected_BS, rtol=0, atol=1e-5)
             (found_BS * upstream_BS).sum().backward()

@@ -1,0 +1,62 @@
+"""Which attention a model gets, and that it is the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import NLL, hf_logprobs, make_batch, one_rank_worker, save_family
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from nemo_offload_rl.policy.backends.dtensor.attention import CAUSAL, MASKED, PACKED, choose_attention
+from nemo_offload_rl.policy.settings import BatchingSettings
+
+PACKING = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
+WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_packing": PACKING}], ids=["padded", "packed"])
+def test_layers_with_a_sliding_window_keep_it(tmp_path: Path, changes: dict[str, BatchingSettings]) -> None:
+    batch = make_batch()
+    everywhere = save_family(tmp_path, "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **WINDOW)
+    expected = hf_logprobs(model, batch).detach()
+    assert (hf_logprobs(everywhere, batch) - expected).abs().max() > 0.1
+    with one_rank_worker(tmp_path, hf_config_overrides=WINDOW, **changes) as worker:
+        worker.prepare_for_lp_inference()
+        torch.testing.assert_close(worker.get_logprobs(batch), expected, rtol=0, atol=1e-5)
+
+
+def test_padded_rows_are_attended_without_a_look_at_their_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(_: torch.Tensor) -> None:
+        raise AssertionError("the host would wait for the device here")
+
+    save_family(tmp_path, "qwen3")
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    with one_rank_worker(tmp_path) as worker:
+        worker.prepare_for_training()
+        assert worker.train(make_batch(), NLL()).grad_norm[0] > 0
+    with one_rank_worker(tmp_path, sequence_packing=PACKING) as worker:
+        worker.prepare_for_training()
+        with pytest.raises(AssertionError, match="wait"):  # this is what looks
+            worker.train(make_batch(), NLL())
+
+
+def test_packed_rows_have_a_kernel_of_their_own_on_a_gpu_in_half_precision(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3")
+    config = AutoConfig.from_pretrained(tmp_path)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_attention(config, cuda, torch.bfloat16, packs=True) == PACKED
+    assert choose_attention(config, cuda, torch.float32, packs=True) == MASKED
+    assert choose_attention(config, cpu, torch.bfloat16, packs=True) == MASKED
+    assert choose_attention(config, cuda, torch.bfloat16, packs=False) == CAUSAL
+    windowed = AutoConfig.from_pretrained(tmp_path, **WINDOW)
+    assert {choose_attention(windowed, cuda, torch.bfloat16, packs=packs) for packs in (True, False)} == {MASKED}
