@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -26,14 +26,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
-from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
 _CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _DAEMON_END_S = 1.0
-_START_ATTEMPTS = 2
 _ANSWER_TIMEOUT_S = 10.0
 
 
@@ -199,41 +198,8 @@ def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
         return
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
-    _start_local_ray(common)
-
-
-def _start_local_ray(options: Mapping[str, Any]) -> None:
-    """Start Ray here, once more if that fails: on a busy machine its daemons give each other up after 15 s.
-
-    Raises:
-        UserError: It did not start the second time either.
-    """
-    for attempt in range(1, _START_ATTEMPTS + 1):
-        others = set(psutil.Process().children(recursive=True))
-        try:
-            # "local": never the cluster that somebody else runs on this machine.
-            ray.init(address="local", include_dashboard=False, **options)
-        # Ray raises a plain Exception where its daemons do not come up.
-        except Exception as error:
-            _kill(set(psutil.Process().children(recursive=True)) - others)
-            if attempt == _START_ATTEMPTS:
-                raise UserError(
-                    f"Ray did not start on this machine ({error}); its logs are in session_latest/logs of its folder, "
-                    "/tmp/ray by default; start again when the machine is less busy, or start Ray yourself and set "
-                    "RAY_ADDRESS"
-                ) from error
-            logger.warning("Ray did not start (%s); trying once more", error)
-        else:
-            return
-
-
-def _kill(processes: Iterable[psutil.Process]) -> None:
-    """End processes and wait until they are gone."""
-    doomed = list(processes)
-    for process in doomed:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(doomed, timeout=_DAEMON_END_S)
+    # "local": never the cluster that somebody else runs on this machine.
+    ray.init(address="local", include_dashboard=False, **common)
 
 
 def _check_answers(address: str) -> None:
@@ -289,7 +255,11 @@ def _end_without_ray() -> None:
     Ray's library crashes at the end of a process that did not call `ray.shutdown`, so that end is cut short.
     """
     atexit.register(_exit_as_terminated)
-    _kill(psutil.Process().children(recursive=True))
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_DAEMON_END_S)
 
 
 def _exit_as_terminated() -> None:

@@ -13,11 +13,10 @@ import psutil
 import pytest
 from ray_workers import cpu_cluster
 
-from nemo_offload_rl.distributed import virtual_cluster
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.errors import ConfigError
 
 TESTS = Path(__file__).parents[2]
 
@@ -60,28 +59,6 @@ def test_more_groups_than_shares_are_refused_instead_of_waiting_forever(cluster:
 def test_a_range_without_a_free_port_names_the_keys() -> None:
     with pytest.raises(ConfigError, match=r"No port from 5 to 4 is free.*master_port_range_low"):
         find_free_port(5, 4)
-
-
-def test_ray_that_does_not_come_up_is_started_once_more_without_what_the_first_try_left(monkeypatch, caplog) -> None:
-    daemons: list[subprocess.Popen[bytes]] = []
-
-    def init(**options: object) -> None:
-        assert options["address"] == "local"
-        assert all(daemon.poll() is not None for daemon in daemons), "daemons of the first try live on"
-        if len(daemons) < num_failures:
-            daemons.append(subprocess.Popen(["sleep", "600"]))
-            raise Exception("The current node timed out during startup.")
-
-    monkeypatch.setattr(virtual_cluster.ray, "init", init)
-    num_failures = 1
-    virtual_cluster._start_local_ray({})
-    assert "timed out during startup.); trying once more" in caplog.text
-    daemons.clear()
-    num_failures = 2
-    with pytest.raises(UserError, match=r"^Ray did not start on this machine \(The current node timed out"):
-        virtual_cluster._start_local_ray({})
-    assert len(daemons) == 2
-    assert not any(psutil.pid_exists(daemon.pid) for daemon in daemons)
 
 
 def test_an_exception_in_the_driver_leaves_no_worker(cluster: VirtualCluster) -> None:
