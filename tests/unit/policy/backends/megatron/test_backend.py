@@ -19,6 +19,7 @@ from policy_cases import (
 )
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.residency.storage import storage_key
 
@@ -181,3 +182,12 @@ def test_steps_that_an_optimizer_counts_in_its_groups_are_resumed(folder, tmp_pa
         worker.load_checkpoint(tmp_path / "saved")
         for mcore in sub_optimizers(worker._backend._optimizer):
             assert [group["step"] for group in mcore.optimizer.param_groups] == [7] * len(mcore.optimizer.param_groups)
+
+
+def test_a_model_with_a_sliding_window_is_refused_when_it_is_built(folder):
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    with (
+        pytest.raises(ConfigError, match=r"sliding window.*use policy\.dtensor_cfg"),
+        make_worker(folder, hf_config_overrides=window),
+    ):
+        pass
