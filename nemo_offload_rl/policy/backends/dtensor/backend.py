@@ -22,7 +22,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, Ra
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, load_causal_lm, pack_rows
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, load_causal_lm
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
 from nemo_offload_rl.policy.backends.logprobs import VocabShard
@@ -243,7 +243,7 @@ class DTensorBackend:
         scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
         if self._settings.sequence_packing.enabled:
             width = micro_batch.input_ids.shape[1]
-            row = pack_rows(micro_batch.input_lengths, width, scored_N, self._device)
+            row = PackedRow.of(micro_batch.input_lengths, width, scored_N, self._device)
         batch = micro_batch.to(self._device)
         return self._model(batch.input_ids, scored_N.to(self._device, non_blocking=True), row), batch
 

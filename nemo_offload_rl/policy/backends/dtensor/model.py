@@ -78,30 +78,30 @@ class PackedRow:
     bounds: Tensor
     longest: int
 
+    @classmethod
+    def of(cls, lengths_B: Tensor, width: int, scored_N: Tensor, device: torch.device) -> PackedRow:
+        """Put rows end to end.
 
-def pack_rows(lengths_B: Tensor, width: int, scored_N: Tensor, device: torch.device) -> PackedRow:
-    """Put rows end to end.
+        Args:
+            lengths_B: [B] tokens of each row, on the host: looking at them on a GPU waits for all that is queued there.
+            width: S, columns of the padded rows.
+            scored_N: [N] places in the flattened rows, the tokens to score; on the host too.
+            device: Where the result is wanted.
+        """
+        is_real_BS = torch.arange(width) < lengths_B.unsqueeze(1)
+        tokens_T = is_real_BS.flatten().nonzero().squeeze(1)
+        place_BS = is_real_BS.flatten().cumsum(0) - 1
 
-    Args:
-        lengths_B: [B] tokens of each row, on the host: on a GPU each look would wait for all work that is queued there.
-        width: S, columns of the padded rows.
-        scored_N: [N] places in the flattened rows, the tokens to score; on the host too.
-        device: Where the result is wanted.
-    """
-    is_real_BS = torch.arange(width) < lengths_B.unsqueeze(1)
-    tokens_T = is_real_BS.flatten().nonzero().squeeze(1)
-    place_BS = is_real_BS.flatten().cumsum(0) - 1
+        def move(value: Tensor) -> Tensor:
+            return value.to(device, non_blocking=True)
 
-    def move(value: Tensor) -> Tensor:
-        return value.to(device, non_blocking=True)
-
-    return PackedRow(
-        tokens_T=move(tokens_T),
-        positions_T=move(tokens_T % width),
-        places_N=move(place_BS.index_select(0, scored_N)),
-        bounds=move(F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))),
-        longest=int(lengths_B.max()),
-    )
+        return cls(
+            tokens_T=move(tokens_T),
+            positions_T=move(tokens_T % width),
+            places_N=move(place_BS.index_select(0, scored_N)),
+            bounds=move(F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))),
+            longest=int(lengths_B.max()),
+        )
 
 
 class LogprobModel(nn.Module):
