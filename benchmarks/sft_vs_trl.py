@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=["sft", "dpo"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--trl-attention", nargs="*", default=[], help="more attentions for TRL's bfd")
+    parser.add_argument("--sides", nargs="+", help="of those in the table, only these, as `ours` or `trl:bfd:sdpa`")
     parser.add_argument("--cpu", action="store_true", help="short rows on the CPU, to try the script")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for each side")
     parser.add_argument("--json", type=Path)
@@ -283,6 +284,8 @@ def main() -> None:
             write_data(folder, sizes, arguments.steps)
             for algorithm in arguments.algorithms:
                 for side in sides[algorithm]:
+                    if arguments.sides and side not in arguments.sides:
+                        continue
                     key = f"{shape} {algorithm} {side}"
                     results["runs"][key] = _measure(arguments, folder, f"{algorithm}:{side}")
                     if arguments.json:

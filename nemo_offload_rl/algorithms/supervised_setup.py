@@ -97,7 +97,8 @@ def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Pol
     """One worker in this process, without Ray: for tests, debuggers and small models."""
     from nemo_offload_rl.distributed.local import start_local_policy
 
-    policy = start_local_policy(config.policy, keep_reference, config.cluster.device_type)
+    device = "cuda:0" if config.cluster.device_type == "cuda" else "cpu"
+    policy = start_local_policy(config.policy, keep_reference, device)
     try:
         yield policy
     finally:

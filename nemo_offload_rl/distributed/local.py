@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def start_local_policy(settings: PolicySettings, keep_reference: bool, device: str = "cpu") -> Policy:
-    """A policy of one worker in this process; `device` as torch names it."""
+    """A policy of one worker in this process; `device` as torch names it, with its index."""
     from nemo_offload_rl.policy.backends.base import ProcessInfo  # here, since the model library takes seconds
     from nemo_offload_rl.policy.policy import Policy
     from nemo_offload_rl.policy.worker import PolicyWorker

@@ -17,7 +17,7 @@ from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
 from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
-from nemo_offload_rl.residency.storage import StorageRecord
+from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class CudaDevice:
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
-        return find_leftovers(records, expected, self.device)
+        staging = unique_storages(("staging", buffer) for buffer in self._staging.values())
+        return find_leftovers({**records, "staging": staging}, {*expected, "staging"}, self.device)
 
     def drain_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.device)

@@ -82,7 +82,7 @@ class CudaIpcSender(BucketSender):
         self._device = device
         self._uuid = gpu_uuid(device)
         self._buffers: list[Tensor] = []
-        self._shared: list[SharedBuffer] = []
+        self._shared: dict[int, SharedBuffer] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -94,11 +94,10 @@ class CudaIpcSender(BucketSender):
         super().start(weights)
         self.release()
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._sizes()]
-        self._shared = [_share(buffer) for buffer in self._buffers]
 
     def release(self) -> None:
         """Free the buffers. What a receiver has still open is freed when it closes it."""
-        self._shared = []
+        self._shared = {}
         if self._buffers:
             self._buffers = []
             torch.cuda.ipc_collect()
@@ -110,7 +109,7 @@ class CudaIpcSender(BucketSender):
 
     def _sizes(self) -> list[int]:
         plans = [self.plan[slot::NUM_BUFFERS] for slot in range(NUM_BUFFERS)]
-        return [max((plan.num_bytes for plan in of_slot), default=0) or 1 for of_slot in plans]
+        return [max(plan.num_bytes for plan in of_slot) or 1 for of_slot in plans if of_slot]
 
     def _store(self, index: int, piece: TensorSlice, tensor: Tensor) -> None:
         tensor_view(self._buffers[index % NUM_BUFFERS], piece).copy_(tensor)
@@ -118,7 +117,11 @@ class CudaIpcSender(BucketSender):
     def _handle(self, index: int) -> CudaIpcHandle:
         # The event inside a handle orders its opening only, and a buffer is opened once but filled many times.
         torch.cuda.current_stream(self._device).synchronize()
-        return CudaIpcHandle({self._uuid: self._shared[index % NUM_BUFFERS]})
+        slot = index % NUM_BUFFERS
+        if slot not in self._shared:
+            # Not before it is sent: what is shared and never opened stays allocated until this process ends.
+            self._shared[slot] = _share(self._buffers[slot])
+        return CudaIpcHandle({self._uuid: self._shared[slot]})
 
 
 class CudaIpcReceiver:

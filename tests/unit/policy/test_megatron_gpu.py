@@ -21,6 +21,7 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency.audit import find_leftovers
+from nemo_offload_rl.residency.cuda import STAGING_BYTES
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -47,6 +48,8 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "half on the CPU": {**CPU_OPTIMIZER, "optimizer_offload_fraction": 0.5},
 }
 STREAMED = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 64}
+# All that stays on the GPU: what small copies of both directions are gathered in.
+STAGING = [f"tensor [{STAGING_BYTES}] uint8: {2 * STAGING_BYTES // MIB} MiB"]
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu_settings(folder: Path, **changes: Any) -> Any:
     """bfloat16 and Transformer Engine, the rest as in the CPU tests."""
     defaults = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+    defaults |= {"clear_memory_caches_before_refit": True}
     values = {**defaults, "transformer_impl": "transformer_engine", **changes}
     return make_settings(folder, backend="megatron", **values)
 
@@ -124,8 +128,8 @@ def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(f
     assert away.values == resident.values
     assert torch.equal(away.weights, resident.weights)
     assert len(set(away.values[::4])) == 3  # each step changed the policy
-    assert away.allocated_bytes < 100 * MIB < resident.allocated_bytes
-    assert not away.leftovers
+    assert away.allocated_bytes - 2 * STAGING_BYTES < 100 * MIB < resident.allocated_bytes
+    assert away.leftovers == STAGING
 
 
 @pytest.mark.parametrize("flavour", ["masters", "precision-aware"])
@@ -134,7 +138,7 @@ def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
     streamed = run(gpu_settings(folder, **FLAVOURS[flavour], **STREAMED))
     assert streamed.values == resident.values
     assert torch.equal(streamed.weights, resident.weights)
-    assert not streamed.leftovers
+    assert streamed.leftovers == STAGING
 
 
 @pytest.mark.parametrize("flavour", ["masters", "precision-aware", "on the CPU", "half on the CPU"])

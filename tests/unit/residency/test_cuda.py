@@ -118,10 +118,10 @@ def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
 
 def test_a_swapped_in_snapshot_restores_the_policy_bitwise():
     training = Training()
-    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.enter(Phase.TRAINING)
     training.manager.snapshot("params", "reference")
     initial = [p.detach().cpu() for p in training.parameters]
-    for is_staged in (False, True):
+    for is_staged in (False, True):  # what logprobs take besides is known once they have been passed through
         training.step()
         trained = [p.detach().cpu() for p in training.parameters]
         training.manager.enter(Phase.LP_INFERENCE)
