@@ -242,6 +242,7 @@ class PolicyWorker:
     def start_refit(self) -> None:
         """Begin to send weights; an unfinished refit is dropped."""
         self._require("start_refit", Phase.REFIT, Phase.LP_INFERENCE, Phase.TRAINING)
+        self.residency.wait_parameters()
         if self._sender is None:
             self._sender = self._new_sender()
         self._sender.start(self._backend.named_weights())
@@ -281,6 +282,7 @@ class PolicyWorker:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, as a refit sends them."""
+        self.residency.wait_parameters()
         return self._backend.named_weights()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

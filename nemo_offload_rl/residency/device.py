@@ -56,8 +56,12 @@ class Transfer(Protocol):
         """Block until all copies have finished; returns the seconds spent blocked."""
         ...
 
-    def wait_device(self) -> None:
-        """Make everything that the device is asked for from now on run after the copies. Does not block."""
+    def wait_device(self, num_copies: int | None = None) -> None:
+        """Make everything that the device is asked for from now on run after the copies. Does not block.
+
+        Args:
+            num_copies: The first so many of them, in the order given, are enough; None for all.
+        """
         ...
 
     def seconds(self) -> float:
@@ -65,7 +69,7 @@ class Transfer(Protocol):
         ...
 
     def exposed_s(self) -> float:
-        """How long the device's work stood still for a `wait_device`. Only after they have finished."""
+        """How long the device's work stood still for `wait_device`, all calls together. Only after the copies."""
         ...
 
 
@@ -162,7 +166,7 @@ class FinishedTransfer:
     def wait_host(self) -> float:
         return 0.0
 
-    def wait_device(self) -> None:
+    def wait_device(self, num_copies: int | None = None) -> None:
         return None
 
     def seconds(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_offload_rl.residency.arrival import before_each, in_order_of_use
 from nemo_offload_rl.residency.device import Copy, Device, Transfer
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
@@ -19,12 +20,21 @@ from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 @dataclass
 class _Flight:
-    """Copies under way: what they are charged to, and for copies out the storages to release as they finish."""
+    """Copies under way.
+
+    Attributes:
+        transfer: The copies.
+        report: What they are charged to.
+        to_release: For a group that leaves, storages to release as they finish.
+        num_released: How many of these have been released.
+        num_needed: For a group that arrives, how many of the copies are needed at once, and how many with each layer.
+    """
 
     transfer: Transfer
     report: TransitionReport
-    to_release: list[torch.UntypedStorage]
+    to_release: Sequence[torch.UntypedStorage] = ()
     num_released: int = 0
+    num_needed: Sequence[int] = ()
 
 
 class GroupState:
@@ -44,6 +54,7 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
+        self._layer_hooks = before_each(group.layers, self.wait_arrival)
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is given up as they finish."""
@@ -80,9 +91,24 @@ class GroupState:
         """Whether copies out are under way, whose memory is still to be given up."""
         return self._flight is not None and self.location is not Placement.DEVICE
 
-    def wait_arrival(self) -> None:
-        """Have the device run nothing more before the group's copies have arrived."""
-        if self._flight is not None and self.location is Placement.DEVICE:
+    @property
+    def is_arriving(self) -> bool:
+        """Whether copies in are under way that nobody has waited for to the last."""
+        return self._flight is not None and bool(self._flight.num_needed)
+
+    def wait_arrival(self, num_layers: int | None = None) -> None:
+        """Have the device run nothing more before the group's copies have arrived.
+
+        Args:
+            num_layers: Only what is needed at once and in the first so many of the group's layers; None for all. Copies
+                out of a group that stays are waited for as a whole.
+        """
+        if self._flight is None or self.location is not Placement.DEVICE:
+            return
+        num_needed = self._flight.num_needed
+        if num_layers is not None and num_layers + 1 < len(num_needed):
+            self._flight.transfer.wait_device(num_needed[num_layers])
+        else:
             self._flight.transfer.wait_device()
             self._finish()
 
@@ -129,13 +155,13 @@ class GroupState:
 
     def track(self, transfer: Transfer, report: TransitionReport) -> None:
         """Charge a copy of the group that somebody else waits for."""
-        self._unaccounted.append(_Flight(transfer, report, []))
+        self._unaccounted.append(_Flight(transfer, report))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
         transfer, dirty = self._copy_dirty(records, report)
         if dirty:
-            self._flight = _Flight(transfer, report, [])
+            self._flight = _Flight(transfer, report)
 
     def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Bring the host copy up to date while the group stays on the device."""
@@ -157,6 +183,12 @@ class GroupState:
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
+
+    def close(self) -> None:
+        """Free the host copy, after the last copy has been waited for."""
+        for hook in self._layer_hooks:
+            hook.remove()
+        self.mirror.close()
 
     def _copy_dirty(
         self, records: Mapping[int, StorageRecord], report: TransitionReport
@@ -184,7 +216,7 @@ class GroupState:
         transfer, dirty = self._copy_dirty(records, report)
         # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
         self.location = Placement.HOST
-        self._flight = _Flight(transfer, report, [record.storage for record in dirty])
+        self._flight = _Flight(transfer, report, to_release=[record.storage for record in dirty])
         dirty_keys = {record.key for record in dirty}
         for key, record in records.items():
             if key not in dirty_keys:
@@ -194,14 +226,16 @@ class GroupState:
             self._finish()
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        ordered, num_needed = in_order_of_use(absent, self.group.layers)
+
         def allocated() -> Iterator[Copy]:
-            for key, record in absent.items():
-                self._device.allocate(record.storage, self.mirror.bytes_of(key).numel())
+            for record in ordered:
+                self._device.allocate(record.storage, self.mirror.bytes_of(record.key).numel())
                 yield _copy(record, self.mirror)
 
         transfer = self._device.copy_in(allocated())
         report.group(self.group.name).bytes_in += transfer.num_bytes
-        self._flight = _Flight(transfer, report, [])
+        self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
             self._finish()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ class StateGroup(ABC):
 
     Attributes:
         name: The row of the residency plan.
+        layers: Modules in the order of a forward pass; none for a group that is wanted as a whole. Each parameter of
+            theirs is first read in the forward of the first layer that has it, on the stream that is current there, so
+            it may arrive behind what runs before. The group's other tensors are there before any forward pass.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, layers: Sequence[nn.Module] = ()) -> None:
         self.name = name
+        self.layers = layers
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -44,8 +48,9 @@ class TensorGroup(StateGroup):
         name: str,
         tensors: Callable[[], Iterable[tuple[str, Tensor]]],
         prepare: Callable[[], None] | None = None,
+        layers: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, layers)
         self._tensors = tensors
         self._prepare = prepare
 

@@ -3,7 +3,7 @@
 An `enter`, in order:
 1. refuse if an earlier transition could not be undone, or if gradients of an open step would be dropped;
 2. let groups leave: copy out what changed since its last copy, free what only needs freeing, give memory back;
-3. let groups arrive: allocate, copy in; groups that the phase does not touch first are waited for later;
+3. let groups arrive: allocate, copy in; what the phase does not touch first is waited for later, where it is read;
 4. on any failure put every group back where it was, or mark the manager failed; the failure is raised either way.
 """
 
@@ -29,8 +29,11 @@ from nemo_offload_rl.residency.mirror import HostMirror
 from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
 from nemo_offload_rl.residency.phase import Phase, Placement
 from nemo_offload_rl.residency.plan import (
+    BASE,
+    FORWARD_FIRST,
     OPTIMIZER,
     OPTIMIZER_PART,
+    PARAMS,
     PREFETCHED,
     READ_BEFORE,
     SETTLED,
@@ -110,12 +113,13 @@ class ResidencyManager:
                 snapshot.drop()
             records = self._mover.prepare(wanted)
             self._mover.apply(wanted, records, report)
+        by_layer = self._overlap and phase in FORWARD_FIRST
         for name, state in self._states.items():
             if name in TOUCHED[phase]:
-                state.wait_arrival()
+                state.wait_arrival(0 if by_layer else None)
         self.phase = phase
         if not self._overlap or phase in SETTLED:
-            self.settle()
+            self._mover.settle(arrivals=not by_layer)
         if is_new:
             self._begin(wanted, records, report)
         self._ledger.add(report)
@@ -201,6 +205,15 @@ class ResidencyManager:
     def settle(self) -> None:
         """Wait for every copy under way and hand over all memory that was to be freed."""
         self._mover.settle()
+
+    def wait_parameters(self) -> None:
+        """Have the device run nothing more before all parameters have arrived; does not block.
+
+        For reading them otherwise than in forward passes of their layers, in a phase that begins with these.
+        """
+        for name in (PARAMS, BASE):
+            if name in self._states and self._states[name].is_arriving:
+                self._states[name].wait_arrival()
 
     @property
     def reports(self) -> Ledger:
@@ -360,7 +373,7 @@ class ResidencyManager:
         """Wait for copies and free all host memory. Groups that are on the host lose their contents."""
         self.settle()
         for state in self._states.values():
-            state.mirror.close()
+            state.close()
         for snapshot in self._snapshots.values():
             snapshot.close()
         self._snapshots.clear()

@@ -91,9 +91,14 @@ class GroupMover:
                 state.settle_and_charge()
                 self._trim_unless_leaving()
 
-    def settle(self) -> None:
-        """Wait for every copy under way and give up all memory that was to be freed."""
-        settled = [report for state in self._states.values() if (report := state.settle_and_charge()) is not None]
+    def settle(self, arrivals: bool = True) -> None:
+        """Wait for every copy under way and give up all memory that was to be freed.
+
+        Args:
+            arrivals: Wait for copies in too.
+        """
+        waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
+        settled = [report for state in waiting if (report := state.settle_and_charge()) is not None]
         if settled:
             self._device.trim()
         for report in settled:

@@ -21,6 +21,9 @@ TOUCHED: Mapping[Phase, frozenset[str]] = {
     Phase.GENERATION: frozenset(),
 }
 
+# Phases that read parameters in forward passes first: those of later layers may still be on their way.
+FORWARD_FIRST: frozenset[Phase] = frozenset({Phase.TRAINING, Phase.LP_INFERENCE})
+
 # Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
 SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
 

@@ -43,6 +43,7 @@ class Snapshot:
 
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
+        self.state.wait_arrival()
         self.state.copy_to(self.mirror, records)
 
     def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
@@ -74,7 +75,8 @@ class Snapshot:
         self._staged, self._transfer = {}, None
 
     def prepare(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Make sure that the group's own bytes survive a swap. Changes nothing on the device."""
+        """Make sure that the group's own bytes are all there and survive a swap. Changes nothing on the device."""
+        self.state.wait_arrival()
         if self._transfer is None:
             self.state.refresh_mirror(records, report)
 

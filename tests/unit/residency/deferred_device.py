@@ -10,29 +10,32 @@ from nemo_offload_rl.residency.device import Copy, CpuDevice
 
 
 class DeferredTransfer:
-    """Copies nothing before it is waited for, then everything."""
+    """Copies nothing before it is waited for, then only what was waited for."""
 
     def __init__(self, copies: Sequence[Copy], to_host: bool) -> None:
         self.num_bytes = sum(copy.host.numel() for copy in copies)
         self._copies = copies
         self._to_host = to_host
-        self.finished = not copies
+        self._num_copied = 0
 
     def num_finished(self) -> int:
-        return len(self._copies) if self.finished else 0
+        return self._num_copied
+
+    @property
+    def finished(self) -> bool:
+        return self._num_copied == len(self._copies)
 
     def wait_some(self) -> None:
         self.wait_host()
 
     def wait_host(self) -> float:
-        if not self.finished:
-            for copy in self._copies:
-                (copy.host if self._to_host else copy.device).copy_(copy.device if self._to_host else copy.host)
-            self.finished = True
+        self.wait_device()
         return 0.0
 
-    def wait_device(self) -> None:
-        self.wait_host()
+    def wait_device(self, num_copies: int | None = None) -> None:
+        for copy in self._copies[self._num_copied : num_copies]:
+            (copy.host if self._to_host else copy.device).copy_(copy.device if self._to_host else copy.host)
+            self._num_copied += 1
 
     def seconds(self) -> float:
         assert self.finished

@@ -1,8 +1,8 @@
 """CudaDevice without a GPU: streams that copy as late as they may, events that say how far they are.
 
 Copies issued inside `torch.cuda.stream(...)` wait in that stream's queue. They run when somebody waits for them, so
-that whatever reads without waiting, or frees too early, sees wrong bytes. Each copy takes a millisecond of a common
-clock. Everything else is CPU memory.
+that whatever reads without waiting, or frees too early, sees wrong bytes; memory without contents is poisoned. Each
+copy takes a millisecond of a common clock. Everything else is CPU memory.
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ class FakeRuntime:
         return 0
 
 
+class PoisoningCudaDevice(CudaDevice):
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        super().allocate(storage, num_bytes)
+        storage.fill_(0xFF)
+
+
 def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, budget_bytes: int = 1 << 30) -> CudaDevice:
     """A `CudaDevice` on CPU memory; the patches end with the test."""
     main = FakeStream()
@@ -137,6 +143,6 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, budg
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: any(a <= self.data_ptr() < a + n for a, n in runtime.registered.items())
     )
-    device = cuda.CudaDevice(torch.device("cuda", 0), budget_bytes)
+    device = PoisoningCudaDevice(torch.device("cuda", 0), budget_bytes)
     device.device = torch.device("cpu")
     return device

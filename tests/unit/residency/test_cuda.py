@@ -13,6 +13,7 @@ from nemo_offload_rl.residency import (
     GradsGroup,
     Phase,
     ResidencyManager,
+    ResidencyPlan,
     ResidencySettings,
     TensorGroup,
     make_device,
@@ -29,6 +30,15 @@ pytestmark = [
 SIZES = [(4096, 4096), (4096,), (128, 7), (4096, 2048), (33,), (1024, 1024), (64 << 20,)]
 
 
+def make_plan(**changes: bool) -> ResidencyPlan:
+    values = {
+        "colocated": True,
+        "use_pinned_optimizer_offload": True,
+        "offload_optimizer_states_for_logprob": False,
+    }
+    return resolve_plan(ResidencySettings(**{**values, **changes}))
+
+
 class Training:
     """Parameters of many sizes and a fused Adam on the GPU."""
 
@@ -36,13 +46,8 @@ class Training:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(size, device="cuda")) for size in SIZES]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True)
-        values = {
-            "colocated": True,
-            "use_pinned_optimizer_offload": True,
-            "offload_optimizer_states_for_logprob": False,
-        }
         self.manager = ResidencyManager(
-            plan=resolve_plan(ResidencySettings(**{**values, **changes})),
+            plan=make_plan(**changes),
             groups=[
                 TensorGroup("params", self.named),
                 GradsGroup(self.named),
@@ -151,6 +156,34 @@ def test_asynchronous_copies_report_link_seconds_and_what_was_hidden():
         assert report.transfer_s > 0
         assert report.link_gb_per_s < 100
     training.manager.close()
+
+
+@torch.no_grad()
+def test_layers_wait_for_their_own_late_copies_on_the_device_and_the_host_waits_for_none():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)), nn.Linear(4096, 16)).cuda()
+    inputs = torch.randn(64, 4096, device="cuda")
+    device = make_device(torch.device("cuda"))
+    params = TensorGroup("params", lambda: model.named_parameters(), layers=model[:-1])
+    manager = ResidencyManager(plan=make_plan(), groups=[params], device=device)
+    manager.enter(Phase.LP_INFERENCE)
+    expected = model(inputs)
+    for _ in range(2):  # the first time some kernels are still to be loaded, for which the host may wait
+        manager.enter(Phase.REFIT)
+        manager.enter(Phase.GENERATION)
+        with torch.cuda.stream(device._in):
+            torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+            slept = torch.cuda.Event()
+            slept.record()
+        report = manager.enter(Phase.LP_INFERENCE)
+        outputs = model(inputs)
+        had_slept = slept.query()
+        assert torch.equal(outputs, expected)
+    assert not had_slept
+    manager.reports.drain()
+    assert report.transfer_s > 0
+    assert report.exposed_s > 0
+    manager.close()
 
 
 def test_running_out_of_device_memory_while_coming_back_is_undone_and_a_later_try_succeeds():

@@ -16,6 +16,8 @@ from nemo_offload_rl.residency.device import Copy
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
     "away": {},
+    "layer by layer": {"layered": True},
+    "streamed, layer by layer": {"layered": True, "offload_optimizer_states": True},
     "streamed": {"offload_optimizer_states": True},
     "streamed in parts": {"offload_optimizer_states": True, "part_bytes": 200},
     "pageable optimizer": {"use_pinned_optimizer_offload": False},
@@ -40,6 +42,7 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
         for phase in STEP:
             moved.manager.enter(phase)
             moved.manager.prefetch(Phase.TRAINING)
+        assert torch.equal(moved.outputs(), plain.outputs())
         with moved.manager.swapped_in("reference"):
             assert_bitwise_equal(dict(moved.model.state_dict()), initial)
     with moved.manager.checkpoint_view():
@@ -89,6 +92,46 @@ def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden
     later.wait_device()
     assert waited.exposed_s() == pytest.approx(2e-3)
     assert hidden.exposed_s() == later.exposed_s() == 0.0
+
+
+def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_wait_exposes_is_summed(monkeypatch):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True)
+    transfer = device.copy_in(make_copies(arena, [1000, 1000, 3000, 4000, 500]))
+    seen = []
+    for num_copies in (0, 1, 2, 3):
+        transfer.wait_device(num_copies)
+        seen.append(device._in.num_done)
+    assert seen == [0, 2, 2, 3]  # as far as the chunk that has the last of them
+    device._in.run_to(4)  # behind work
+    transfer.wait_device()
+    assert device._in.num_done == 5
+    assert transfer.seconds() == pytest.approx(5e-3)
+    assert transfer.exposed_s() == pytest.approx(4e-3)
+
+
+def test_what_layers_wait_for_is_charged_to_the_phase_that_brought_them_once_the_last_has_run(monkeypatch):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda, "CHUNK_BYTES", 1)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    training = Training(device=device, layered=True)
+    training.manager.enter(Phase.GENERATION)
+    report = training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.reports.drain()
+    assert report.transfer_s == 0.0
+    in_enter_s = report.exposed_s
+
+    def run_link(*_: object) -> None:
+        device._in.run_to(device._in.num_done + 1)
+
+    training.model.first.register_forward_hook(run_link)
+    training.outputs()
+    # A buffer, a tied weight and bias, then of the norm's two one that was not behind work.
+    training.manager.reports.drain()
+    assert report.transfer_s == pytest.approx(5e-3)
+    assert report.exposed_s - in_enter_s == pytest.approx(4e-3)
 
 
 def test_nothing_to_copy_is_a_finished_transfer(monkeypatch):

@@ -44,7 +44,14 @@ def settings(**changes: bool | frozenset[str]) -> ResidencySettings:
 class Training:
     """Model, optimizer and manager, with one training step as a worker runs it."""
 
-    def __init__(self, device: Device | None = None, part_bytes: int | None = None, **changes: bool) -> None:
+    def __init__(
+        self,
+        device: Device | None = None,
+        part_bytes: int | None = None,
+        layered: bool = False,
+        overlap: bool = True,
+        **changes: bool | frozenset[str],
+    ) -> None:
         torch.manual_seed(0)
         self.model = ToyModel()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -55,12 +62,22 @@ class Training:
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(**changes)),
             groups=[
-                TensorGroup("params", lambda: [*self.model.named_parameters(), *self.model.named_buffers()]),
+                TensorGroup(
+                    "params",
+                    lambda: [*self.model.named_parameters(), *self.model.named_buffers()],
+                    layers=(self.model.first, self.model.norm) if layered else (),
+                ),
                 GradsGroup(lambda: self.model.named_parameters()),
                 *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
             ],
             device=device or CpuDevice(),
+            overlap=overlap,
         )
+
+    @torch.no_grad()
+    def outputs(self) -> torch.Tensor:
+        """[4, WIDTH]: a forward pass over inputs that are always the same."""
+        return self.model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH))
 
     def backward(self) -> None:
         x = torch.randn(4, WIDTH, generator=self.data)

@@ -127,6 +127,9 @@ class DTensorBackend:
         )
         if settings.dtensor_cfg.torch_compile and on_gpu:
             compile_layers(causal_lm.model.layers)
+        # With one data-parallel rank FSDP reads a layer's parameters in its pre-forward hook, on the current stream.
+        # With more it gathers them on streams of its own, which a wait of the current one does not hold back.
+        self._layers: Sequence[nn.Module] = causal_lm.model.layers if dp_mesh.size() == 1 else ()
         self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
         self._parameters = self._model.hf_parameters()
         self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None
@@ -171,11 +174,11 @@ class DTensorBackend:
             yield from frozen()
 
         if self._lora is None:
-            weights = [TensorGroup(PARAMS, params, prepare=self._reshard)]
+            weights = [TensorGroup(PARAMS, params, prepare=self._reshard, layers=self._layers)]
         else:
             weights = [
-                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard),
-                TensorGroup(BASE, frozen, prepare=self._reshard),
+                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard, layers=self._layers),
+                TensorGroup(BASE, frozen, prepare=self._reshard, layers=self._layers),
             ]
         return (
             *weights,

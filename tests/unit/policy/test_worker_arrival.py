@@ -1,0 +1,134 @@
+"""Workers whose copies come as late as they may: what is read without having been waited for is poisoned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deferred_device import DeferredDevice
+from lora_cases import lora_worker
+from policy_cases import (
+    NLL,
+    assert_equal,
+    cycle,
+    forward_hook_on_layer,
+    full_optimizer,
+    full_params,
+    make_batch,
+    make_settings,
+    run_ranks,
+    shard,
+    worker_of,
+)
+
+from nemo_offload_rl.policy import worker as worker_module
+from nemo_offload_rl.residency import local_tensor
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    """From here on, workers have a device that copies what is waited for, when it is waited for."""
+
+    def begin() -> None:
+        monkeypatch.setattr(worker_module, "make_device", lambda device: DeferredDevice())
+
+    return begin
+
+
+def away(worker):
+    """Names of the parameters that are poisoned."""
+    named = worker._backend._model.hf_parameters()
+    return [name for name, value in named if local_tensor(value.detach()).isnan().all()]
+
+
+def steps(worker, num_steps=3):
+    """Every phase between steps; what all of its passes gave, and the state at the end."""
+    worker.prepare_for_training()
+    seen = []
+    for seed in range(num_steps):
+        batch = shard(make_batch(seed=seed), worker)
+        cycle(worker, batch)
+        worker.offload_after_refit()
+        worker.prepare_for_lp_inference()
+        seen.append(worker.get_logprobs(batch))
+        seen.append(worker.get_reference_logprobs(batch))
+        worker.offload_after_refit()
+        worker.prepare_for_training()
+        seen.append(torch.tensor(worker.train(batch, NLL()).loss))
+    return seen, full_params(worker), full_optimizer(worker)
+
+
+def assert_same_steps(left, right):
+    assert all(torch.equal(mine, other) for mine, other in zip(left[0], right[0], strict=True))
+    assert_equal(left[1], right[1])
+    assert_equal(left[2], right[2])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"activation_checkpointing": True}, {"offload_optimizer_states": True}], ids=str
+)
+def test_late_copies_change_no_bit_of_what_passes_give_and_what_steps_leave(make_worker, folders, late_copies, changes):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder, keep_reference=True, **changes) as worker:
+        expected = steps(worker)
+    late_copies()
+    with make_worker(folder, keep_reference=True, **changes) as worker:
+        assert_same_steps(steps(worker), expected)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_layer_of_the_dtensor_backend_runs_while_the_next_is_on_its_way(folders, late_copies, lora):
+    folder, _ = folders("qwen3-tied")
+    late_copies()
+    with lora_worker(folder, "dtensor", lora={"enabled": lora}) as worker:
+        names = [name for name, _ in worker._backend._model.hf_parameters()]
+        by_layer = [{name for name in names if f"layers.{index}." in name} for index in range(2)]
+        seen = []
+        for index in range(2):
+            forward_hook_on_layer(worker, index, lambda *_: seen.append(away(worker)))
+        for enter in (worker.prepare_for_training, worker.prepare_for_lp_inference):
+            worker.offload_after_refit()
+            enter()
+            assert set(away(worker)) == by_layer[0] | by_layer[1]
+            seen.clear()
+            worker.get_logprobs(make_batch())
+            assert set(seen[0]) == by_layer[1] and seen[1:] and not any(seen[1:])
+
+
+def test_weights_that_are_sent_before_any_pass_are_all_there(folders, late_copies):
+    folder, _ = folders("qwen3-tied")
+    late_copies()
+    with lora_worker(folder, "dtensor") as worker:
+        expected = {name: tensor.clone() for name, tensor in worker.named_weights()}
+        for enter in (worker.prepare_for_training, worker.prepare_for_lp_inference, worker.offload_before_refit):
+            worker.offload_after_refit()
+            enter()
+            assert_equal(dict(worker.named_weights()), expected)
+            worker.offload_after_refit()
+            enter()
+            worker.start_refit()
+            assert away(worker) == []
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def check_two_ranks(process, folder):
+    for tensor_parallel_size in (1, 2):
+        settings = make_settings(folder, tensor_parallel_size=tensor_parallel_size)
+        with worker_of(settings, process, keep_reference=True) as worker:
+            expected = steps(worker, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_module, "make_device", lambda device: DeferredDevice())
+            with worker_of(settings, process, keep_reference=True) as worker:
+                assert_same_steps(steps(worker, 2), expected)
+                worker.offload_after_refit()
+                worker.prepare_for_lp_inference()
+                # Two data-parallel ranks gather a layer's parameters before the layer could wait for them.
+                assert any("layers.1." in name for name in away(worker)) == (tensor_parallel_size == 2)
+
+
+def test_late_copies_change_no_bit_on_two_ranks_and_only_tensor_parallel_ones_begin_before_all_is_there(
+    folders, tmp_path
+):
+    folder, _ = folders("qwen3-tied")
+    run_ranks(2, tmp_path, check_two_ranks, str(folder))
