@@ -3,7 +3,8 @@
     python benchmarks/residency_overlap.py --shape 1.5B --steps 5 --out benchmarks/results/residency_overlap.json
 
 One step is what the policy worker does in colocated RL: logprobs, reference logprobs, training (forward, backward,
-fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause.
+fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause,
+and so is its loading of the weights (`--refit-s`).
 Variants, in this order in one process each: state never moves; every copy waited for; copies overlapped; states
 streamed around the optimizer step, whole and in parts of 1 GiB. Seconds are medians over the steps after the first two;
 peaks are what the process held at most in forward and backward passes, and in the optimizer step, of the last step.
@@ -40,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the same in parts of 1 GiB": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 1024},
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
+AT_ONCE = 32  # tensors of a refit between two looks at finished copies
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     worker = make_worker(folder, args, dict(VARIANTS[args.child]))
     vocab = SHAPES[args.shape].vocab
+    num_weights = 11 * SHAPES[args.shape].layers + 2  # of a Qwen3 model with tied embeddings
     generator = torch.Generator().manual_seed(0)
     steps = []
     for _ in range(args.steps + 2):
@@ -183,7 +186,8 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             worker.offload_before_refit()
             for index, (_, tensor) in enumerate(worker.named_weights()):
                 tensor.clone()
-                if index % 32 == 0:
+                if index % AT_ONCE == 0:
+                    time.sleep(args.refit_s * AT_ONCE / num_weights)
                     worker.residency.poll()
 
         begin = time.perf_counter()
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause-s", type=float, default=0.2)
+    parser.add_argument("--refit-s", type=float, default=0.0, help="what an engine would take to load the weights")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=None)
