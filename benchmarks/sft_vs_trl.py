@@ -234,22 +234,18 @@ def run_trl(
 
 def run_one(arguments: argparse.Namespace) -> None:
     """Measure `arguments.one` and write its JSON beside the model."""
-    import torch
-
     sizes = CPU_SIZES if arguments.cpu else GPU_SIZES
     algorithm, side, *how = arguments.one.split(":")
     if side == "ours":
         seconds = run_ours(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, arguments.overrides)
     else:
         seconds = run_trl(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, how[0], how[1])
-    peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     steady_s = statistics.median(seconds[WARM_UP_STEPS:] or seconds[-1:])
     result = {
         "seconds": seconds,
         "median_step_s": steady_s,
         "tokens_per_s": sizes.tokens_per_step / steady_s if algorithm == "sft" else None,
         "pairs_per_s": sizes.pairs / steady_s if algorithm == "dpo" else None,
-        "torch_peak_gib": peak_bytes / 2**30,
     }
     (arguments.folder / "result.json").write_text(json.dumps(result))
 
@@ -296,14 +292,20 @@ def main() -> None:
 def _measure(arguments: argparse.Namespace, folder: Path, one: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", one, "--folder", str(folder), "--steps", str(arguments.steps)]
     command += (["--cpu"] if arguments.cpu else []) + arguments.overrides
+    from grpo_vs_trl import PeakMemory
+
     (folder / "result.json").unlink(missing_ok=True)
+    peak = PeakMemory()
+    peak.start()
     try:
         done = subprocess.run(command, env=os.environ, timeout=arguments.timeout_s)
     except subprocess.TimeoutExpired:
         return {"failed": f"longer than {arguments.timeout_s:.0f} s"}
+    finally:
+        peak_gib = peak.stop()
     if done.returncode:
         return {"failed": f"status {done.returncode}"}
-    return json.loads((folder / "result.json").read_text())
+    return json.loads((folder / "result.json").read_text()) | {"gpu_peak_gib": peak_gib}
 
 
 def _print(runs: dict[str, Any]) -> None:
@@ -314,7 +316,7 @@ def _print(runs: dict[str, Any]) -> None:
             continue
         tokens = f"{run['tokens_per_s']:.0f}" if run["tokens_per_s"] else ""
         pairs = f"{run['pairs_per_s']:.2f}" if run["pairs_per_s"] else ""
-        print(f"{key:32s}{run['median_step_s']:10.3f}{tokens:>12s}{pairs:>10s}{run['torch_peak_gib']:10.1f}")
+        print(f"{key:32s}{run['median_step_s']:10.3f}{tokens:>12s}{pairs:>10s}{run['gpu_peak_gib']:10.1f}")
 
 
 if __name__ == "__main__":

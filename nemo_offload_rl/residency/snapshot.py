@@ -21,6 +21,9 @@ from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 EXCHANGED_AT_ONCE_BYTES = 256 << 20
 
+type Pairs = list[tuple[Tensor, Tensor]]
+"""[N] uint8 tensors of the same size, both on the device."""
+
 
 class Snapshot:
     """One snapshot.
@@ -39,7 +42,7 @@ class Snapshot:
         self._device = device
         self._staged: dict[int, Tensor] = {}
         self._transfer: Transfer | None = None
-        self._exchanged: list[tuple[Tensor, Tensor]] = []
+        self._exchanged: list[Pairs] = []
 
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
@@ -86,19 +89,32 @@ class Snapshot:
             self.state.copy_from(self.mirror, records, report, self.name)
             return
         self._transfer.wait_device()
-        for key, record in records.items():
-            own, staged = storage_bytes(record.storage, record.storage.nbytes()), self._staged[key]
-            for pair in zip(own.split(EXCHANGED_AT_ONCE_BYTES), staged.split(EXCHANGED_AT_ONCE_BYTES), strict=True):
-                _exchange(*pair)
-                self._exchanged.append(pair)
+        for pairs in self._batches(records):
+            _exchange(pairs)
+            self._exchanged.append(pairs)
 
     def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
         if self._transfer is None:
             self.state.copy_from(self.state.mirror, records, report, self.state.group.name)
         while self._exchanged:
-            _exchange(*self._exchanged[-1])
+            _exchange(self._exchanged[-1])
             self._exchanged.pop()
+
+    def _batches(self, records: Mapping[int, StorageRecord]) -> Iterator[Pairs]:
+        """All bytes of the group and of the snapshot side by side, as many at a time as are exchanged at once."""
+        batch: Pairs = []
+        num_bytes = 0
+        for key, record in records.items():
+            own, staged = storage_bytes(record.storage, record.storage.nbytes()), self._staged[key]
+            for pair in zip(own.split(EXCHANGED_AT_ONCE_BYTES), staged.split(EXCHANGED_AT_ONCE_BYTES), strict=True):
+                if batch and num_bytes + pair[0].numel() > EXCHANGED_AT_ONCE_BYTES:
+                    yield batch
+                    batch, num_bytes = [], 0
+                batch.append(pair)
+                num_bytes += pair[0].numel()
+        if batch:
+            yield batch
 
     def close(self) -> None:
         """Free host and device memory."""
@@ -107,7 +123,9 @@ class Snapshot:
 
 
 @torch.no_grad()
-def _exchange(left: Tensor, right: Tensor) -> None:
-    kept = left.clone()
-    left.copy_(right)
-    right.copy_(kept)
+def _exchange(pairs: Pairs) -> None:
+    """In few kernels: one for each tensor would have the host busy for longer than the device."""
+    left, right = (list(side) for side in zip(*pairs, strict=True))
+    kept = [tensor.clone() for tensor in left]
+    torch._foreach_copy_(left, right)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(right, kept)  # pyright: ignore[reportPrivateImportUsage]

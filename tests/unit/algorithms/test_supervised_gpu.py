@@ -8,7 +8,11 @@ import pytest
 import torch
 from supervised_cases import Run, dpo, sft, write_model, write_rows
 
-ON_GPU = ("cluster.gpus_per_node=1", "policy.use_pinned_optimizer_offload=true")
+ON_GPU = (
+    "cluster.gpus_per_node=1",
+    "policy.use_pinned_optimizer_offload=true",
+    "policy.dtensor_cfg.torch_compile=false",  # half a minute for each new model
+)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 

@@ -110,12 +110,13 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
     training.manager.enter(Phase.LP_INFERENCE)
     exchange, calls = snapshot._exchange, []
 
-    def fail_at_third(left: torch.Tensor, right: torch.Tensor) -> None:
-        calls.append(left)
+    def fail_at_third(pairs: snapshot.Pairs) -> None:
+        calls.append(pairs)
         if len(calls) == 3:
             raise torch.OutOfMemoryError("no room for the copy that is kept")
-        exchange(left, right)
+        exchange(pairs)
 
+    monkeypatch.setattr(snapshot, "EXCHANGED_AT_ONCE_BYTES", 256)
     monkeypatch.setattr(snapshot, "_exchange", fail_at_third)
     with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
         pytest.fail("the body ran with half a reference")
