@@ -410,22 +410,31 @@ def shard(batch: TrainBatch, worker: PolicyWorker) -> TrainBatch:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(world_size: int, tmp_path: Path, check: Callable[..., None], *args: Any) -> None:
-    """Run `check(make_process, *args)` of a test module in `world_size` new processes; fails with the first failure."""
+def run_ranks(world_size: int, tmp_path: Path, check: Callable[..., None], *args: Any, device: str = "cpu") -> None:
+    """Run `check(process, *args)` of a test module in `world_size` new processes; fails with the first failure.
+
+    With `device="cuda"` each of them has a GPU of its own.
+    """
     path = check.__code__.co_filename
-    mp.spawn(_rank_main, (world_size, str(tmp_path), path, check.__name__, args), nprocs=world_size)
+    mp.spawn(_rank_main, (world_size, str(tmp_path), path, check.__name__, args, device), nprocs=world_size)
 
 
-def _rank_main(rank: int, world_size: int, tmp_path: str, path: str, name: str, args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, tmp_path: str, path: str, name: str, args: tuple[Any, ...], device: str
+) -> None:
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("rank_checks", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    backend = "gloo"
+    if device == "cuda":
+        device, backend = f"cuda:{rank}", "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     process = ProcessInfo(
-        rank=rank, world_size=world_size, init_method=f"file://{tmp_path}/{name}.rendezvous", device="cpu"
+        rank=rank, world_size=world_size, init_method=f"file://{tmp_path}/{name}.rendezvous", device=device
     )
-    torch.distributed.init_process_group("gloo", init_method=process.init_method, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(backend, init_method=process.init_method, rank=rank, world_size=world_size)
     getattr(module, name)(process, *args)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,0 +1,91 @@
+"""Two GPUs through NCCL: both backends, data-parallel and tensor-parallel, against Hugging Face and without residency."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import NLL, hf_logprobs, make_batch, make_settings, run_ranks, shard, worker_of
+from safetensors.torch import load_file
+from tiny_models import qwen3_config, save_model_folder
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+
+if torch.cuda.is_available():
+    # Read when the libraries are loaded.
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+MEGATRON: dict[str, Any] = {
+    "backend": "megatron",
+    "transformer_impl": "transformer_engine",
+    "bf16": True,
+    "pipeline_dtype": "bfloat16",
+}
+WITH_MASTERS: dict[str, Any] = {"use_precision_aware_optimizer": False}
+CASES: dict[str, dict[str, Any]] = {
+    "DTensor, FSDP over 2": {},
+    "DTensor, TP over 2": {"tensor_parallel_size": 2},
+    "Megatron, DP over 2": {**MEGATRON, **WITH_MASTERS},
+    "Megatron, DP over 2, precision-aware": {**MEGATRON, "use_precision_aware_optimizer": True},
+    "Megatron, TP over 2": {**MEGATRON, **WITH_MASTERS, "tensor_parallel_size": 2},
+    "Megatron, TP over 2, sequence-parallel": {
+        **MEGATRON, **WITH_MASTERS, "tensor_parallel_size": 2, "sequence_parallel": True
+    },
+}  # fmt: skip
+
+
+def run(settings: Any, process: ProcessInfo) -> tuple[dict[str, Tensor], Tensor, list[float], int]:
+    """Weights as loaded, logprobs of this rank's rows, what three steps gave, and device bytes while all is away."""
+    values: list[float] = []
+    with worker_of(settings, process, keep_reference=True) as worker:
+        worker.offload_before_refit()
+        weights = {name: tensor.cpu().clone() for name, tensor in worker.named_weights()}
+        worker.offload_after_refit()
+        worker.prepare_for_lp_inference()
+        logprobs = worker.get_logprobs(shard(make_batch(), worker))
+        for seed in range(3):
+            batch = shard(make_batch(seed=seed), worker)
+            worker.prepare_for_lp_inference()
+            values.append(float(worker.get_logprobs(batch).double().sum()))
+            values.append(float(worker.get_reference_logprobs(batch).double().sum()))
+            worker.prepare_for_training()
+            result = worker.train(batch, NLL())
+            values += [*result.loss, *result.grad_norm]
+            worker.offload_before_refit()
+            values += [float(tensor.double().sum()) for _, tensor in worker.named_weights()]
+            worker.offload_after_refit()
+        return weights, logprobs, values, sum(worker.residency.device_bytes().values())
+
+
+def check_every_case(process: ProcessInfo, folder: str) -> None:
+    stored = load_file(Path(folder) / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, changes in CASES.items():
+        settings = make_settings(folder, precision="bfloat16", **changes)
+        weights, logprobs, values, held_bytes = run(settings, process)
+        assert {key: tensor.shape for key, tensor in weights.items()} == {k: t.shape for k, t in stored.items()}, name
+        assert all(torch.equal(weights[key], stored[key].bfloat16()) for key in stored), name
+        dp_size = 1 if "TP" in name else 2
+        rows = len(make_batch()) // dp_size
+        first = 0 if dp_size == 1 else process.rank * rows
+        expected = hf_logprobs(model, make_batch().select(range(first, first + rows))).detach()
+        assert (logprobs - expected).abs().mean() < 0.02, name
+        assert held_bytes == 0, name
+        resident = run(make_settings(folder, precision="bfloat16", colocated=False, **changes), process)
+        assert resident[2] == values, name
+        if process.rank == 0:
+            print(f"{name}: mean difference {(logprobs - expected).abs().mean():.1e}", flush=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_hold_the_model_of_hugging_face_and_residency_changes_no_bit(tmp_path: Path) -> None:
+    config = qwen3_config(num_layers=4, hidden_size=512)
+    config.initializer_range = 0.02
+    save_model_folder(tmp_path / "model", 0, config)
+    run_ranks(2, tmp_path, check_every_case, str(tmp_path / "model"), device="cuda")
