@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, parse_arguments, run_variants, write_results
+from megatron_runs import KEY, Variant, parse_arguments, run_variants
 
 
 def offload(*modules: str) -> tuple[str, ...]:
@@ -90,7 +90,6 @@ def main() -> None:
     if args.device == "cpu":
         variants = tuple(v for v in VARIANTS if "offload" not in v.name)
     results = run_variants(args, variants)
-    write_results(args, results)
     print(table(results))
 
 

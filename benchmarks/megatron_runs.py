@@ -109,6 +109,14 @@ def run_children(
     if args.device == "cuda":
         link = run_child(_prepare_host, args.host_gib << 30)
     rows: list[dict[str, Any]] = []
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": machine(args.device),
+        "link_gb_per_s": link,
+        "shape": args.shape,
+        "rows": rows,
+    }
     with tempfile.TemporaryDirectory() as folder:
         run_child(_write_model, args.shape, folder, args.device)
         lengths = tuple(int(length) for length in args.lengths.split(","))
@@ -124,14 +132,8 @@ def run_children(
             took_s = time.perf_counter() - begin
             rows.append({"variant": variant.name, "overrides": list(variant.overrides), "took_s": took_s, **found})
             print(f"{variant.name}: {found.get('error', 'done')} ({took_s:.0f} s)", flush=True)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "machine": machine(args.device),
-        "link_gb_per_s": link,
-        "shape": args.shape,
-        "rows": rows,
-    }
+            write_results(args, results)  # after each: one that does not end takes nothing with it
+    return results
 
 
 def run_variant(run: Run, variant: Variant) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, parse_arguments, run_variants, write_results
+from megatron_runs import KEY, Variant, parse_arguments, run_variants
 
 OPTIMIZER = f"{KEY}.optimizer"
 STATES = f"{OPTIMIZER}.offload_optimizer_states=true"
@@ -84,7 +84,6 @@ def main() -> None:
     if args.device == "cpu":
         variants = tuple(v for v in VARIANTS if "CPU" not in v.name)
     results = run_variants(args, variants)
-    write_results(args, results)
     print(table(results))
 
 

@@ -30,7 +30,6 @@ from megatron_runs import (
     on_device,
     parse_arguments,
     run_children,
-    write_results,
 )
 
 OURS, CORE = "nemo_offload_rl", "megatron-core"
@@ -145,7 +144,6 @@ def main() -> None:
         # On a CPU megatron-core's buffers would lose their contents: their copy is an alias.
         variants = tuple(v for v in VARIANTS if "fp32" in v.name and OURS in v.name)
     results = run_children(args, variants, cycles_of)
-    write_results(args, results)
     print(table(results))
 
 
