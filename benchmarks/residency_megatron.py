@@ -63,6 +63,7 @@ def ours(worker: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The verbs of a step, each waited for."""
 
     def away() -> None:
+        worker.residency.mark_written("params", "optimizer")  # as a training step between two cycles does
         worker.offload_before_refit()
         worker.offload_after_refit()
 

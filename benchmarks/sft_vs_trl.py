@@ -103,8 +103,10 @@ def as_messages(row: dict[str, str]) -> dict[str, Any]:
 # -- ours
 
 
-def run_ours(algorithm: str, folder: Path, sizes: Sizes, steps: int, on_cpu: bool, overrides: list[str]) -> list[float]:
-    """Seconds of each step, from the run's own records."""
+def run_ours(
+    algorithm: str, folder: Path, sizes: Sizes, steps: int, on_cpu: bool, overrides: list[str]
+) -> list[tuple[float, float]]:
+    """Seconds and tokens of each step, from the run's own records: rows are shuffled, so tokens differ by step."""
     from rich.console import Console
 
     from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_dpo, run_sft
@@ -151,7 +153,7 @@ def run_ours(algorithm: str, folder: Path, sizes: Sizes, steps: int, on_cpu: boo
     records = [json.loads(line) for line in lines]
     for record in records[-1:]:
         print(json.dumps({name: value for name, value in record.items() if name.startswith(("timing", "train"))}))
-    return [record["timing/total_s"] for record in records if record["step"] > 0]
+    return [(record["timing/total_s"], record["train/num_tokens"]) for record in records if record["step"] > 0]
 
 
 # -- TRL
@@ -159,8 +161,8 @@ def run_ours(algorithm: str, folder: Path, sizes: Sizes, steps: int, on_cpu: boo
 
 def run_trl(
     algorithm: str, folder: Path, sizes: Sizes, steps: int, on_cpu: bool, strategy: str, attention: str
-) -> list[float]:
-    """Seconds of each step, from the end of the one before."""
+) -> list[tuple[float, float]]:
+    """Seconds of each step, from the end of the one before, and its tokens: rows fill 4096 exactly."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -226,7 +228,7 @@ def run_trl(
             gradient_accumulation_steps=sizes.pairs // sizes.micro_pairs,
         )
         DPOTrainer(args=arguments, **rest).train()
-    return [end - begin for begin, end in pairwise(ends)]
+    return [(end - begin, sizes.tokens_per_step) for begin, end in pairwise(ends)]
 
 
 # -- one side in a process of its own, and all of them
@@ -237,15 +239,16 @@ def run_one(arguments: argparse.Namespace) -> None:
     sizes = CPU_SIZES if arguments.cpu else GPU_SIZES
     algorithm, side, *how = arguments.one.split(":")
     if side == "ours":
-        seconds = run_ours(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, arguments.overrides)
+        timed = run_ours(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, arguments.overrides)
     else:
-        seconds = run_trl(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, how[0], how[1])
-    steady_s = statistics.median(seconds[WARM_UP_STEPS:] or seconds[-1:])
+        timed = run_trl(algorithm, arguments.folder, sizes, arguments.steps, arguments.cpu, how[0], how[1])
+    steady = timed[WARM_UP_STEPS:] or timed[-1:]
+    is_sft = algorithm == "sft"
     result = {
-        "seconds": seconds,
-        "median_step_s": steady_s,
-        "tokens_per_s": sizes.tokens_per_step / steady_s if algorithm == "sft" else None,
-        "pairs_per_s": sizes.pairs / steady_s if algorithm == "dpo" else None,
+        "seconds": [seconds for seconds, _ in timed],
+        "median_step_s": statistics.median(seconds for seconds, _ in steady),
+        "tokens_per_s": statistics.median(tokens / seconds for seconds, tokens in steady) if is_sft else None,
+        "pairs_per_s": None if is_sft else statistics.median(sizes.pairs / seconds for seconds, _ in steady),
     }
     (arguments.folder / "result.json").write_text(json.dumps(result))
 
