@@ -153,6 +153,9 @@ def run_ours(
     records = [json.loads(line) for line in lines]
     for record in records[-1:]:
         print(json.dumps({name: value for name, value in record.items() if name.startswith(("timing", "train"))}))
+        passes_s = record["timing/training_s"] + record.get("timing/reference_logprobs_s", 0.0)
+        share = 1 - passes_s / record["timing/total_s"]
+        print(f"{share:.2%} of the last step is outside of training and reference: data, metrics, logging", flush=True)
     return [(record["timing/total_s"], record["train/num_tokens"]) for record in records if record["step"] > 0]
 
 

@@ -126,7 +126,7 @@ class DTensorBackend:
             shard=shard,
         )
         if settings.dtensor_cfg.torch_compile and on_gpu:
-            compile_layers(causal_lm.model.layers)
+            compile_layers(causal_lm.model.layers, sizes_vary=packs or settings.dynamic_batching.enabled)
         # With one data-parallel rank FSDP reads a layer's parameters in its pre-forward hook, on the current stream.
         # With more it gathers them on streams of its own, which a wait of the current one does not hold back.
         self._layers: Sequence[nn.Module] = causal_lm.model.layers if dp_mesh.size() == 1 else ()

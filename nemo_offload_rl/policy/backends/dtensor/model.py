@@ -54,10 +54,16 @@ def load_causal_lm(model_name: str, config: Any, attention: str) -> Any:
     return model
 
 
-def compile_layers(layers: nn.ModuleList) -> None:
-    """Have each layer's `forward` compiled at its first call; hooks of FSDP and checkpointing stay outside of it."""
+def compile_layers(layers: nn.ModuleList, *, sizes_vary: bool) -> None:
+    """Have each layer's `forward` compiled at its first call; hooks of FSDP and checkpointing stay outside of it.
+
+    Args:
+        layers: The model's.
+        sizes_vary: Compile for every size at once. Else the first size is compiled for itself, and where others follow,
+            again for all of them.
+    """
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, dynamic=True if sizes_vary else None)
 
 
 @dataclass(frozen=True)
