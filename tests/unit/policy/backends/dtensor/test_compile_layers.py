@@ -1,4 +1,4 @@
-"""Compiled layers: how often they are compiled as sizes change. The compiler's front end is real, its kernels are not."""
+"""Compiled layers: how often they are compiled as sizes change. The compiler's front end is real, its kernels not."""
 
 from __future__ import annotations
 
