@@ -99,9 +99,10 @@ class GroupState:
     def wait_arrival(self, num_layers: int | None = None) -> None:
         """Have the device run nothing more before the group's copies have arrived.
 
+        Copies out of a group that stays are waited for as a whole, and are still under way for the host after it.
+
         Args:
-            num_layers: Only what is needed at once and in the first so many of the group's layers; None for all. Copies
-                out of a group that stays are waited for as a whole.
+            num_layers: Only what is needed at once and in the first so many of the group's layers; None for all.
         """
         if self._flight is None or self.location is not Placement.DEVICE:
             return
@@ -110,7 +111,8 @@ class GroupState:
             self._flight.transfer.wait_device(num_needed[num_layers])
         else:
             self._flight.transfer.wait_device()
-            self._finish()
+            if self.is_arriving:
+                self._finish()
 
     def settle(self) -> float:
         """Wait for copies under way and give up the memory of those that left; returns the seconds waited."""
@@ -159,6 +161,7 @@ class GroupState:
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
+        self.settle()
         transfer, dirty = self._copy_dirty(records, report)
         if dirty:
             self._flight = _Flight(transfer, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from deferred_device import DeferredDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,3 +109,16 @@ def test_parameters_are_copied_out_while_the_refit_reads_them_and_leave_without_
     leaving = training.manager.enter(Phase.GENERATION)
     assert leaving.groups["params"].bytes_out == 0
     assert leaving.groups["params"].bytes_clean == params_bytes
+
+
+def test_a_host_copy_that_only_the_device_waited_for_is_not_shown_before_it_has_finished():
+    training = Training(device=DeferredDevice())
+    training.step()
+    weight = training.model.first.weight
+    trained = weight.detach().clone()
+    training.manager.enter(Phase.REFIT)
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.enter(Phase.GENERATION)
+    shown = training.manager.host_view(weight)
+    assert shown is not None
+    assert torch.equal(shown, trained)
