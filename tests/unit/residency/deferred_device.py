@@ -8,7 +8,6 @@ import torch
 
 from nemo_offload_rl.residency.device import Copy, CpuDevice
 
-
 type Unseen = tuple[int, torch.Tensor, torch.Tensor]
 """Of a copy to the host: the transfer's number, where the bytes go, and what they are."""
 
