@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,3 +201,22 @@ def read_metrics() -> Callable[[Path], dict[int, dict[str, float]]]:
         return {record.pop("step"): record for record in records}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def greedy_answers() -> Callable[[Path, Path], list[tuple[str, str]]]:
+    """Answers of a validation: what the engine wrote, and what Hugging Face writes with weights that were exported."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def compare(samples: Path, exported: Path) -> list[tuple[str, str]]:
+        tokenizer = AutoTokenizer.from_pretrained(exported)
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        pairs = []
+        for prompt, answer in re.findall(r"^  (?:right|wrong)  ('.*?') -> ('.*?')[ ,]", samples.read_text(), re.M):
+            ids = tokenizer(ast.literal_eval(prompt), return_tensors="pt").input_ids
+            written = model.generate(ids, do_sample=False, max_new_tokens=16, pad_token_id=0)[0, ids.shape[1] :]
+            pairs.append((ast.literal_eval(answer), tokenizer.decode(written, skip_special_tokens=True)))
+        return pairs
+
+    return compare
