@@ -7,14 +7,16 @@ wait for those up to its own. The host waits for none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.residency.group_state import GroupState
 
 
 def in_order_of_use(
@@ -39,16 +41,30 @@ def in_order_of_use(
     return ordered, list(accumulate(num_at[place] for place in range(len(layers) + 1)))
 
 
-def before_each(layers: Sequence[nn.Module], wait: Callable[[int], None]) -> list[RemovableHandle]:
-    """Call `wait` before each forward of a layer, with the number of layers up to and including it.
+class LayerWaits:
+    """Hooks that have each layer wait for its own parameters, whichever groups hold them.
 
-    This comes before the hooks that a layer has already: FSDP's reads the layer's parameters.
+    They come before the hooks that a layer has already: FSDP's reads the layer's parameters.
+
+    Args:
+        states: All groups of a worker.
     """
-    return [
-        layer.register_forward_pre_hook(partial(_wait_first, wait, place), prepend=True)
-        for place, layer in enumerate(layers, start=1)
-    ]
 
+    def __init__(self, states: Iterable[GroupState]) -> None:
+        self._layers: dict[nn.Module, list[tuple[GroupState, int]]] = {}
+        for state in states:
+            for place, layer in enumerate(state.group.layers, start=1):
+                self._layers.setdefault(layer, []).append((state, place))
+        self._hooks = [layer.register_forward_pre_hook(self._before, prepend=True) for layer in self._layers]
 
-def _wait_first(wait: Callable[[int], None], place: int, layer: nn.Module, inputs: tuple[object, ...]) -> None:
-    wait(place)
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
+        late = [(state, place) for state, place in self._layers[layer] if state.is_arriving]
+        for state, place in late:
+            state.wait_arrival(place)
+        if late:
+            late[0][0].group.layer_arrived(layer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_offload_rl.residency.arrival import before_each, in_order_of_use
+from nemo_offload_rl.residency.arrival import in_order_of_use
 from nemo_offload_rl.residency.device import Copy, Device, Transfer
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
@@ -54,7 +54,6 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
-        self._layer_hooks = before_each(group.layers, self.wait_arrival)
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is given up as they finish."""
@@ -186,12 +185,6 @@ class GroupState:
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
-
-    def close(self) -> None:
-        """Free the host copy, after the last copy has been waited for."""
-        for hook in self._layer_hooks:
-            hook.remove()
-        self.mirror.close()
 
     def _copy_dirty(
         self, records: Mapping[int, StorageRecord], report: TransitionReport

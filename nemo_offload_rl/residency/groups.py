@@ -15,8 +15,8 @@ class StateGroup(ABC):
     Attributes:
         name: The row of the residency plan.
         layers: Modules in the order of a forward pass; none for a group that is wanted as a whole. Each parameter of
-            theirs is first read in the forward of the first layer that has it, on the stream that is current there, so
-            it may arrive behind what runs before. The group's other tensors are there before any forward pass.
+            theirs is first read in the forward of the first layer that has it, or in `layer_arrived` just before that,
+            on the stream that is current there, so it may arrive behind what runs before. The group's other tensors are there before any forward pass.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module] = ()) -> None:
@@ -29,6 +29,13 @@ class StateGroup(ABC):
 
     def prepare(self) -> None:
         """Called before the group leaves the device, for a backend that must first drop temporary copies."""
+        return None
+
+    def layer_arrived(self, layer: nn.Module) -> None:
+        """Called before a layer's forward, after the current stream was made to wait for the layer's parameters.
+
+        Not called where they were there already.
+        """
         return None
 
     def free(self) -> None:
@@ -49,10 +56,12 @@ class TensorGroup(StateGroup):
         tensors: Callable[[], Iterable[tuple[str, Tensor]]],
         prepare: Callable[[], None] | None = None,
         layers: Sequence[nn.Module] = (),
+        layer_arrived: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(name, layers)
         self._tensors = tensors
         self._prepare = prepare
+        self._layer_arrived = layer_arrived
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors())
@@ -60,6 +69,10 @@ class TensorGroup(StateGroup):
     def prepare(self) -> None:
         if self._prepare is not None:
             self._prepare()
+
+    def layer_arrived(self, layer: nn.Module) -> None:
+        if self._layer_arrived is not None:
+            self._layer_arrived(layer)
 
 
 class GradsGroup(StateGroup):

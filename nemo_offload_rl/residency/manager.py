@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.arena import HostArena
 from nemo_offload_rl.residency.arenas import HostArenas
+from nemo_offload_rl.residency.arrival import LayerWaits
 from nemo_offload_rl.residency.auditor import Auditor
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
@@ -81,6 +82,7 @@ class ResidencyManager:
             group.name: GroupState(group, device, HostMirror(group.name, self._arena_for(group.name)), verify)
             for group in groups
         }
+        self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
         self._mover = GroupMover(self._states, device)
         self._snapshots: dict[str, Snapshot] = {}
@@ -372,8 +374,9 @@ class ResidencyManager:
     def close(self) -> None:
         """Wait for copies and free all host memory. Groups that are on the host lose their contents."""
         self.settle()
+        self._layer_waits.remove()
         for state in self._states.values():
-            state.close()
+            state.mirror.close()
         for snapshot in self._snapshots.values():
             snapshot.close()
         self._snapshots.clear()

@@ -123,12 +123,9 @@ def check_two_ranks(process, folder):
                 assert_same_steps(steps(worker, 2), expected)
                 worker.offload_after_refit()
                 worker.prepare_for_lp_inference()
-                # Two data-parallel ranks gather a layer's parameters before the layer could wait for them.
-                assert any("layers.1." in name for name in away(worker)) == (tensor_parallel_size == 2)
+                assert any("layers.1." in name for name in away(worker))
 
 
-def test_late_copies_change_no_bit_on_two_ranks_and_only_tensor_parallel_ones_begin_before_all_is_there(
-    folders, tmp_path
-):
+def test_late_copies_change_no_bit_on_two_ranks_which_begin_before_all_is_there(folders, tmp_path):
     folder, _ = folders("qwen3-tied")
     run_ranks(2, tmp_path, check_two_ranks, str(folder))

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
 if torch.cuda.is_available():
@@ -64,7 +65,21 @@ def run(settings: Any, process: ProcessInfo) -> tuple[dict[str, Tensor], Tensor,
             worker.offload_before_refit()
             values += [float(tensor.double().sum()) for _, tensor in worker.named_weights()]
             worker.offload_after_refit()
-        return weights, logprobs, values, sum(worker.residency.device_bytes().values())
+        held_bytes = sum(worker.residency.device_bytes().values())
+        for is_late in (False, True):
+            if is_late and process.device != "cpu":
+                hold_back_copies(worker)
+            worker.prepare_for_lp_inference()
+            values.append(float(worker.get_logprobs(batch).double().sum()))
+            worker.offload_after_refit()
+        assert values[-1] == values[-2]
+        return weights, logprobs, values, held_bytes
+
+
+def hold_back_copies(worker: PolicyWorker) -> None:
+    """Have copies to the GPU begin a second later: who does not wait for them reads what was in the memory before."""
+    with torch.cuda.stream(worker.residency._device._in):
+        torch.cuda._sleep(2_000_000_000)  # cycles
 
 
 def check_cases(process: ProcessInfo, folder: str, backend: str) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,9 +128,9 @@ class DTensorBackend:
         )
         if settings.dtensor_cfg.torch_compile and on_gpu:
             compile_layers(causal_lm.model.layers, sizes_vary=packs or settings.dynamic_batching.enabled)
-        # With one data-parallel rank FSDP reads a layer's parameters in its pre-forward hook, on the current stream.
-        # With more it gathers them on streams of its own, which a wait of the current one does not hold back.
-        self._layers: Sequence[nn.Module] = causal_lm.model.layers if dp_mesh.size() == 1 else ()
+        self._layers: Sequence[nn.Module] = causal_lm.model.layers
+        # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
+        self._gather = parallel.gather if dp_mesh.size() > 1 else None
         self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
         self._parameters = self._model.hf_parameters()
         self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None
@@ -164,6 +165,7 @@ class DTensorBackend:
 
         With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
         """
+        by_layer: dict[str, Any] = {"layers": self._layers, "layer_arrived": self._gather}
 
         def frozen() -> Iterator[tuple[str, Tensor]]:
             yield from self._lora.base if self._lora is not None else ()
@@ -174,11 +176,11 @@ class DTensorBackend:
             yield from frozen()
 
         if self._lora is None:
-            weights = [TensorGroup(PARAMS, params, prepare=self._reshard, layers=self._layers)]
+            weights = [TensorGroup(PARAMS, params, prepare=self._reshard, **by_layer)]
         else:
             weights = [
-                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard, layers=self._layers),
-                TensorGroup(BASE, frozen, prepare=self._reshard, layers=self._layers),
+                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard, **by_layer),
+                TensorGroup(BASE, frozen, prepare=self._reshard, **by_layer),
             ]
         return (
             *weights,

@@ -140,6 +140,15 @@ def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
     return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
 
 
+def gather(layer: nn.Module) -> None:
+    """Begin to gather the parameters of one FSDP unit, after what the current stream has been asked for.
+
+    Its own pre-forward hook would use streams that do not wait for the current one; asynchronous gathers use that one.
+    The hook waits for what was begun here.
+    """
+    cast(FSDPModule, layer).unshard(async_op=True)
+
+
 def reshard_all(root: FSDPModule) -> None:
     """Free every gathered parameter, also where a forward or backward raised half-way.
 
