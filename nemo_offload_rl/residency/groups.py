@@ -16,7 +16,8 @@ class StateGroup(ABC):
         name: The row of the residency plan.
         layers: Modules in the order of a forward pass; none for a group that is wanted as a whole. Each parameter of
             theirs is first read in the forward of the first layer that has it, or in `layer_arrived` just before that,
-            on the stream that is current there, so it may arrive behind what runs before. The group's other tensors are there before any forward pass.
+            on the stream that is current there, so it may arrive behind what runs before. The group's other tensors
+            are there before any forward pass.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module] = ()) -> None:
