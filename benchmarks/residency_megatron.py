@@ -144,7 +144,7 @@ def main() -> None:
     if args.device == "cpu":
         # On a CPU megatron-core's buffers would lose their contents: their copy is an alias.
         variants = tuple(v for v in VARIANTS if "fp32" in v.name and OURS in v.name)
-    results = run_children(args, variants, cycles_of)
+    results = run_children(args, variants, cycles_of, may_share_process=True)
     print(table(results))
 
 
