@@ -119,6 +119,9 @@ class RefitPolicy:
     def offload_before_refit(self) -> None:
         self.calls.append("offload_before_refit")
 
+    def hand_over_memory(self) -> None:
+        """It holds none."""
+
     def offload_after_refit(self) -> None:
         self.calls.append("offload_after_refit")
 

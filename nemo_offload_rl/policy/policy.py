@@ -89,6 +89,10 @@ class Policy:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("offload_before_refit")
 
+    def hand_over_memory(self) -> None:
+        """See `PolicyWorker`."""
+        self._group.run_all("hand_over_memory")
+
     def offload_after_refit(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("offload_after_refit")

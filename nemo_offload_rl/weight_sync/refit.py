@@ -1,7 +1,8 @@
 """One refit, seen from the driver.
 
 1. `offload_before_refit`: the policy gives the device back, except its weights.
-2. The engine wakes its weights (its KV cache stays asleep: the room belongs to the policy's weights).
+2. The engine wakes its weights (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to
+   wait for room, the policy hands over memory as what it holds leaves.
 3. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned.
 4. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,12 +26,18 @@ from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER_PERIOD_S = 0.01
+
 
 class RefitSource(Protocol):
     """What a refit asks of the policy (all of its ranks)."""
 
     def offload_before_refit(self) -> object:
         """Leave only what a refit needs on the device."""
+        ...
+
+    def hand_over_memory(self) -> object:
+        """Give the driver the memory of what has left by now; does not block."""
         ...
 
     def offload_after_refit(self) -> object:
@@ -66,10 +73,15 @@ def refit(policy: RefitSource, engine: GenerationEngine) -> RefitReport:
     """
     begin_s = time.perf_counter()
     policy.offload_before_refit()
-    engine.prepare_for_generation(["weights"])
-    stream_begin_s = time.perf_counter()
-    num_tensors, num_buckets, num_bytes = _stream(policy, engine)
-    stream_s = time.perf_counter() - stream_begin_s
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
+    try:
+        _wake_weights(policy, engine, pool)
+        stream_begin_s = time.perf_counter()
+        num_tensors, num_buckets, num_bytes = _stream(policy, engine, pool)
+        stream_s = time.perf_counter() - stream_begin_s
+    finally:
+        # Not waited for: after an interrupt or a dead worker what runs there may never return by itself.
+        pool.shutdown(wait=False, cancel_futures=True)
     engine.finish_refit()
     policy.offload_after_refit()
     engine.prepare_for_generation(["kv_cache"])
@@ -85,24 +97,27 @@ def refit(policy: RefitSource, engine: GenerationEngine) -> RefitReport:
     return report
 
 
-def _stream(policy: RefitSource, engine: GenerationEngine) -> tuple[int, int, int]:
+def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> None:
+    """The policy's copies free nothing unless it looks whether they have finished, and the engine may be waiting."""
+    waking = pool.submit(engine.prepare_for_generation, ["weights"])
+    while not wait([waking], timeout=HAND_OVER_PERIOD_S).done:
+        policy.hand_over_memory()
+    waking.result()
+
+
+def _stream(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> tuple[int, int, int]:
     policy.start_refit()
     num_tensors = num_buckets = num_bytes = 0
     ended = False
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
-    try:
+    bucket = policy.next_bucket()
+    while bucket is not None:
+        loading = pool.submit(engine.load_bucket, bucket)
+        num_tensors += len(bucket.slices)
+        num_buckets += 1
+        num_bytes += bucket.num_bytes
+        ended = bucket.is_last
         bucket = policy.next_bucket()
-        while bucket is not None:
-            loading = pool.submit(engine.load_bucket, bucket)
-            num_tensors += len(bucket.slices)
-            num_buckets += 1
-            num_bytes += bucket.num_bytes
-            ended = bucket.is_last
-            bucket = policy.next_bucket()
-            loading.result()
-    finally:
-        # Not waited for: after an interrupt or a dead worker the load may never return by itself.
-        pool.shutdown(wait=False, cancel_futures=True)
+        loading.result()
     if not ended:
         raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
     return num_tensors, num_buckets, num_bytes

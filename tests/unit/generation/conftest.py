@@ -34,6 +34,9 @@ class RemotePolicy:
     def offload_before_refit(self) -> None:
         self._group.run_all("offload_before_refit")
 
+    def hand_over_memory(self) -> None:
+        self._group.run_all("hand_over_memory")
+
     def offload_after_refit(self) -> None:
         self._group.run_all("offload_after_refit")
 

@@ -122,3 +122,34 @@ def test_a_host_copy_that_only_the_device_waited_for_is_not_shown_before_it_has_
     shown = training.manager.host_view(weight)
     assert shown is not None
     assert torch.equal(shown, trained)
+
+
+class Watched(DeferredDevice):
+    """Writes down when memory is given back to the driver and when copies out start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def trim(self) -> None:
+        self.events.append("trim")
+
+    def copy_out(self, copies):
+        transfer = super().copy_out(copies)
+        self.events += ["copy"] if transfer.num_bytes else []
+        return transfer
+
+
+def test_memory_that_is_free_goes_back_before_copies_start_and_that_of_what_left_once_somebody_looks():
+    training = Training(device=Watched())
+    training.step()
+    training.manager.enter(Phase.TRAINING)
+    device = training.manager._device
+    device.events.clear()
+    training.manager.enter(Phase.REFIT)
+    assert device.events == ["trim", "copy", "copy"]  # the optimizer leaves, the parameters' host copy is made
+    training.manager.poll()
+    assert device.events == ["trim", "copy", "copy"]
+    training.manager._states["optimizer"]._flight.transfer.wait_device()
+    training.manager.poll()
+    assert device.events == ["trim", "copy", "copy", "trim"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from nemo_offload_rl.errors import DeviceMemoryError
 from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
@@ -25,10 +26,14 @@ class Policy:
         self._fail_at = fail_at
         self._stop_at = stop_at
         self.filled = [threading.Event() for _ in range(6)]
+        self.handed_over = threading.Semaphore(0)
         self._index = 0
 
     def offload_before_refit(self) -> None:
         self._events.append("offload_before_refit")
+
+    def hand_over_memory(self) -> None:
+        self.handed_over.release()
 
     def offload_after_refit(self) -> None:
         self._events.append("offload_after_refit")
@@ -89,6 +94,37 @@ def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
     assert (report.num_tensors, report.num_buckets, report.num_bytes) == (5, 5, 2000)
+
+
+class WaitingEngine(Engine):
+    """Its weights find room once the policy has looked three times whether memory has become free."""
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        if tags == ["weights"]:
+            for _ in range(3):
+                assert self._policy.handed_over.acquire(timeout=20), "nobody made room"
+        super().prepare_for_generation(tags)
+
+
+def test_while_the_engine_waits_for_room_the_policy_hands_over_memory() -> None:
+    events: list[str] = []
+    policy = Policy(events)
+    engine = WaitingEngine(events, policy)
+    refit(policy, engine)  # type: ignore[arg-type]
+    assert events[:3] == ["offload_before_refit", "wake ['weights']", "start_refit"]
+    assert set(engine.loaded) == set(TENSORS)
+
+
+def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
+    class FullEngine(Engine):
+        def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+            raise DeviceMemoryError("no room")
+
+    events: list[str] = []
+    policy = Policy(events)
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        refit(policy, FullEngine(events, policy))  # type: ignore[arg-type]
+    assert events == ["offload_before_refit"]
 
 
 @pytest.mark.parametrize("index", [0, 2, 4])
