@@ -108,6 +108,23 @@ def test_the_driver_gets_the_memory_back_and_the_report_shows_it():
     training.manager.close()
 
 
+def test_cached_memory_goes_back_as_a_refit_begins_and_that_of_the_optimizer_when_somebody_looks_later():
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.TRAINING)
+    activations = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    optimizer_bytes = training.manager.device_bytes()["optimizer"]
+    del activations
+    before = torch.cuda.mem_get_info()[0]
+    training.manager.enter(Phase.REFIT)
+    begun = torch.cuda.mem_get_info()[0]
+    assert begun - before >= 2 << 30
+    torch.cuda.synchronize()
+    training.manager.poll()
+    assert torch.cuda.mem_get_info()[0] - begun >= optimizer_bytes - (16 << 20)
+    training.manager.close()
+
+
 def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
     training = Training()
     training.manager.reserve({"params": 1 << 30})
