@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
@@ -98,9 +98,10 @@ class VirtualCluster:
         if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
             address, port = ray.util.get_node_ip_address(), find_free_port(*search)
         else:
-            options = self.actor_options(0, {})
+            # Beside the slot, not in it: a worker may have all of it.
+            there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
-            address, port = ray.get(find.options(**options).remote())
+            address, port = ray.get(find.options(num_cpus=0, scheduling_strategy=there).remote())
         self._given_ports.add(port)
         return address, port
 

@@ -10,7 +10,7 @@ import torch
 
 from nemo_offload_rl.residency.arrival import in_order_of_use
 from nemo_offload_rl.residency.device import Copy, Device, Transfer
-from nemo_offload_rl.residency.errors import ResidencyError
+from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
@@ -78,6 +78,15 @@ class GroupState:
                 {key: r for key, r in records.items() if not r.storage.nbytes() and self.mirror.has(key)}, report
             )
         self.location = Placement.DEVICE
+
+    def try_arrive(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
+        """`arrive`, if there is room after all: what is free in all may be in pieces. False with nothing changed."""
+        try:
+            self.arrive(records, report)
+        except DeviceOutOfMemoryError:
+            self.undo_arrival(records)
+            return False
+        return True
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""

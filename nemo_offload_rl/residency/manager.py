@@ -246,8 +246,7 @@ class ResidencyManager:
             wanted = self.plan.placement(name, phase) is Placement.DEVICE or name in first_parts
             if not wanted or state.location is not Placement.HOST:
                 continue
-            if self._work.has_room(self.phase, state.mirror.num_bytes):
-                state.arrive(records[name], report)
+            if self._work.has_room(self.phase, state.mirror.num_bytes) and state.try_arrive(records[name], report):
                 self._work.add(state.mirror.num_bytes)
             else:
                 report.without_room.append(name)

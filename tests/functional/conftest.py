@@ -42,7 +42,9 @@ def command(*overrides: str, config: Path = CPU_CONFIG) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Packages may have been unpacked beside the interpreter's own, as on machines that have no network.
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,17 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
         assert groups[0].local_pids() == groups[0].pids()[:2], "a process id of another host means nothing here"
 
 
+def test_a_meeting_place_is_found_on_another_host_though_workers_have_all_of_its_slots(two_nodes):
+    with cluster_session(two_node_settings(2), num_colocated_groups=1) as session:
+        session._slots = session._slots[::-1]
+        spec = WorkerSpec(name="policy", factory="ray_workers:EchoWorker", kwargs={"greeting": ""})
+        group = RayWorkerGroup(session, spec)
+        group.wait_until_ready()
+        assert session._slots[0].node_id != ray.get_runtime_context().get_node_id()
+        places = {session.rendezvous() for _ in range(3)}
+        assert len(places) == 3
+
+
 def test_a_policy_spread_over_two_nodes_trains_as_one_rank_does(two_nodes, tmp_path):
     save_family(tmp_path / "model", "qwen3-tied")
     settings = make_settings(tmp_path / "model", residency_verify=False)

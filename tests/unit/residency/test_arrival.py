@@ -251,6 +251,35 @@ def test_layers_that_are_under_way_stay_so_when_what_was_to_come_beside_them_fin
     assert_same_parameters(training, plain)
 
 
+@pytest.mark.parametrize("num_good", range(4))
+def test_a_prefetch_that_finds_no_room_half_way_leaves_the_group_where_it_was(num_good):
+    device = FillingDevice()
+    training, plain = Training(device=device), Training()
+    for _ in range(2):
+        training.step()
+        plain.step()
+        for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+            training.manager.enter(phase)
+    assert training.manager.location("optimizer") is Placement.DEVICE  # prefetched, where there is room
+    training.step()
+    plain.step()
+    for phase in (Phase.REFIT, Phase.GENERATION):
+        training.manager.enter(phase)
+    device.num_good = num_parameters(training) + num_good
+    training.manager.enter(Phase.LP_INFERENCE)
+    device.num_good = None
+    assert training.manager.location("optimizer") is Placement.HOST
+    assert training.manager.device_bytes()["optimizer"] == 0
+    training.step()
+    plain.step()
+    assert_same_parameters(training, plain)
+
+
+def num_parameters(training: Training) -> int:
+    """Storages of the group `params`."""
+    return len(training.manager._mover.records()["params"])
+
+
 def test_closing_takes_the_waits_off_the_layers():
     training = Training(device=DeferredDevice(), layered=True)
     layers = (training.model.first, training.model.norm)
