@@ -21,13 +21,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-PHASES = ("refit", "generation", "logprobs", "reference_logprobs", "training")
+PHASES = ("refit", "reload_weights", "generation", "logprobs", "reference_logprobs", "training")
 PROMPT_TOKENS = 8
 MICRO_BATCH = 8
 
@@ -39,6 +41,7 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> d
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
     from trl.generation.vllm_generation import VLLMGeneration
+    from vllm import LLM
 
     torch.cuda.init()
     seconds: dict[str, float] = {}
@@ -54,8 +57,12 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> d
             torch.cuda.synchronize()
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin_s
 
+    def timed_reload(_: Any, method: Any, *args: Any) -> AbstractContextManager[Any]:
+        return timed("reload_weights") if method == "reload_weights" else nullcontext()
+
     _wrap(VLLMGeneration, "sync_weights", lambda *_: timed("refit"))
     _wrap(VLLMGeneration, "generate", lambda *_: timed("generation"))
+    _wrap(LLM, "collective_rpc", timed_reload)
 
     class Timed(GRPOTrainer):
         """Tells logprobs of the policy from those of the reference, and both from the training pass."""
@@ -79,6 +86,7 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> d
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             torch.cuda.synchronize()
             total_s = time.perf_counter() - Steps.begin_s
+            seconds["generation"] -= seconds.get("reload_weights", 0.0)
             history.append({**seconds, "total": total_s, "training": total_s - sum(seconds.values())})
 
     def reward(completions: list[str], **kwargs: Any) -> list[float | None]:
@@ -148,7 +156,9 @@ def run_ours(model: Path, prompts: int, group: int, tokens: int, steps: int, ove
     )
     records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     history = [
-        {name: record[f"timing/{name}_s"] for name in (*PHASES, "total")} for record in records if record["step"] > 0
+        {name: record.get(f"timing/{name}_s", 0.0) for name in (*PHASES, "total")}
+        for record in records
+        if record["step"] > 0
     ]
     return _medians(history) | {"last_step": records[-1]}
 
@@ -228,15 +238,28 @@ def main() -> None:
             if side == "trl" and arguments.trl_steps:
                 command += ["--steps", str(arguments.trl_steps)]
             env = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if side == "trl" else {})
-            done = subprocess.run([*command, *arguments.overrides], env=env, timeout=arguments.timeout_s)
+            status = _run([*command, *arguments.overrides], env, arguments.timeout_s)
             peak_gib = peak.stop()
-            if done.returncode:
-                print(f"{side}: status {done.returncode}")
+            if status != 0:
+                print(f"{side}: status {status}")
+            if not (folder / f"{side}.json").exists():
                 continue
             results["sides"][side] = json.loads((folder / f"{side}.json").read_text()) | {"gpu_peak_gib": peak_gib}
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     _print(results, arguments.prompts * arguments.group * arguments.tokens)
+
+
+def _run(command: list[str], env: dict[str, str], timeout_s: float) -> int | str:
+    """Exit status; after the time everything that the command started ends too, so that the GPU is free."""
+    process = subprocess.Popen(command, env=env)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        return f"none after {timeout_s:.0f} s"
 
 
 def _print(results: dict[str, Any], num_tokens: int) -> None:

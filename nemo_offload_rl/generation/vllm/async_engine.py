@@ -65,7 +65,8 @@ class AsyncVllmEngine(VllmEngineBase):
         self.check_ready()
         check_prompts([prompt], self._settings.max_model_len)
         coroutine = self._one(prompt, self.effective(sampling), num_samples, position=0)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        with self.deaths_told():
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
@@ -81,7 +82,8 @@ class AsyncVllmEngine(VllmEngineBase):
         return self._llm
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        with self.deaths_told():
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

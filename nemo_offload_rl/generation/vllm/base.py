@@ -8,11 +8,12 @@ state, and misuse (generating while asleep, or after weights were discarded) fai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from nemo_offload_rl.errors import ConfigError, DeviceMemoryError
+from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.requests import check_prompts
@@ -132,6 +133,28 @@ class VllmEngineBase(ABC):
         if asleep:
             raise RuntimeError(f"generate was called while {' and '.join(asleep)} sleep: call prepare_for_generation")
 
+    @contextmanager
+    def deaths_told(self) -> Iterator[None]:
+        """For calls of vLLM that need processes of its own: its engine core, or the workers of several GPUs.
+
+        Raises:
+            WorkerDiedError: One of them has ended; vLLM says so by errors of other kinds.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            raise WorkerDiedError(f"a process of vLLM's engine core has ended: {_first_line(error)}") from error
+        except RuntimeError as error:
+            if not self._workers_have_failed():
+                raise
+            raise WorkerDiedError(f"a worker process of vLLM has ended: {_first_line(error)}") from error
+
+    def _workers_have_failed(self) -> bool:
+        """Whether a worker process of an engine that lives in this process has ended."""
+        return False
+
     @abstractmethod
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
@@ -168,3 +191,7 @@ def _raise_first(messages: Sequence[str | None], kind: type[Exception]) -> None:
     for message in messages:
         if message is not None:
             raise kind(message)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

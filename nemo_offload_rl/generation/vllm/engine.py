@@ -55,21 +55,31 @@ class VllmEngine(VllmEngineBase):
     ) -> list[list[Completion]]:
         from vllm import TokensPrompt
 
-        outputs = self._engine.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
-            [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
-            use_tqdm=False,
-        )
+        with self.deaths_told():
+            outputs = self._engine.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
+                [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
+                use_tqdm=False,
+            )
         return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
 
     def _wake_up(self, tags: list[str]) -> None:
-        self._engine.wake_up(tags=tags)
+        with self.deaths_told():
+            self._engine.wake_up(tags=tags)
 
     def _sleep(self, level: int) -> None:
-        self._engine.sleep(level=level)
+        with self.deaths_told():
+            self._engine.sleep(level=level)
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return self._engine.collective_rpc(method, args=args)
+        with self.deaths_told():
+            return self._engine.collective_rpc(method, args=args)
 
     def _reset_prefix_cache(self) -> bool:
-        return self._engine.reset_prefix_cache()
+        with self.deaths_told():
+            return self._engine.reset_prefix_cache()
+
+    def _workers_have_failed(self) -> bool:
+        # Where the core is a process of its own it has its executor there, and its end is an error of its own.
+        core = getattr(self._engine.llm_engine.engine_core, "engine_core", None)
+        return core is not None and getattr(core.model_executor, "is_failed", False)

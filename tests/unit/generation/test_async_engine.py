@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
 import pytest
 import torch
 from tiny_models import make_qwen3
 
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, WorkerDiedError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.weight_sync.refit import refit
 
@@ -32,3 +33,14 @@ def test_overlapping_requests_of_the_async_engine_use_the_refitted_weights(start
             assert answer == logits.argmax(-1).tolist()
     with pytest.raises(DataError, match="is empty"):
         asyncio.run(engine.generate_async([], sampling))
+
+    (core,) = [child for child in psutil.Process(engine.group.pids()[0]).children() if "EngineCore" in child.name()]
+    core.kill()
+    with pytest.raises(WorkerDiedError, match="a process of vLLM's engine core has ended") as died:
+        engine.generate(prompts, sampling)
+    assert died.value is engine.group.failure  # what a restart of the engine asks for
+    with pytest.raises(WorkerDiedError, match="a process of vLLM's engine core has ended"):
+        asyncio.run(ask_all())
+    engine.restart()
+    refit(policy, engine)
+    assert asyncio.run(ask_all()) == answers
