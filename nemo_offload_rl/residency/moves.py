@@ -107,17 +107,11 @@ class GroupMover:
     def _move(self, moving: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
         leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
         arriving = [name for name, place in moving.items() if place is Placement.DEVICE]
-        freed = [name for name in leaving if moving[name] is Placement.FREED]
-        for name in freed:
-            self._states[name].leave(Placement.FREED, records[name], report)
-            # The list must not keep alive what the group has just dropped.
-            records[name].clear()
-        if leaving:
-            # Before copies start, beside which it would wait: somebody may need what is free already.
-            self._trim_unless_leaving()
         for name in leaving:
-            if name not in freed:
-                self._states[name].leave(moving[name], records[name], report)
+            self._states[name].leave(moving[name], records[name], report)
+            if moving[name] is Placement.FREED:
+                # The list must not keep alive what the group has just dropped.
+                records[name].clear()
         if arriving:
             # What arrives may need the memory of what leaves.
             for state in self._states.values():

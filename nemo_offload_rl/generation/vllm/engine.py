@@ -80,6 +80,8 @@ class VllmEngine(VllmEngineBase):
             return self._engine.reset_prefix_cache()
 
     def _workers_have_failed(self) -> bool:
+        if self._llm is None:
+            return False
         # Where the core is a process of its own it has its executor there, and its end is an error of its own.
-        core = getattr(self._engine.llm_engine.engine_core, "engine_core", None)
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
         return core is not None and getattr(core.model_executor, "is_failed", False)

@@ -67,7 +67,7 @@ def run(settings: Any, process: ProcessInfo) -> tuple[dict[str, Tensor], Tensor,
             worker.offload_after_refit()
         held_bytes = sum(worker.residency.device_bytes().values())
         for is_late in (False, True):
-            if is_late and process.device != "cpu":
+            if is_late:
                 hold_back_copies(worker)
             worker.prepare_for_lp_inference()
             values.append(float(worker.get_logprobs(batch).double().sum()))

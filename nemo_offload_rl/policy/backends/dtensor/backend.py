@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,7 +165,7 @@ class DTensorBackend:
 
         With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
         """
-        by_layer: dict[str, Any] = {"layers": self._layers, "layer_arrived": self._gather}
+        weights_group = partial(TensorGroup, prepare=self._reshard, layers=self._layers, layer_arrived=self._gather)
 
         def frozen() -> Iterator[tuple[str, Tensor]]:
             yield from self._lora.base if self._lora is not None else ()
@@ -176,11 +176,11 @@ class DTensorBackend:
             yield from frozen()
 
         if self._lora is None:
-            weights = [TensorGroup(PARAMS, params, prepare=self._reshard, **by_layer)]
+            weights = [weights_group(PARAMS, params)]
         else:
             weights = [
-                TensorGroup(PARAMS, lambda: self._parameters, prepare=self._reshard, **by_layer),
-                TensorGroup(BASE, frozen, prepare=self._reshard, **by_layer),
+                weights_group(PARAMS, lambda: self._parameters),
+                weights_group(BASE, frozen),
             ]
         return (
             *weights,
