@@ -80,7 +80,7 @@ def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) 
     overrides = [
         f"policy.model_name={model}",
         f"logger.log_dir={folder / variant}",
-        f"grpo.max_num_steps={options.steps}",
+        f"grpo.max_num_steps={(options.resident_steps if RESIDENT[0] in VARIANTS[variant] else None) or options.steps}",
         f"grpo.seed={options.seed}",
         *VARIANTS[variant],
         *options.overrides,
@@ -123,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--resident-steps", type=int, help="steps of `_resident` variants, if not the same")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--cpu", action="store_true", help="the demo's model and precision; no Megatron")
     parser.add_argument("--model", type=Path, help="a model that is warmed up already")

@@ -4,9 +4,9 @@
 
 Both sides, each in a process of its own: the same random Qwen3 model (float32 parameters, bfloat16 compute, AdamW), the
 same prompts, 64 of them with 8 responses of 1024 tokens (a few end earlier), temperature 1, KL to a frozen reference,
-logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses, vLLM colocated with
-sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. The two are timed by the wall
-clock with the GPU waited for; the first step of each, which compiles, is left out of the medians.
+logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses (`--micro-batch`), vLLM
+colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
+the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 
 PHASES = ("refit", "reload_weights", "generation", "logprobs", "reference_logprobs", "training")
-PROMPT_TOKENS = 8
-MICRO_BATCH = 8
+SIZE_OPTIONS = ("--prompts", "--group", "--tokens", "--steps", "--micro-batch")
 
 
-def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> dict[str, Any]:
+def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int, micro_batch: int) -> dict[str, Any]:
     """Medians of TRL's phases."""
     import torch
     from datasets import Dataset
@@ -94,8 +93,8 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> d
 
     config = GRPOConfig(
         output_dir=str(model.parent / "trl"),
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=prompts * group // MICRO_BATCH,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=prompts * group // micro_batch,
         num_generations=group,
         max_completion_length=tokens,
         max_steps=steps,
@@ -132,7 +131,9 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int) -> d
     return result
 
 
-def run_ours(model: Path, prompts: int, group: int, tokens: int, steps: int, overrides: list[str]) -> dict[str, Any]:
+def run_ours(
+    model: Path, prompts: int, group: int, tokens: int, steps: int, micro_batch: int, overrides: list[str]
+) -> dict[str, Any]:
     """Medians of our phases."""
     from grpo_gpu import ROOT
 
@@ -147,7 +148,7 @@ def run_ours(model: Path, prompts: int, group: int, tokens: int, steps: int, ove
         "grpo.num_prompts_per_step": prompts,
         "grpo.num_generations_per_prompt": group,
         "policy.train_global_batch_size": prompts * group,
-        "policy.train_micro_batch_size": MICRO_BATCH,
+        "policy.train_micro_batch_size": micro_batch,
         "policy.generation.max_new_tokens": tokens,
         "policy.max_total_sequence_length": tokens + 16,
     }
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--micro-batch", type=int, default=8, help="responses")
     parser.add_argument("--trl-steps", type=int, help="steps of TRL's side, if not the same")
     parser.add_argument("--timeout-s", type=float, default=420.0, help="for each side")
     parser.add_argument("--json", type=Path)
@@ -214,7 +216,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for our side")
     arguments = parser.parse_args()
-    sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps)
+    sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps, arguments.micro_batch)
     if arguments.one:
         result = (
             run_trl(arguments.model, *sizes)
@@ -233,7 +235,7 @@ def main() -> None:
             peak = PeakMemory()
             peak.start()
             command = [sys.executable, __file__, "--one", side, "--model", str(folder / "model")]
-            for option, value in zip(("--prompts", "--group", "--tokens", "--steps"), sizes, strict=True):
+            for option, value in zip(SIZE_OPTIONS, sizes, strict=True):
                 command += [option, str(value)]
             if side == "trl" and arguments.trl_steps:
                 command += ["--steps", str(arguments.trl_steps)]

@@ -37,6 +37,16 @@ SMALL = (
 )
 
 
+ON_GPU = (
+    "cluster.gpus_per_node=1",
+    "policy.dtensor_cfg.torch_compile=false",
+    "policy.precision=bfloat16",
+    "policy.generation.vllm_cfg.kv_cache_memory_gib=null",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
+    "policy.host_memory_budget_gib=8",
+)
+
+
 def command(*overrides: str, config: Path = CPU_CONFIG) -> list[str]:
     return [sys.executable, "examples/run_grpo.py", "--config", str(config), *SMALL, *overrides]
 
@@ -51,6 +61,12 @@ def environment() -> dict[str, str]:
 def grpo_command() -> Callable[..., list[str]]:
     """The command line of a small run, for tests that start it in their own way."""
     return command
+
+
+@pytest.fixture(scope="session")
+def on_gpu() -> tuple[str, ...]:
+    """Overrides with which a small run has one GPU."""
+    return ON_GPU
 
 
 @pytest.fixture(scope="session")
@@ -82,29 +98,42 @@ class RunningGrpo:
             pytest.fail(f"the run ended early: {self.stderr.read_text()}")
         self._look()
 
-    def worker(self, variable: str) -> psutil.Process:
-        """The worker in whose environment `variable` was set."""
+    def engine(self) -> psutil.Process:
+        """The one engine's process."""
+        return self._worker(is_engine=True)
+
+    def policy(self) -> psutil.Process:
+        """The one policy worker's process."""
+        return self._worker(is_engine=False)
+
+    def _worker(self, is_engine: bool) -> psutil.Process:
         self._look()
         (found,) = [
             child
             for child in self.children
-            if child.is_running() and child.name().startswith("ray::HostedWorker") and variable in child.environ()
+            if child.is_running()
+            and child.name().startswith("ray::HostedWorker")
+            # In the environment of engines alone.
+            and ("VLLM_ENABLE_V1_MULTIPROCESSING" in child.environ()) == is_engine
         ]
         return found
 
     def kill_engine_in_generation(self) -> psutil.Process:
-        """Kill the engine in a call that computes: waking up and loading weights take no time on a CPU."""
-        engine = self.worker("VLLM_CPU_OMP_THREADS_BIND")
+        """Kill the engine in a call that computes: waking up and loading weights take little time."""
+        return self.kill_in_call(self.engine(), 0.1)
+
+    def kill_in_call(self, worker: psutil.Process, compute_s: float) -> psutil.Process:
+        """Kill a worker in a call that has taken `compute_s` of a CPU already."""
         began_s = None
         while True:
-            used_s = engine.cpu_times().user
-            if not engine.cmdline()[0].endswith(".call"):
+            used_s = worker.cpu_times().user
+            if not worker.cmdline()[0].endswith(".call"):
                 began_s = None
             elif began_s is None:
                 began_s = used_s
-            elif used_s - began_s >= 0.1:
-                engine.kill()
-                return engine
+            elif used_s - began_s >= compute_s:
+                worker.kill()
+                return worker
             time.sleep(0.005)
 
     def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:

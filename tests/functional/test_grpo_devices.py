@@ -13,14 +13,7 @@ OWN_DEVICES = (
     "policy.generation.colocated.resources.gpus_per_node=1",
     "policy.generation.colocated.resources.num_nodes=1",
 )
-ON_GPU = (
-    "policy.dtensor_cfg.torch_compile=false",
-    "policy.precision=bfloat16",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib=null",
-    "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
-    "policy.generation.vllm_cfg.max_model_len=64",
-    "policy.host_memory_budget_gib=8",
-)
+MAX_MODEL_LEN = "policy.generation.vllm_cfg.max_model_len=64"
 ONE_ENGINE = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
 # A rate at which a few steps change most answers.
 DTENSOR = ("policy.optimizer.kwargs.lr=3e-3",)
@@ -128,8 +121,8 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.timeout(400)
-def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_of):
-    metrics = metrics_of("gpu", "cluster.gpus_per_node=1", *ON_GPU)[STEPS]
+def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_of, on_gpu):
+    metrics = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN)[STEPS]
     assert metrics["train/token_mult_prob_error"] < 1.05
     assert metrics["memory/generation_policy_gib"] < 2
     assert metrics["memory/training_engine_gib"] < 4
@@ -146,12 +139,12 @@ def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_o
         ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2", *ONE_ENGINE),
         ("cluster.gpus_per_node=2", *MEGATRON),
         ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2", *ONE_ENGINE),
-        ("cluster.gpus_per_node=1", *DTENSOR, *OWN_DEVICES),
+        (*DTENSOR, *OWN_DEVICES),
     ],
     ids=["FSDP", "TP, one engine over both", "Megatron DP", "Megatron TP, one engine over both", "each on its own"],
 )
-def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, overrides):
-    metrics, after, before = trained(*overrides, *ON_GPU, characters=4)
+def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, overrides):
+    metrics, after, before = trained(*on_gpu, MAX_MODEL_LEN, *overrides, characters=4)
     assert all(metrics[step]["train/token_mult_prob_error"] < 1.05 for step in range(1, STEPS + 1))
     # In bfloat16 some choices are close; weights that are not those trained share few.
     assert after >= 0.75

@@ -9,9 +9,6 @@ import signal
 import pytest
 
 TIMEOUT_S = 60
-# In the environment of one kind of worker alone.
-ENGINE, POLICY = "VLLM_CPU_OMP_THREADS_BIND", "OMP_WAIT_POLICY"
-
 OWN_DEVICES = (
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
@@ -28,19 +25,19 @@ def assert_ends_with_the_cause(run, name, worker):
 
 
 def test_a_killed_policy_worker_ends_the_run_with_its_name_and_the_cause(running_grpo):
-    worker = running_grpo.worker(POLICY)
+    worker = running_grpo.policy()
     worker.kill()
     assert_ends_with_the_cause(running_grpo, "policy", worker)
 
 
 @pytest.mark.parametrize("running_grpo", [OWN_DEVICES], indirect=True, ids=["engine on its own device"])
 def test_a_killed_engine_is_started_again_while_restarts_are_left_and_then_ends_the_run(running_grpo):
-    first = running_grpo.worker(ENGINE)
+    first = running_grpo.engine()
     first.kill()
     running_grpo.wait_for_step(20)
     (warning,) = [line for line in running_grpo.stderr.read_text().splitlines() if "starting the engine again" in line]
     assert re.search(rf"vllm worker 0 died during \w+: process {first.pid}: .*, restarts left: 0$", warning)
-    second = running_grpo.worker(ENGINE)
+    second = running_grpo.engine()
     second.kill()
     assert_ends_with_the_cause(running_grpo, "vllm", second)
 

@@ -1,0 +1,108 @@
+"""Runs that go wrong on a GPU: the cause comes first, the GPU is free afterwards, what was saved is whole."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+TIMEOUT_S = 120
+GOES_ON = (
+    "grpo.max_num_steps=100000",
+    "grpo.max_num_epochs=100000",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+)
+# Long enough to be killed in.
+MANY_PROMPTS = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128")
+LONG_RESPONSES = (*MANY_PROMPTS, "policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=48")
+SLOW_TRAINING = (*MANY_PROMPTS, "policy.train_micro_batch_size=1")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu_is_freed() -> Iterator[None]:
+    """After the run as much of the GPU is free as before it."""
+    torch.cuda.init()
+    free_before_bytes, _ = torch.cuda.mem_get_info()
+    yield
+    torch.cuda.empty_cache()
+    deadline_s = time.monotonic() + 10
+    while (missing_bytes := free_before_bytes - torch.cuda.mem_get_info()[0]) > 64 << 20:
+        assert time.monotonic() < deadline_s, f"{missing_bytes / 2**30:.2f} GiB are still held"
+        time.sleep(0.1)
+
+
+def test_a_killed_engine_is_started_again_once_and_then_ends_the_run(start_grpo, on_gpu, tmp_path):
+    one_restart = "policy.generation.vllm_cfg.max_restarts=1"
+    run = start_grpo(f"logger.log_dir={tmp_path / 'run'}", *on_gpu, *GOES_ON, *LONG_RESPONSES, one_restart)
+    run.wait_for_step(2)
+    first = run.kill_engine_in_generation()
+    run.wait_for_step(5)
+    assert f"vllm worker 0 died during generate: process {first.pid}" in run.stderr.read_text()
+    second = run.kill_engine_in_generation()
+    status, last_line, alive = run.wait(TIMEOUT_S)
+    assert status == 2
+    assert last_line.startswith(f"error: vllm worker 0 died during generate: process {second.pid}")
+    assert not alive
+
+
+def test_a_policy_worker_killed_in_training_ends_the_run_which_goes_on_from_its_checkpoint(
+    start_grpo, run_grpo, on_gpu, model_folder, tmp_path
+):
+    saved = (
+        *on_gpu,
+        *SLOW_TRAINING,
+        f"logger.log_dir={tmp_path / 'run'}",
+        f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}",
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=2",
+    )
+    run = start_grpo(*saved, *GOES_ON)
+    run.wait_for_step(3)
+    worker = run.kill_in_call(run.policy(), 0.5)
+    status, last_line, alive = run.wait(TIMEOUT_S)
+    assert status == 2
+    assert last_line.startswith(f"error: policy worker 0 died during train: process {worker.pid}")
+    assert not alive
+    done = run_grpo(f"policy.model_name={model_folder}", *saved, "grpo.max_num_steps=3")
+    assert done.status == 0, done.stderr
+    assert re.findall(r"^step (\d+)/", done.stdout, re.MULTILINE) == ["3"]
+
+
+def test_an_engine_that_finds_no_room_to_wake_ends_the_run_with_who_holds_the_gpu(start_grpo, on_gpu, tmp_path):
+    run = start_grpo(f"logger.log_dir={tmp_path / 'run'}", *on_gpu, *GOES_ON, *SLOW_TRAINING)
+    run.wait_for_step(1)
+    taken = []
+    while run.process.poll() is None:  # whatever the engine leaves; the policy needs little
+        free_bytes, _ = torch.cuda.mem_get_info()
+        if free_bytes > 5 << 30:
+            taken.append(torch.empty(free_bytes - (4 << 30), dtype=torch.uint8, device="cuda"))
+        time.sleep(0.002)
+    held_gib = sum(part.numel() for part in taken) / 2**30
+    status, last_line, alive = run.wait(TIMEOUT_S)
+    assert status == 2
+    assert not alive
+    found = re.search(r"The engine's [a-z_ ]+ need ([\d.]+) GiB to wake, but ([\d.]+) of [\d.]+ GiB", last_line)
+    assert found is not None, last_line
+    needed_gib, free_gib = map(float, found.groups())
+    assert free_gib < needed_gib < held_gib
+    assert "gpu_memory_utilization" in last_line
+
+
+def test_a_refit_that_lacks_weights_ends_the_run_with_their_names(run_grpo, on_gpu, model_folder, tmp_path):
+    one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
+    done = run_grpo(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", *on_gpu, one_layer_more)
+    # Not an error of the user's: it keeps its traceback, and the names come last.
+    last_line = done.stderr.splitlines()[-1]
+    assert done.status == 1
+    assert "RefitError" in last_line
+    assert "model.layers.3." in last_line
