@@ -41,7 +41,7 @@ ON_GPU = (
     "cluster.gpus_per_node=1",
     "policy.dtensor_cfg.torch_compile=false",
     "policy.precision=bfloat16",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib=null",
+    "policy.generation.vllm_cfg.kv_cache_memory_gib=24",
     "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
     "policy.host_memory_budget_gib=8",
 )
@@ -244,7 +244,8 @@ def greedy_answers() -> Callable[[Path, Path], list[tuple[str, str]]]:
         tokenizer = AutoTokenizer.from_pretrained(exported)
         model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
         pairs = []
-        for prompt, answer in re.findall(r"^  (?:right|wrong)  ('.*?') -> ('.*?')[ ,]", samples.read_text(), re.M):
+        text = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # as `repr` writes it
+        for prompt, answer in re.findall(rf"^  (?:right|wrong)  {text} -> {text}[ ,]", samples.read_text(), re.M):
             ids = tokenizer(ast.literal_eval(prompt), return_tensors="pt").input_ids
             written = model.generate(ids, do_sample=False, max_new_tokens=16, pad_token_id=0)[0, ids.shape[1] :]
             pairs.append((ast.literal_eval(answer), tokenizer.decode(written, skip_special_tokens=True)))
