@@ -73,7 +73,7 @@ def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup-steps", type=int, default=2)
-    parser.add_argument("--only", default=None, help="run the variants whose names have this in them")
+    parser.add_argument("--only", nargs="+", help="run these variants, by their whole names")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--budget-s", type=float, default=math.inf, help="start no variant after so many seconds")
     parser.add_argument(
@@ -121,8 +121,9 @@ def run_children(
         run_child(_write_model, args.shape, folder, args.device)
         lengths = tuple(int(length) for length in args.lengths.split(","))
         run = Run(args.shape, folder, args.device, lengths, args.rows, args.steps, args.warmup_steps)
+        wanted = args.only or [variant.name for variant in variants]
         for variant in variants:
-            if args.only and args.only not in variant.name:
+            if variant.name not in wanted:
                 continue
             if time.perf_counter() - started > args.budget_s:
                 print(f"{variant.name}: no time left", flush=True)
