@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import TransitionReport, totals
+
+logger = logging.getLogger(__name__)
 
 
 def update_metrics(result: TrainResult) -> dict[str, float]:
@@ -23,7 +26,11 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Bytes summed over ranks; seconds of the slowest rank."""
+    """Bytes summed over ranks; seconds of the slowest rank. What stayed on a device unplanned is told as a warning."""
+    for rank, reports in enumerate(reports_by_rank):
+        for report in reports:
+            for leftover in report.leftovers:
+                logger.warning("policy worker %d, %s: still on the device: %s", rank, report.target.value, leftover)
     by_rank = [totals(list(reports)) for reports in reports_by_rank]
     return {
         name: max(rank[name] for rank in by_rank) if name.endswith("_s") else sum(rank[name] for rank in by_rank)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,4 +70,21 @@ def find_leftovers(
             kind = type(candidate).__name__.lower()
             sizes[f"{kind} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"] += storage.nbytes()
     found = [Leftover(owner, size) for owner, size in sizes.items() if size >= from_bytes]
+    return sorted(found, key=lambda leftover: -leftover.num_bytes)
+
+
+def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = REPORTED_FROM_BYTES) -> list[Leftover]:
+    """Cached memory that cannot go back to the driver, because something small lives in the same block.
+
+    Args:
+        segments: Of one device, as `torch.cuda.memory_snapshot` gives them.
+        from_bytes: Blocks with less free memory are left out.
+    """
+    found: list[Leftover] = []
+    for segment in segments:
+        kept = [block["size"] for block in segment["blocks"] if block["state"] != "inactive"]
+        free_bytes = segment["total_size"] - sum(kept)
+        if kept and free_bytes >= from_bytes:
+            keepers = f"{len(kept)} allocation{'s' if len(kept) > 1 else ''} of {sum(kept) / 2**20:.1f} MiB"
+            found.append(Leftover(f"cached block that {keepers} keep{'' if len(kept) > 1 else 's'}", free_bytes))
     return sorted(found, key=lambda leftover: -leftover.num_bytes)

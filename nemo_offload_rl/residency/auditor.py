@@ -16,15 +16,20 @@ class Auditor:
         self._device = device
         self._unexplained_bytes = 0
 
-    def check(self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]) -> list[Leftover]:
+    def check(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str], trimmed: bool
+    ) -> list[Leftover]:
         """Leftovers of this transition, usually none.
 
         Args:
             records: Storages by group.
             expected: Groups that may be on the device now.
+            trimmed: Cached memory has just been given back, so that what is still cached belongs to the leftovers.
         """
         explained = sum(record.storage.nbytes() for name in expected for record in records[name].values())
         unexplained = self._device.allocated_bytes() - explained
+        if trimmed:
+            unexplained += self._device.cached_bytes()
         if unexplained <= self._unexplained_bytes + REPORTED_FROM_BYTES:
             return []
         self._unexplained_bytes = unexplained

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostArena, aligned
-from nemo_offload_rl.residency.audit import Leftover, find_leftovers
+from nemo_offload_rl.residency.audit import Leftover, find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
@@ -144,6 +144,9 @@ class CudaDevice:
         return None
 
     def trim(self) -> None:
+        # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
+        # around it would stay. The next product takes it anew.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
@@ -154,17 +157,21 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)[1]
 
     def free_bytes(self) -> int:
-        reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + reusable
+        return torch.cuda.mem_get_info(self.device)[0] + self.cached_bytes()
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
+
+    def cached_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
         staging = unique_storages(("staging", buffer) for buffer in self._staging.values())
-        return find_leftovers({**records, "staging": staging}, {*expected, "staging"}, self.device)
+        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index]
+        found = find_leftovers({**records, "staging": staging}, {*expected, "staging"}, self.device)
+        return found + find_kept_blocks(segments)
 
     def drain_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.device)

@@ -121,10 +121,14 @@ class Device(Protocol):
         """Bytes that this process has allocated on the device; 0 where that is not known."""
         ...
 
+    def cached_bytes(self) -> int:
+        """Bytes that this process holds on the device without using them."""
+        ...
+
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
-        """What `audit.find_leftovers` finds on this device."""
+        """What `audit` finds on this device."""
         ...
 
     def drain_peak_bytes(self) -> int:
@@ -206,6 +210,9 @@ class CpuDevice:
         return available_bytes()
 
     def allocated_bytes(self) -> int:
+        return 0
+
+    def cached_bytes(self) -> int:
         return 0
 
     def leftovers(

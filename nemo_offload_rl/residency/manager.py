@@ -133,7 +133,7 @@ class ResidencyManager:
         phase = report.target
         if not self._overlap or phase in SETTLED:
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._auditor.check(records, here)
+            report.leftovers = self._auditor.check(records, here, trimmed=phase is Phase.GENERATION)
         self._work.begin(sum(device_bytes(records).values()))
         if self._overlap:
             for name in self._leaving_next(phase):

@@ -10,6 +10,7 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import Phase, TransitionReport
+from nemo_offload_rl.residency.audit import Leftover
 
 
 def make_rollout(question: str, answer: str, *, correct: bool, truncated: bool = False) -> Rollout:
@@ -80,3 +81,11 @@ def test_bytes_are_summed_over_ranks_and_seconds_are_the_slowest_ranks():
     assert metrics["bytes_out"] == 111
     assert metrics["exposed_s"] == pytest.approx(0.3)
     assert metrics["bytes_in"] == 0
+
+
+def test_what_stayed_on_a_device_is_told_with_the_worker_and_the_phase(caplog):
+    report = TransitionReport(source=None, target=Phase.GENERATION)
+    report.leftovers.append(Leftover("tensor [3] uint8", 48 << 20))
+    with caplog.at_level("WARNING", logger="nemo_offload_rl"):
+        residency_metrics([[], [report]])
+    assert caplog.messages == ["policy worker 1, generation: still on the device: tensor [3] uint8: 48 MiB"]

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_training import Training
 
 from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, TensorGroup
-from nemo_offload_rl.residency.audit import find_leftovers
+from nemo_offload_rl.residency.audit import find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.storage import unique_storages
 
 
@@ -35,9 +35,13 @@ class CountingDevice(CpuDevice):
     """Says how much is allocated, as the test sets it."""
 
     bytes_by_others = 0
+    bytes_cached = 0
 
     def allocated_bytes(self) -> int:
         return self.bytes_by_others
+
+    def cached_bytes(self) -> int:
+        return self.bytes_cached
 
 
 def test_leftovers_are_reported_once_when_the_unexplained_memory_grows():
@@ -52,6 +56,37 @@ def test_leftovers_are_reported_once_when_the_unexplained_memory_grows():
     assert "tensor [41943040] uint8: 40 MiB" in [str(leftover) for leftover in report.leftovers]
     assert "still on the device: tensor [41943040] uint8: 40 MiB" in report.line()
     assert training.manager.enter(Phase.GENERATION).leftovers == []
+
+
+def test_cached_memory_counts_where_it_should_have_gone_back_and_nowhere_else():
+    device = CountingDevice()
+    training = Training(device=device)
+    training.step()
+    known = torch.zeros(40 << 20, dtype=torch.uint8)  # so that there is something to name
+    device.bytes_cached = 10 << 30
+    assert training.manager.enter(Phase.LP_INFERENCE).leftovers == []
+    report = training.manager.enter(Phase.GENERATION)
+    assert f"tensor [{known.numel()}] uint8: 40 MiB" in [str(leftover) for leftover in report.leftovers]
+
+
+def segment(*blocks: tuple[int, str]) -> dict[str, object]:
+    """As `torch.cuda.memory_snapshot` lists a block of the driver's, sizes in MiB."""
+    parts = [{"size": size << 20, "state": state} for size, state in blocks]
+    return {"device": 0, "total_size": sum(size << 20 for size, _ in blocks), "blocks": parts}
+
+
+def test_small_allocations_that_keep_large_cached_blocks_are_told_with_what_they_keep():
+    segments = [
+        segment((32, "active_allocated"), (968, "inactive")),
+        segment((8, "inactive"), (1, "active_allocated"), (4000, "inactive"), (2, "active_pending_free")),
+        segment((500, "active_allocated")),
+        segment((700, "inactive")),  # goes back
+        segment((10, "active_allocated"), (10, "inactive")),
+    ]
+    assert [str(kept) for kept in find_kept_blocks(segments)] == [
+        "cached block that 2 allocations of 3.0 MiB keep: 4008 MiB",
+        "cached block that 1 allocation of 32.0 MiB keeps: 968 MiB",
+    ]
 
 
 def test_verifying_finds_a_write_that_nobody_told_of():

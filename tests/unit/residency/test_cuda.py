@@ -261,3 +261,37 @@ def test_what_a_backend_forgot_to_list_is_named_after_the_transition():
     report = training.manager.enter(Phase.LP_INFERENCE)
     assert f"tensor [{forgotten.numel()}] uint8: 48 MiB" in [str(leftover) for leftover in report.leftovers]
     training.manager.close()
+
+
+def test_what_matrix_products_keep_for_themselves_keeps_no_cached_block():
+    torch._C._cuda_clearCublasWorkspaces()
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.TRAINING)
+    torch.cuda.empty_cache()
+    activations = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    del activations
+    # In both threads: that of the forward pass and that of the backward pass.
+    matrix = torch.randn(256, 256, device="cuda", requires_grad=True)
+    (matrix @ matrix).sum().backward()
+    del matrix
+    training.manager.enter(Phase.REFIT)
+    report = training.manager.enter(Phase.GENERATION)
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 64 << 20
+    assert not any("cached block" in str(leftover) for leftover in report.leftovers)
+    training.manager.close()
+
+
+def test_a_small_tensor_that_keeps_a_large_cached_block_is_told_with_what_it_keeps():
+    training = Training()
+    training.step()
+    training.manager.enter(Phase.TRAINING)
+    torch.cuda.empty_cache()
+    activations = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    del activations
+    small = torch.zeros(24 << 20, dtype=torch.uint8, device="cuda")
+    training.manager.enter(Phase.REFIT)
+    report = training.manager.enter(Phase.GENERATION)
+    (told,) = [leftover for leftover in report.leftovers if "cached block" in str(leftover)]
+    assert told.num_bytes >= (2 << 30) - small.nbytes - (2 << 20)
+    training.manager.close()
