@@ -101,7 +101,8 @@ def judge(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> dict[st
         name: statistics.median(step[name] for step in settled[-5:])
         - statistics.median(step[name] for step in settled[:5])
         for name in settled[0]
-        if name.startswith("memory/") and name != "memory/peak_gib"
+        # A phase shorter than the sampler's period may be without a sample.
+        if name.startswith("memory/") and name != "memory/peak_gib" and all(name in step for step in settled)
     }
     compared = list(zip(steps, beside, strict=False))[:COMPARED_STEPS]
     apart = {

@@ -247,7 +247,7 @@ class GrpoTrainer:
         """Have the engine awake with the policy's weights; generating again at once moves nothing."""
         if not self._engine_is_awake:
             with self._timer.phase("refit"):
-                refit(self._parts.policy, self._parts.engine)
+                refit(self._parts.policy, self._parts.engine, self._timer)
             self._engine_is_awake = True
 
     def _rest_engine(self) -> None:

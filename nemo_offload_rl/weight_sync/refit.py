@@ -1,13 +1,16 @@
 """One refit, seen from the driver.
 
-1. `offload_before_refit`: the policy gives the device back, except its weights.
-2. The engine wakes its weights (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to
-   wait for room, the policy hands over memory as what it holds leaves.
-3. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
+1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
+   (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to wait for room, the policy
+   hands over memory as what it holds leaves.
+2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned.
-4. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
-5. `offload_after_refit`: the policy's weights leave too.
-6. The engine wakes its KV cache.
+3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
+4. `offload_after_refit`: the policy's weights leave too. Beside it the engine wakes its KV cache, at once where there
+   is room for it already, else when the policy has made room.
+
+Mapping an engine's memory takes the driver's time, tenths of a second for a cache of tens of GiB: that is why it runs
+beside what the policy does. Nothing of this can overshoot the device: who wakes waits for memory that is really free.
 
 A failure anywhere is raised at once and ends the refit. The engine then refuses to generate until a refit succeeds.
 """
@@ -15,12 +18,12 @@ A failure anywhere is raised at once and ends the refit. The engine then refuses
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_offload_rl.generation.interfaces import GenerationEngine
+from nemo_offload_rl.utils.timer import PhaseTimer
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
@@ -55,57 +58,60 @@ class RefitSource(Protocol):
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What one refit moved. `stream_s` is the part in which buckets were filled and loaded."""
+    """What one refit moved."""
 
     num_tensors: int
     num_buckets: int
     num_bytes: int
-    stream_s: float
-    total_s: float
 
 
-def refit(policy: RefitSource, engine: GenerationEngine) -> RefitReport:
+def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | None = None) -> RefitReport:
     """Bring the policy's weights into the engine; the file header has the order.
+
+    Args:
+        policy: All of its ranks.
+        engine: All engines.
+        timer: Told of the parts `wake_weights`, `stream` and `wake_kv_cache`; within the first `enter`, within the last
+            `leave`, which are the policy's.
 
     Raises:
         RefitError: A weight is missing, unexpected or of another shape; the names are in the message.
+        DeviceMemoryError: The engine found no room in time.
         WorkerDiedError: A policy or engine process ended.
     """
-    begin_s = time.perf_counter()
-    policy.offload_before_refit()
+    timer = timer or PhaseTimer()
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
     try:
-        _wake_weights(policy, engine, pool)
-        stream_begin_s = time.perf_counter()
-        num_tensors, num_buckets, num_bytes = _stream(policy, engine, pool)
-        stream_s = time.perf_counter() - stream_begin_s
+        with timer.phase("wake_weights"):
+            _wake_weights(policy, engine, pool, timer)
+        with timer.phase("stream"):
+            report = _stream(policy, engine, pool)
+            engine.finish_refit()
+        with timer.phase("wake_kv_cache"):
+            waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
+            with timer.phase("leave"):
+                policy.offload_after_refit()
+            waking.result()
     finally:
         # Not waited for: after an interrupt or a dead worker what runs there may never return by itself.
         pool.shutdown(wait=False, cancel_futures=True)
-    engine.finish_refit()
-    policy.offload_after_refit()
-    engine.prepare_for_generation(["kv_cache"])
-    report = RefitReport(num_tensors, num_buckets, num_bytes, stream_s, time.perf_counter() - begin_s)
     logger.debug(
-        "Refit: %d tensors, %.3f GiB in %d buckets, %.2f s of which %.2f s streaming",
-        report.num_tensors,
-        report.num_bytes / 2**30,
-        report.num_buckets,
-        report.total_s,
-        report.stream_s,
+        "Refit: %d tensors, %.3f GiB in %d buckets", report.num_tensors, report.num_bytes / 2**30, report.num_buckets
     )
     return report
 
 
-def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> None:
+def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer) -> None:
     """The policy's copies free nothing unless it looks whether they have finished, and the engine may be waiting."""
     waking = pool.submit(engine.prepare_for_generation, ["weights"])
+    with timer.phase("enter"):
+        policy.offload_before_refit()
     while not wait([waking], timeout=HAND_OVER_PERIOD_S).done:
         policy.hand_over_memory()
     waking.result()
 
 
-def _stream(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> tuple[int, int, int]:
+def _stream(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> RefitReport:
     policy.start_refit()
     num_tensors = num_buckets = num_bytes = 0
     ended = False
@@ -120,4 +126,4 @@ def _stream(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecu
         loading.result()
     if not ended:
         raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
-    return num_tensors, num_buckets, num_bytes
+    return RefitReport(num_tensors, num_buckets, num_bytes)

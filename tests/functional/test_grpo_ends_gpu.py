@@ -18,7 +18,13 @@ GOES_ON = (
 # Long enough to be killed in.
 MANY_PROMPTS = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128")
 LONG_RESPONSES = (*MANY_PROMPTS, "policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=48")
-SLOW_TRAINING = (*MANY_PROMPTS, "policy.train_micro_batch_size=1")
+# Many passes of one sample; logprobs take one pass.
+SLOW_TRAINING = (
+    "grpo.num_prompts_per_step=32",
+    "policy.train_global_batch_size=256",
+    "policy.train_micro_batch_size=1",
+    "policy.logprob_batch_size=256",
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +60,7 @@ def test_a_policy_worker_killed_in_training_ends_the_run_which_goes_on_from_its_
     )
     run = start_grpo(*saved, *GOES_ON)
     run.wait_for_step(3)
-    worker = run.kill_in_call(run.policy(), 0.5)
+    worker = run.kill_in_call(run.policy(), 1.0)
     status, last_line, alive = run.wait(TIMEOUT_S)
     assert status == 2
     assert last_line.startswith(f"error: policy worker 0 died during train: process {worker.pid}")
