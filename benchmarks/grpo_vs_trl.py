@@ -134,11 +134,12 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int, micr
 def run_ours(
     model: Path, prompts: int, group: int, tokens: int, steps: int, micro_batch: int, overrides: list[str]
 ) -> dict[str, Any]:
-    """Medians of our phases."""
+    """Medians of our phases, everything that was logged, and who held the GPU's memory in the last two steps."""
     from grpo_gpu import ROOT
 
     from nemo_offload_rl.algorithms.grpo_setup import run_grpo
     from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
     log_dir = model.parent / "ours"
     sizes = {
@@ -155,13 +156,18 @@ def run_ours(
     run_grpo(
         load_grpo_config(ROOT / "benchmarks" / "grpo_gpu.yaml", [f"{k}={v}" for k, v in sizes.items()] + overrides)
     )
-    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    records = _json_lines(log_dir / "metrics.jsonl")
     history = [
         {name: record.get(f"timing/{name}_s", 0.0) for name in (*PHASES, "total")}
         for record in records
         if record["step"] > 0
     ]
-    return _medians(history) | {"last_step": records[-1]}
+    samples = [sample for sample in _json_lines(log_dir / MEMORY_FILE) if sample["step"] > steps - 2]
+    return _medians(history) | {"records": records, "memory": samples}
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _medians(history: list[dict[str, float]]) -> dict[str, Any]:

@@ -1,31 +1,25 @@
-"""Draw `memory_every_3_s` of a result of grpo_gpu.py: python benchmarks/plot_grpo_memory.py RESULT.json PICTURE.png."""
+"""Draw the GPU memory of grpo_vs_trl.py, our side: python benchmarks/plot_grpo_memory.py RESULT.json PICTURE.png."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
+
+from nemo_offload_rl.report_memory import memory_picture
+from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
 
 def main() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
-    samples = json.loads(source.read_text())["memory_every_3_s"]
-    times = [sample["t_s"] for sample in samples]
-    owners = {"engine": "#efb118", "policy": "#4269d0"}
-    figure = Figure(figsize=(8, 3.4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    layers = [[sample[f"{owner}_mib"] / 1024 for sample in samples] for owner in owners]
-    axes.stackplot(times, layers, labels=list(owners), colors=list(owners.values()), step="post")
-    axes.set_xlim(70, times[-1])
-    axes.set_xlabel("seconds since the launch")
-    axes.set_ylabel("GiB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
-    figure.savefig(target)
+    samples = json.loads(source.read_text())["sides"]["nemo_offload_rl"]["memory"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / MEMORY_FILE).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        picture = memory_picture(Path(folder))
+    if picture is None:
+        sys.exit(f"{source} has no samples of memory")
+    target.write_bytes(picture)
 
 
 if __name__ == "__main__":
