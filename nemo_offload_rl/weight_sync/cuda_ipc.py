@@ -103,8 +103,11 @@ class CudaIpcSender(BucketSender):
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Free the buffers; safe to call twice."""
+        """Free the buffers, also those of an unfinished refit, whose receivers must be gone; safe to call twice."""
         super().close()
+        for shared in self._shared.values():
+            # torch keeps what was shared until its receiver counts down, which one that was killed never does.
+            torch.UntypedStorage._release_ipc_counter_cuda(shared.counter, shared.counter_offset)
         self.release()
 
     def _sizes(self) -> list[int]:

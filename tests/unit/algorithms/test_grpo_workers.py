@@ -25,6 +25,9 @@ class Engine:
         self.group.failure = error
         return error
 
+    def shutdown(self) -> None:
+        self._events.append("engine.shutdown")
+
     def restart(self) -> None:
         self._events.append("engine.restart")
         self._pid += 1
@@ -75,11 +78,14 @@ def start(events):
     return workers
 
 
-def test_the_policy_leaves_the_device_before_the_engine_starts_on_it_and_the_cause_is_told_first(start, events, caplog):
+def test_the_policy_leaves_the_device_between_the_end_and_the_start_of_the_engine(
+    start, events, caplog
+):
     workers = start(1)
     no_room = workers.engine.fail(DeviceMemoryError("The engine's weights need 60 GiB to wake, but 40 were free"))
     assert workers.restart_engine(no_room) == {7: "policy", 101: "engine"}
     assert events == [
+        "engine.shutdown",
         "policy.abandon_refit",
         "policy.offload_after_refit",
         "engine.restart",

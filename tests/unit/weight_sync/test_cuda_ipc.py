@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import msgspec
 import pytest
@@ -89,16 +92,42 @@ def send(pipe: Connection) -> None:
         sender.close()
 
 
-@pytest.fixture(scope="module")
-def pipe():
+def send_one_bucket(pipe: Connection) -> None:
+    """The first bucket of a refit that is given up; then what is left on the device."""
+    device = torch.device("cuda", 0)
+    sender = CudaIpcSender(specs_of(weights(0)), 600, device)
+    sender.start((name, tensor.to(device)) for name, tensor in weights(0).items())
+    pipe.send(sender.next_bucket())
+    pipe.recv()  # the receiver has been killed
+    sender.close()
+    pipe.send(torch.cuda.memory_allocated(device))
+
+
+def open_one_bucket(pipe: Connection) -> None:
+    """Open the buffer of a bucket and keep it."""
+    receiver = CudaIpcReceiver()
+    views = dict(receiver.tensors(pipe.recv()))
+    pipe.send(len(views))
+    pipe.recv()
+
+
+@contextmanager
+def process(target: Callable[[Connection], None]) -> Iterator[tuple[Connection, BaseProcess]]:
+    """A process and a pipe to it; killed at the end."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    child = context.Process(target=send, args=(there,))
+    child = context.Process(target=target, args=(there,))
     child.start()
     there.close()
-    yield here
+    yield here, child
     child.kill()
     child.join(30)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with process(send) as (connection, _):
+        yield connection
 
 
 @gpu
@@ -119,6 +148,18 @@ def test_tensors_arrive_bitwise_and_the_senders_memory_is_free_afterwards(pipe: 
         expected = weights(seed)
         assert list(arrived) == list(expected)
         assert all(torch.equal(arrived[name], expected[name]) for name in expected)
+
+
+@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_senders_memory_is_free_after_its_receiver_was_killed_with_a_buffer_open():
+    with process(send_one_bucket) as (sender, _), process(open_one_bucket) as (receiver, engine):
+        receiver.send(sender.recv())
+        assert receiver.recv() > 0
+        engine.kill()
+        engine.join(30)
+        sender.send("killed")
+        assert sender.recv() == 0
 
 
 @gpu
