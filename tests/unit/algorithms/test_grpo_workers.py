@@ -78,9 +78,7 @@ def start(events):
     return workers
 
 
-def test_the_policy_leaves_the_device_between_the_end_and_the_start_of_the_engine(
-    start, events, caplog
-):
+def test_the_policy_leaves_the_device_between_the_end_and_the_start_of_the_engine(start, events, caplog):
     workers = start(1)
     no_room = workers.engine.fail(DeviceMemoryError("The engine's weights need 60 GiB to wake, but 40 were free"))
     assert workers.restart_engine(no_room) == {7: "policy", 101: "engine"}
