@@ -48,13 +48,13 @@ class RemotePolicy:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[VirtualCluster]:
-    """One slot for everything."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[VirtualCluster]:
+    """One slot for everything, or as many as the module's NUM_SLOTS says."""
     from ray_workers import cpu_cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([ROOT, TESTS]))
-        with cluster_session(cpu_cluster(1), num_colocated_groups=5) as session:
+        with cluster_session(cpu_cluster(getattr(request.module, "NUM_SLOTS", 1)), num_colocated_groups=5) as session:
             yield session
 
 
@@ -94,7 +94,7 @@ def start_policy(cluster: VirtualCluster) -> Callable[..., RemotePolicy]:
 
     def start(*, tied: bool = False) -> RemotePolicy:
         kwargs = {"tied": tied, "buffer_bytes": 2**20}
-        spec = WorkerSpec(name="policy", factory="ray_workers:RefitPolicy", kwargs=kwargs)
+        spec = WorkerSpec(name="policy", factory="ray_workers:RefitPolicy", kwargs=kwargs, num_workers=1)
         return RemotePolicy(RayWorkerGroup(cluster, spec))
 
     return start
