@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import time
@@ -88,6 +89,14 @@ class EchoWorker:
             time.sleep(0.5)
             raise ArithmeticError("a bug")
         torch.distributed.all_reduce(torch.ones(1))
+
+    def warn(self, *ranks: str) -> None:
+        if os.environ["RANK"] in ranks:
+            logging.getLogger("nemo_offload_rl.anything").warning("%d bytes are slow", 7)
+
+    def warn_and_raise(self) -> None:
+        self.warn(os.environ["RANK"])
+        raise ArithmeticError("a bug")
 
     def crash(self) -> None:
         ctypes.string_at(0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+
+from nemo_offload_rl.utils.cli import set_up_logging
 
 
 def import_factory(path: str) -> Any:
@@ -34,24 +37,42 @@ class WorkerLocation:
     stderr_path: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned, and what this package has warned of in its process since the call before."""
+
+    value: Any
+    warnings: list[str]
+
+
 class HostedWorker:
-    """What runs inside the actor's process. Its constructor is empty, so that errors of `build` keep their type."""
+    """What runs inside the actor's process. Its constructor cannot fail, so that errors of `build` keep their type."""
 
     def __init__(self) -> None:
         self._worker: Any = None
+        set_up_logging()  # into the process's own log file
+        self._warnings = _Warnings()
+        logging.getLogger("nemo_offload_rl").addHandler(self._warnings)
 
     def location(self) -> WorkerLocation:
         """Where this worker runs."""
         return WorkerLocation(ray.get_runtime_context().get_node_id(), os.getpid(), os.readlink("/proc/self/fd/2"))
 
-    def build(self, factory: str, kwargs: Mapping[str, Any]) -> None:
+    def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""
         self._worker = import_factory(factory)(**kwargs)
+        return Outcome(None, self._warnings.drain())
 
-    def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outcome:
         """Forward one call."""
         args, kwargs = arguments
-        return getattr(self._worker, method)(*args, **kwargs)
+        try:
+            value = getattr(self._worker, method)(*args, **kwargs)
+        except BaseException as error:
+            for message in self._warnings.drain():
+                error.add_note(f"Warned of before: {message}")
+            raise
+        return Outcome(value, self._warnings.drain())
 
     def close(self) -> None:
         """Let the worker end what it owns."""
@@ -59,6 +80,21 @@ class HostedWorker:
         shutdown = getattr(worker, "shutdown", None)
         if shutdown is not None:
             shutdown()
+
+
+class _Warnings(logging.Handler):
+    """Keeps warnings until somebody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+    def drain(self) -> list[str]:
+        messages, self._messages = self._messages, []
+        return messages
 
 
 WorkerActor = ray.remote(max_restarts=0, max_task_retries=0)(HostedWorker)

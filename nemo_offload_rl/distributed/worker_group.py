@@ -21,7 +21,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from nemo_offload_rl.distributed.actors import WorkerActor, WorkerLocation
+from nemo_offload_rl.distributed.actors import Outcome, WorkerActor, WorkerLocation
 from nemo_offload_rl.distributed.errors import original_error
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.errors import UserError, WorkerDiedError
@@ -166,9 +166,10 @@ class RayWorkerGroup:
         self.wait_until_ready()
         ref = self._actors[rank].call.remote(method, (args, kwargs))
         try:
-            return await ref
+            outcome = await ref
         except RayError as error:
             raise original_error(error, self._label(rank), method) from None
+        return self._values({rank: outcome})[0]
 
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
         """See `WorkerGroup`. The arguments are put into the object store once, for all ranks."""
@@ -177,8 +178,8 @@ class RayWorkerGroup:
         return PendingCall(method, tuple(actor.call.remote(method, arguments) for actor in self._actors))
 
     def join(self, handle: PendingCall) -> list[Any]:
-        """See `WorkerGroup`."""
-        return self._collect(handle)
+        """See `WorkerGroup`. What workers warned of meanwhile is logged here."""
+        return self._values(dict(enumerate(self._collect(handle))))
 
     def shutdown(self) -> None:
         """Let idle workers end by themselves, kill them all and wait until their processes are gone."""
@@ -196,6 +197,17 @@ class RayWorkerGroup:
         for process in alive:
             logger.warning("%s (pid %d) outlived its end and is killed", self._spec.name, process.pid)
             process.kill()
+
+    def _values(self, outcomes: Mapping[int, Outcome]) -> list[Any]:
+        """What the calls returned, by rank; a warning of several ranks is logged once."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, outcome in outcomes.items():
+            for message in outcome.warnings:
+                ranks_of.setdefault(message, []).append(rank)
+        for message, ranks in ranks_of.items():
+            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            logger.warning("%s%s: %s", self._label(ranks[0]), others, message)
+        return [outcome.value for outcome in outcomes.values()]
 
     def _label(self, rank: int) -> str:
         return f"{self._spec.name} worker {rank}"

@@ -110,6 +110,19 @@ def test_what_a_crash_in_native_code_says_is_shown(cluster: VirtualCluster, capl
     workers.shutdown()
 
 
+def test_what_workers_warn_of_reaches_the_driver_once(group: RayWorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
+    group.run_all("warn", "1")
+    group.run_all("warn", "0", "1")
+    group.run_all("warn")
+    assert caplog.messages == ["echo worker 1: 7 bytes are slow", "echo worker 0 and 1 more: 7 bytes are slow"]
+
+
+def test_an_error_brings_along_what_was_warned_of_before(group: RayWorkerGroup) -> None:
+    with pytest.raises(ArithmeticError, match="a bug") as raised:
+        group.run_all("warn_and_raise")
+    assert "Warned of before: 7 bytes are slow" in raised.value.__notes__
+
+
 def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCluster) -> None:
     spec = WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1)
     workers = RayWorkerGroup(cluster, spec)
