@@ -91,8 +91,10 @@ def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) 
     return [json.loads(line) for line in (folder / variant / "metrics.jsonl").read_text().splitlines()]
 
 
-def judge(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> dict[str, float]:
-    """What the table says of one variant, beside the first one."""
+def judge(
+    records: list[dict[str, Any]], first: list[dict[str, Any]], twin: list[dict[str, Any]] | None
+) -> dict[str, float]:
+    """What the table says of one variant, beside the first one and, if it is resident, the same that is not."""
     accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
     steps, beside = ([record for record in run if record["step"] > 0] for run in (records, first))
     seconds = [step["timing/total_s"] for step in steps[1:] or steps]
@@ -119,7 +121,15 @@ def judge(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> dict[st
         "reward apart, mean": statistics.mean(apart["reward_mean"]),
         "reward apart, most": max(apart["reward_mean"]),
         "loss apart, most": max(apart["loss"]),
+        **({} if twin is None else {"steps that residency changed": float(num_unlike(steps, twin))}),
     }
+
+
+def num_unlike(steps: list[dict[str, Any]], twin: list[dict[str, Any]]) -> int:
+    """Steps whose reward or loss is not, bit for bit, that of the same step of another run."""
+    others = {record["step"]: record for record in twin}
+    names = ("train/reward_mean", "train/loss")
+    return sum(any(step[name] != others[step["step"]][name] for name in names) for step in steps)
 
 
 def curves_of(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -156,13 +166,14 @@ def main() -> None:
         training = {variant: pool.submit(train, folder, model, variant, options) for variant in options.variants}
         for variant, ended in training.items():
             runs[variant] = ended.result()
-            table[variant] = judge(runs[variant], runs[options.variants[0]])
+            twin = runs.get(variant.removesuffix("_resident")) if variant.endswith("_resident") else None
+            table[variant] = judge(runs[variant], runs[options.variants[0]], twin)
             if options.json:  # after each run: one that does not end takes nothing with it
                 curves = {name: curves_of(steps) for name, steps in runs.items()}
                 command = " ".join(["python", *sys.argv])
                 found = {"command": command, "machine": machine(), "table": table, "curves": curves}
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
-    for row in next(iter(table.values())):
+    for row in dict.fromkeys(name for rows in table.values() for name in rows):
         print(f"{row:36s}" + "".join(f"{table[variant].get(row, float('nan')):>18.5f}" for variant in table))
     print(f"{'':36s}" + "".join(f"{variant:>18s}" for variant in table))
 
