@@ -102,6 +102,7 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
         "bytes_freed": float(sum(r.bytes_freed for r in reports)),
         "exposed_s": sum(r.exposed_s for r in reports),
         "hidden_s": sum(r.hidden_s for r in reports),
+        "late_groups": float(sum(len(r.without_room) for r in reports)),
     }
 
 
