@@ -43,6 +43,7 @@ def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, toke
         "tensor_parallel_size": 1,
         "gpu_memory_utilization": 0.6,
         "kv_cache_memory_gib": None,
+        "enable_sleep_mode": True,
         "max_model_len": tokens + 16,
         "enforce_eager": False,
         "per_request_seeds": False,

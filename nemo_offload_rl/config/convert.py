@@ -199,7 +199,7 @@ def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
     return {
         "logprob_temperature": generation["temperature"],
         "engine_memory_share": generation["vllm_cfg"]["gpu_memory_utilization"],
-        "colocated": generation["colocated"]["enabled"],
+        "colocated": generation["colocated"]["enabled"] and generation["vllm_cfg"]["enable_sleep_mode"],
     }
 
 

@@ -21,6 +21,13 @@ class VllmConfig(TypedDict):
     kv_cache_memory_gib: Annotated[
         float | None, doc("A fixed KV cache size in GiB instead of that share; needed on CPU.", gt=0)
     ]
+    enable_sleep_mode: Annotated[
+        bool,
+        doc(
+            "Give the engine's memory back between generations. false keeps it for the whole run, beside training, and "
+            "nothing of the policy leaves for generation: the quickest way where all of it fits."
+        ),
+    ]
     max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]
     enforce_eager: Annotated[bool, doc("No CUDA graphs: slower to generate, quicker to start.")]
     per_request_seeds: Annotated[

@@ -25,6 +25,7 @@ class VllmSettings:
     tensor_parallel_size: int
     gpu_memory_utilization: float  # share of the whole device
     kv_cache_memory_gib: float | None  # a fixed size instead of the share; needed on CPU
+    enable_sleep_mode: bool  # false: awake for the whole run
     max_model_len: int  # tokens, prompt and response
     enforce_eager: bool
     per_request_seeds: bool  # false: all samples draw from one generator of the engine

@@ -237,7 +237,7 @@ class PolicySettings:
     memory_snapshot_dir: str | None
     use_pinned_optimizer_offload: bool
     offload_optimizer_states_for_logprob: bool
-    colocated: bool  # generation shares this worker's devices
+    colocated: bool  # an engine that sleeps meanwhile shares this worker's devices
     seed: int
 
     @property

@@ -39,7 +39,8 @@ class ResidencySettings:
     """The configuration keys that shape the plan, with their YAML names.
 
     Attributes:
-        colocated: Generation shares this worker's devices (`policy.generation.colocated.enabled`).
+        colocated: Generation shares this worker's devices and waits for their memory
+            (`policy.generation.colocated.enabled` and `vllm_cfg.enable_sleep_mode`).
         use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
         offload_optimizer_states: Parts of the optimizer are on the device for their own update only.

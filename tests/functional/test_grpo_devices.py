@@ -74,6 +74,16 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
     assert apart[STEPS]["residency/bytes_freed"] == 0
 
 
+def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(metrics_of):
+    sleeping = metrics_of("sleeping")
+    awake = metrics_of("awake", "policy.generation.vllm_cfg.enable_sleep_mode=false")
+    for step in range(1, STEPS + 1):
+        assert {name: awake[step][name] for name in SAME} == {name: sleeping[step][name] for name in SAME}
+        # The reference comes in the place of the parameters, and they come back.
+        assert awake[step]["residency/bytes_freed"] == 0
+        assert 0 < awake[step]["residency/bytes_in"] < sleeping[step]["residency/bytes_in"]
+
+
 @pytest.fixture
 def trained(tmp_path, run_grpo, read_metrics, greedy_answers):
     """Metrics of a short run by step, and two shares of its last validation's answers.
@@ -127,6 +137,16 @@ def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_o
     assert metrics["memory/generation_policy_gib"] < 2
     assert metrics["memory/training_engine_gib"] < 4
     assert metrics["memory/generation_engine_gib"] > 20
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.timeout(400)
+def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of, on_gpu):
+    metrics = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false")[STEPS]
+    assert metrics["train/token_mult_prob_error"] < 1.05
+    assert metrics["memory/training_engine_gib"] > 20
+    assert metrics["residency/bytes_freed"] == 0
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ def engine_leaves_room_for_the_policy(cfg: GrpoMasterConfig) -> str | None:
 
 
 def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
-    """Parameters, gradients and optimizer of one worker fit the GPU, beside an engine that sleeps if there is one."""
+    """Parameters, gradients and optimizer of one worker fit the GPU, beside an engine if there is one."""
     known = _known_bytes(cfg)
     if known is None:
         return None
@@ -50,7 +50,8 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     # Streamed or not, the whole optimizer is there in its step, beside parameters and gradients.
     chunked = dtensor["offload_optimizer_states"] and dtensor["offload_optimizer_states_chunk_mib"] is not None
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
-    needed_bytes = sum(group_bytes.values()) + resting_bytes
+    awake_bytes = _awake_bytes(cfg, total_bytes)
+    needed_bytes = sum(group_bytes.values()) + resting_bytes + awake_bytes
     if needed_bytes <= total_bytes or chunked:
         return None
     has_adapters = dtensor["lora_cfg"]["enabled"]
@@ -58,7 +59,9 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     parts = [f"{name} {size / _GIB:.1f}" for name, size in sizes.items()]
     if resting_bytes:
         parts.append(f"contexts {resting_bytes / _GIB:.0f}")
-    mend = "use more GPUs"
+    if awake_bytes:
+        parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
+    mend = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
     if group_bytes["optimizer"]:
         mend += ", or policy.dtensor_cfg.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
     return (
@@ -72,6 +75,17 @@ def _shares_its_gpu(cfg: RunConfig) -> bool:
     if algorithm_section(cfg)[0] != "grpo":
         return False
     return cast(GrpoMasterConfig, cfg)["policy"]["generation"]["colocated"]["enabled"]
+
+
+def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
+    """What an engine that never sleeps has of a GPU of `total_bytes` while the policy trains."""
+    if not _shares_its_gpu(cfg):
+        return 0
+    vllm = cast(GrpoMasterConfig, cfg)["policy"]["generation"]["vllm_cfg"]
+    if vllm["enable_sleep_mode"]:
+        return 0
+    cache_gib = vllm["kv_cache_memory_gib"]
+    return int(vllm["gpu_memory_utilization"] * total_bytes) if cache_gib is None else int(cache_gib * _GIB)
 
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:

@@ -63,7 +63,6 @@ def vllm_kwargs_set_no_key_of_their_own(cfg: GrpoMasterConfig) -> str | None:
         "dtype": f"{vllm}.precision",
         "seed": "grpo.seed",
         "logprobs_mode": "nothing, for it is always processed_logprobs",
-        "enable_sleep_mode": "nothing, for the device decides",
         "kv_cache_memory_bytes": f"{vllm}.kv_cache_memory_gib",
         "distributed_executor_backend": "nothing, for tensor_parallel_size decides",
         "worker_cls": "nothing, for refit needs its own",

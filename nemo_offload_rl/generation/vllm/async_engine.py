@@ -39,7 +39,8 @@ class AsyncVllmEngine(VllmEngineBase):
         from vllm.platforms import current_platform
 
         arguments = engine_args(settings, device_type=current_platform.device_type)
-        super().__init__(settings, current_platform.is_cuda(), arguments["load_format"] != "dummy")
+        can_sleep = arguments.get("enable_sleep_mode", False)
+        super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         self._request_ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)

@@ -31,7 +31,7 @@ class VllmEngineBase(ABC):
 
     Args:
         settings: The engine.
-        can_sleep: Whether vLLM's sleep mode works on this device.
+        can_sleep: Whether vLLM's sleep mode is on.
         weights_valid: Whether the engine started with real weights.
     """
 

@@ -31,7 +31,8 @@ class VllmEngine(VllmEngineBase):
         from vllm.platforms import current_platform
 
         arguments = engine_args(settings, device_type=current_platform.device_type)
-        super().__init__(settings, current_platform.is_cuda(), arguments["load_format"] != "dummy")
+        can_sleep = arguments.get("enable_sleep_mode", False)
+        super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         try:
             self._llm: LLM | None = LLM(**arguments)
         except ValueError as error:

@@ -53,5 +53,5 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
             )
         arguments["worker_cls"] = f"{_PACKAGE}.cpu_worker.RefitCpuWorker"
     else:
-        arguments["enable_sleep_mode"] = True
+        arguments["enable_sleep_mode"] = settings.enable_sleep_mode
     return {**arguments, **settings.vllm_kwargs}

@@ -46,6 +46,16 @@ def test_training_state_larger_than_the_gpu_is_refused_and_sharding_helps(load):
     load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=80)
 
 
+def test_an_engine_that_never_sleeps_counts_beside_training(load):
+    awake = "policy.generation.vllm_cfg.enable_sleep_mode=false"
+    load([], parameters=2 * GIB, gpu_gib=80)
+    with pytest.raises(
+        ConfigError, match=r"needs 83\.0 GiB .*contexts 3, the awake engine 48\.0\) .*sleep_mode=true, or"
+    ):
+        load([awake], parameters=2 * GIB, gpu_gib=80)
+    load([awake, "policy.generation.vllm_cfg.kv_cache_memory_gib=40"], parameters=2 * GIB, gpu_gib=80)
+
+
 def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch):
     load([], parameters=100 * GIB, gpu_gib=None)
     monkeypatch.setattr(memory, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})

@@ -37,6 +37,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         kv_cache_memory_gib=0.0625,
         max_model_len=256,
         enforce_eager=True,
+        enable_sleep_mode=True,
         per_request_seeds=True,
         max_restarts=0,
         vllm_kwargs={},

@@ -77,6 +77,7 @@ def start_engine(
             "tensor_parallel_size": 1,
             "gpu_memory_utilization": 0.5,
             "kv_cache_memory_gib": 0.0625,
+            "enable_sleep_mode": True,
             "max_model_len": 400,
             "enforce_eager": True,
             "per_request_seeds": True,
