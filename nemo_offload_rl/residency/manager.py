@@ -121,7 +121,7 @@ class ResidencyManager:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
         if not self._overlap or phase in SETTLED:
-            self._mover.settle(arrivals=not by_layer)
+            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase))
         if is_new:
             self._begin(wanted, records, report)
         self._ledger.add(report)
@@ -133,7 +133,7 @@ class ResidencyManager:
         phase = report.target
         if not self._overlap or phase in SETTLED:
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._auditor.check(records, here, trimmed=phase is Phase.GENERATION)
+            report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if self._overlap:
             for name in self._leaving_next(phase):

@@ -91,15 +91,16 @@ class GroupMover:
                 state.settle_and_charge()
                 self._trim_unless_leaving()
 
-    def settle(self, arrivals: bool = True) -> None:
+    def settle(self, arrivals: bool = True, trim: bool = False) -> None:
         """Wait for every copy under way and give up all memory that was to be freed.
 
         Args:
             arrivals: Wait for copies in too.
+            trim: Give cached memory back to the driver also if nothing was under way.
         """
         waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
         settled = [report for state in waiting if (report := state.settle_and_charge()) is not None]
-        if settled:
+        if settled or trim:
             self._device.trim()
         for report in settled:
             report.device_used_after_bytes = self._device.used_bytes()

@@ -81,6 +81,10 @@ class ResidencyPlan:
             totals[row_of(name) in self.pinned_groups] += size
         return totals
 
+    def makes_room(self, phase: Phase) -> bool:
+        """Whether another process takes the device's memory in this phase, so that cached memory must go back too."""
+        return phase is Phase.GENERATION and self.placement(GRADS, phase) is Placement.FREED
+
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
         sizes = {name: f" ({size / 2**30:.2f} GiB)" for name, size in (sizes_bytes or {}).items()}

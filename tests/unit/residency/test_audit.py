@@ -36,12 +36,16 @@ class CountingDevice(CpuDevice):
 
     bytes_by_others = 0
     bytes_cached = 0
+    bytes_kept = 0  # of what is cached: cannot go back
 
     def allocated_bytes(self) -> int:
         return self.bytes_by_others
 
     def cached_bytes(self) -> int:
         return self.bytes_cached
+
+    def trim(self) -> None:
+        self.bytes_cached = min(self.bytes_cached, self.bytes_kept)
 
 
 def test_leftovers_are_reported_once_when_the_unexplained_memory_grows():
@@ -63,10 +67,31 @@ def test_cached_memory_counts_where_it_should_have_gone_back_and_nowhere_else():
     training = Training(device=device)
     training.step()
     known = torch.zeros(40 << 20, dtype=torch.uint8)  # so that there is something to name
-    device.bytes_cached = 10 << 30
+    device.bytes_cached = device.bytes_kept = 10 << 30
     assert training.manager.enter(Phase.LP_INFERENCE).leftovers == []
     report = training.manager.enter(Phase.GENERATION)
     assert f"tensor [{known.numel()}] uint8: 40 MiB" in [str(leftover) for leftover in report.leftovers]
+    alone = Training(device=device, colocated=False)
+    alone.step()
+    assert alone.manager.enter(Phase.GENERATION).leftovers == []
+
+
+@pytest.mark.parametrize("resident", [frozenset(), frozenset({"params", "optimizer"})])
+def test_cached_memory_goes_back_before_a_generation_also_when_nothing_leaves_for_it(resident):
+    device = CountingDevice()
+    training = Training(device=device, resident_groups=resident)
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.settle()
+    device.bytes_cached = 2 << 30  # the refit's buffers
+    training.manager.enter(Phase.GENERATION)
+    assert device.bytes_cached == 0
+    alone = Training(device=device, colocated=False)
+    alone.step()
+    alone.manager.enter(Phase.REFIT)
+    device.bytes_cached = 2 << 30
+    alone.manager.enter(Phase.GENERATION)
+    assert device.bytes_cached == 2 << 30
 
 
 def segment(*blocks: tuple[int, str]) -> dict[str, object]:
