@@ -6,9 +6,9 @@
 A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
 the device at all times. With `--at-once` all run beside each other, and their seconds say less. Printed for each
-variant: held-out accuracy, how far engine and policy are apart, how much memory grew from steps 10 to 14 to the last
-five (medians), the slowest step over the median, and how far rewards and losses are from those of the first variant
-over the first 20 steps.
+variant: held-out accuracy, how far engine and policy are apart, how much memory grew from the 20 steps after the tenth
+to the last 20 (medians), the slowest step over the median, how far rewards and losses are from those of the first
+variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for bit those of its twin.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ VARIANTS = {
 CURVES = ("train/reward_mean", "train/loss", "train/token_mult_prob_error", "timing/total_s")
 COMPARED_STEPS = 20
 SETTLED_STEP = 10
+MEMORY_WINDOW = 20
 
 
 def launch(script: str, config: Path, overrides: Sequence[str]) -> None:
@@ -99,13 +100,15 @@ def judge(
     steps, beside = ([record for record in run if record["step"] > 0] for run in (records, first))
     seconds = [step["timing/total_s"] for step in steps[1:] or steps]
     settled = steps[min(SETTLED_STEP, len(steps)) - 1 :]
-    growth = {
-        name: statistics.median(step[name] for step in settled[-5:])
-        - statistics.median(step[name] for step in settled[:5])
-        for name in settled[0]
-        # A phase shorter than the sampler's period may be without a sample.
-        if name.startswith("memory/") and name != "memory/peak_gib" and all(name in step for step in settled)
-    }
+    window = max(1, min(MEMORY_WINDOW, len(settled) // 2))
+    growth: dict[str, float] = {}
+    for name in sorted({name for step in settled for name in step if name.startswith("memory/")} - {"memory/peak_gib"}):
+        # A phase shorter than the sampler's period is without a sample in some steps.
+        first_gib, last_gib = (
+            [step[name] for step in part if name in step] for part in (settled[:window], settled[-window:])
+        )
+        if first_gib and last_gib:
+            growth[name] = statistics.median(last_gib) - statistics.median(first_gib)
     compared = list(zip(steps, beside, strict=False))[:COMPARED_STEPS]
     apart = {
         name: [abs(step[f"train/{name}"] - other[f"train/{name}"]) for step, other in compared]
