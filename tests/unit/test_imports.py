@@ -17,7 +17,7 @@ ALLOWED = {
     "utils": {"errors", "schema"},
     "data": {"errors", "schema"},
     "environments": {"data", "errors"},
-    "weight_sync": {"errors", "generation", "policy"},
+    "weight_sync": {"errors", "generation", "policy", "utils"},
     "generation": {"weight_sync", "data", "errors", "schema", "utils"},
     "policy/backends": {"residency", "data", "errors", "policy"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
