@@ -80,10 +80,11 @@ def warm_up(folder: Path, seed: int, *, cpu: bool) -> Path:
 def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Metrics of a variant's run, one record a step, 0 being the validation before training."""
     demo = ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+    steps = options.resident_steps if variant.endswith("_resident") and options.resident_steps else options.steps
     overrides = [
         f"policy.model_name={model}",
         f"logger.log_dir={folder / variant}",
-        f"grpo.max_num_steps={(options.resident_steps if RESIDENT[0] in VARIANTS[variant] else None) or options.steps}",
+        f"grpo.max_num_steps={steps}",
         f"grpo.seed={options.seed}",
         *VARIANTS[variant],
         *options.overrides,
@@ -129,10 +130,11 @@ def judge(
 
 
 def num_unlike(steps: list[dict[str, Any]], twin: list[dict[str, Any]]) -> int:
-    """Steps whose reward or loss is not, bit for bit, that of the same step of another run."""
+    """Steps that both runs have and whose reward or loss is not the same bit for bit."""
     others = {record["step"]: record for record in twin}
     names = ("train/reward_mean", "train/loss")
-    return sum(any(step[name] != others[step["step"]][name] for name in names) for step in steps)
+    pairs = [(step, others[step["step"]]) for step in steps if step["step"] in others]
+    return sum(any(step[name] != other[name] for name in names) for step, other in pairs)
 
 
 def curves_of(records: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -102,6 +102,9 @@ def run_children(
         target: Runs a variant and returns what goes into its row.
         may_share_process: It lets go of all device memory, so that one process can run one variant after another.
     """
+    unknown = set(args.only or ()) - {variant.name for variant in variants}
+    if unknown:
+        sys.exit(f"--only: no variant is called {sorted(unknown)}; there are {[variant.name for variant in variants]}")
     import_everything(args.device)
     run_child = _child_runner(args.device, may_share_process)
     started = time.perf_counter()
@@ -121,9 +124,8 @@ def run_children(
         run_child(_write_model, args.shape, folder, args.device)
         lengths = tuple(int(length) for length in args.lengths.split(","))
         run = Run(args.shape, folder, args.device, lengths, args.rows, args.steps, args.warmup_steps)
-        wanted = args.only or [variant.name for variant in variants]
         for variant in variants:
-            if variant.name not in wanted:
+            if args.only and variant.name not in args.only:
                 continue
             if time.perf_counter() - started > args.budget_s:
                 print(f"{variant.name}: no time left", flush=True)

@@ -25,7 +25,7 @@ class VllmConfig(TypedDict):
         bool,
         doc(
             "Give the engine's memory back between generations. false keeps it for the whole run, beside training, and "
-            "nothing of the policy leaves for generation: the quickest way where all of it fits."
+            "nothing of the policy leaves for generation: for where all of it fits."
         ),
     ]
     max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]

@@ -9,8 +9,8 @@
 4. `offload_after_refit`: the policy's weights leave too. Beside it the engine wakes its KV cache, at once where there
    is room for it already, else when the policy has made room.
 
-Mapping an engine's memory takes the driver's time, tenths of a second for a cache of tens of GiB: that is why it runs
-beside what the policy does. Nothing of this can overshoot the device: who wakes waits for memory that is really free.
+Mapping an engine's memory takes the driver's time: that is why it runs beside what the policy does. Nothing of this
+can overshoot the device: who wakes waits for memory that is really free.
 
 A failure anywhere is raised at once and ends the refit. The engine then refuses to generate until a refit succeeds.
 """

@@ -263,14 +263,19 @@ def test_what_a_backend_forgot_to_list_is_named_after_the_transition():
     training.manager.close()
 
 
-def test_what_matrix_products_keep_for_themselves_keeps_no_cached_block():
-    torch._C._cuda_clearCublasWorkspaces()
+def training_with_a_cached_block() -> Training:
+    """In TRAINING, with 2 GiB that an activation has left in the cache."""
     training = Training()
     training.step()
     training.manager.enter(Phase.TRAINING)
     torch.cuda.empty_cache()
-    activations = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    del activations
+    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    return training
+
+
+def test_what_matrix_products_keep_for_themselves_keeps_no_cached_block():
+    torch._C._cuda_clearCublasWorkspaces()
+    training = training_with_a_cached_block()
     # In both threads: that of the forward pass and that of the backward pass.
     matrix = torch.randn(256, 256, device="cuda", requires_grad=True)
     (matrix @ matrix).sum().backward()
@@ -283,12 +288,7 @@ def test_what_matrix_products_keep_for_themselves_keeps_no_cached_block():
 
 
 def test_a_small_tensor_that_keeps_a_large_cached_block_is_told_with_what_it_keeps():
-    training = Training()
-    training.step()
-    training.manager.enter(Phase.TRAINING)
-    torch.cuda.empty_cache()
-    activations = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    del activations
+    training = training_with_a_cached_block()
     small = torch.zeros(24 << 20, dtype=torch.uint8, device="cuda")
     training.manager.enter(Phase.REFIT)
     report = training.manager.enter(Phase.GENERATION)
