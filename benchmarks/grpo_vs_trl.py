@@ -6,7 +6,8 @@ Both sides, each in a process of its own: the same random Qwen3 model (float32 p
 same prompts, 64 of them with 8 responses of 1024 tokens (a few end earlier), temperature 1, KL to a frozen reference,
 logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses (`--micro-batch`), vLLM
 colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
-the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians.
+the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians. A side that
+runs out of memory is among `failed`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -187,18 +189,22 @@ def _wrap(owner: type, name: str, context: Callable[..., AbstractContextManager[
 
 
 class PeakMemory(threading.Thread):
-    """Most memory in use on the GPU, by everyone, as NVML says."""
+    """Most memory in use on the first GPU that this process sees, by everyone, as NVML says."""
 
     def __init__(self) -> None:
+        import torch
+
         super().__init__(daemon=True)
         self.peak_bytes = 0
+        self._uuid = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None
         self._stopped = threading.Event()
 
     def run(self) -> None:
         from nemo_offload_rl.utils.gpu_memory import read_gpus
 
         while not self._stopped.wait(0.1):
-            self.peak_bytes = max([self.peak_bytes, *(use.used_bytes for use in read_gpus().values())])
+            use = read_gpus().get(self._uuid) if self._uuid else None
+            self.peak_bytes = max(self.peak_bytes, use.used_bytes if use else 0)
 
     def stop(self) -> float:
         self._stopped.set()
@@ -225,7 +231,7 @@ def main() -> None:
     sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps, arguments.micro_batch)
     if arguments.one:
         result = (
-            run_trl(arguments.model, *sizes)
+            _or_out_of_memory(run_trl, arguments.model, *sizes)
             if arguments.one == "trl"
             else run_ours(arguments.model, *sizes, arguments.overrides)
         )
@@ -233,7 +239,8 @@ def main() -> None:
         return
     from grpo_gpu import machine, write_model
 
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "sides": {}}
+    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv])}
+    results |= {"sides": {}, "failed": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", arguments.shape, seed=0, max_positions=4096)
@@ -248,14 +255,24 @@ def main() -> None:
             env = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if side == "trl" else {})
             status = _run([*command, *arguments.overrides], env, arguments.timeout_s)
             peak_gib = peak.stop()
-            if status != 0:
-                print(f"{side}: status {status}")
-            if not (folder / f"{side}.json").exists():
-                continue
-            results["sides"][side] = json.loads((folder / f"{side}.json").read_text()) | {"gpu_peak_gib": peak_gib}
+            file = folder / f"{side}.json"
+            result = json.loads(file.read_text()) if file.exists() else {"error": f"status {status}"}
+            kind = "failed" if "error" in result else "sides"
+            results[kind][side] = result | {"gpu_peak_gib": peak_gib}
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     _print(results, arguments.prompts * arguments.group * arguments.tokens)
+
+
+def _or_out_of_memory(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    import torch
+
+    try:
+        return run(*arguments)
+    except torch.OutOfMemoryError as error:
+        traceback.print_exc()
+        where = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        return {"error": str(error), "where": where}
 
 
 def _run(command: list[str], env: dict[str, str], timeout_s: float) -> int | str:
@@ -278,6 +295,8 @@ def _print(results: dict[str, Any], num_tokens: int) -> None:
     rates = [num_tokens / side["median"]["generation"] for side in sides.values()]
     print(f"{'generated tokens/s':22s}" + "".join(f"{rate:18.0f}" for rate in rates))
     print(f"{'GPU memory peak, GiB':22s}" + "".join(f"{side['gpu_peak_gib']:18.1f}" for side in sides.values()))
+    for name, side in results["failed"].items():
+        print(f"{name}: {side['error'][:200]}")
 
 
 if __name__ == "__main__":

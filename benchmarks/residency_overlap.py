@@ -96,6 +96,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         model_name=str(folder),
         hf_config_overrides={},
         precision="bfloat16" if on_gpu else "float32",
+        deterministic=False,
         train_global_batch_size=args.rows,
         train_micro_batch_size=args.micro_batch,
         logprob_batch_size=2 * args.micro_batch,

@@ -158,6 +158,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         dtensor_cfg=dtensor,
         megatron_cfg=None,
         refit_buffer_size_gib=0.0001,
+        deterministic=False,
         residency="always",
         residency_overrides={},
         residency_overlap=True,

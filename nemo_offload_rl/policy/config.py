@@ -147,6 +147,13 @@ class TrainedPolicyConfig(TypedDict):
     precision: Annotated[
         Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
     ]
+    deterministic: Annotated[
+        bool,
+        doc(
+            "Train with operations whose results repeat bit by bit, where torch has such; others are told as warnings. "
+            "Slower; for comparing runs."
+        ),
+    ]
     max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[

@@ -220,6 +220,7 @@ class PolicySettings:
     logprob_temperature: float  # what logits are divided by: the rollouts' sampling temperature, 1.0 without rollouts
     max_total_sequence_length: int
     make_sequence_length_divisible_by: int
+    deterministic: bool
     max_grad_norm: float | None
     optimizer: OptimizerSettings | None  # of the DTensor backend
     scheduler: tuple[SchedulerSettings, ...]

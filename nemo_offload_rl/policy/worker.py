@@ -25,6 +25,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
+from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
@@ -48,6 +49,8 @@ class PolicyWorker:
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo, keep_reference: bool) -> None:
         self._settings = settings
+        if settings.deterministic:
+            use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
         arenas = begin_host_memory(settings, expected_bytes(settings, process), keep_reference, device)
         with ExitStack() as made:

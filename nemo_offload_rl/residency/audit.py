@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nemo_offload_rl.residency.storage import StorageRecord, local_tensor, storage_key
 
 REPORTED_FROM_BYTES = 16 << 20
+# torch takes 20 MiB from the driver for what is smaller than 10: such blocks are seldom free as a whole.
+KEPT_FROM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def find_leftovers(
     return sorted(found, key=lambda leftover: -leftover.num_bytes)
 
 
-def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = REPORTED_FROM_BYTES) -> list[Leftover]:
+def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KEPT_FROM_BYTES) -> list[Leftover]:
     """Cached memory that cannot go back to the driver, because something small lives in the same block.
 
     Args:

@@ -108,19 +108,20 @@ class ResidencyManager:
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
         is_new = phase is not self.phase
+        settles = self._settles(phase)
         records: Records = {}
         if is_new:
             report.peak_bytes = self._work.end(self.phase)
             for snapshot in self._snapshots.values():
                 snapshot.drop()
             records = self._mover.prepare(wanted)
-            self._mover.apply(wanted, records, report)
+            self._mover.apply(wanted, records, report, trim=self.plan.makes_room(phase) and not settles)
         by_layer = self._overlap and phase in FORWARD_FIRST
         for name, state in self._states.items():
             if name in TOUCHED[phase]:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
-        if not self._overlap or phase in SETTLED:
+        if settles:
             self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase))
         if is_new:
             self._begin(wanted, records, report)
@@ -131,7 +132,8 @@ class ResidencyManager:
     def _begin(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
         """The present phase has just been entered: look for what stayed, and start what may run beside its work."""
         phase = report.target
-        if not self._overlap or phase in SETTLED:
+        if self._settles(phase):
+            report.device_used_after_bytes = self._device.used_bytes()
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
             report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
@@ -202,11 +204,11 @@ class ResidencyManager:
 
     def poll(self) -> None:
         """Hand over the memory of copies that have finished. Call between pieces of other work; does not block."""
-        self._mover.poll()
+        self._mover.poll(trim=self._gives_back)
 
     def settle(self) -> None:
         """Wait for every copy under way and hand over all memory that was to be freed."""
-        self._mover.settle()
+        self._mover.settle(trim=self._gives_back)
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters have arrived; does not block.
@@ -383,6 +385,14 @@ class ResidencyManager:
         self._mover.failure = "the manager was closed"
 
     # -- inside
+
+    def _settles(self, phase: Phase) -> bool:
+        """Whether nothing is still on its way out of the device once the phase has been entered."""
+        return not self._overlap or phase in SETTLED
+
+    @property
+    def _gives_back(self) -> bool:
+        return self.phase is not None and self.plan.makes_room(self.phase)
 
     def _arena_for(self, name: str) -> HostArena:
         return self._arenas.arena(row_of(name) in self.plan.pinned_groups)

@@ -69,43 +69,57 @@ class GroupMover:
                 self._states[name].group.prepare()
         return self.records()
 
-    def apply(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
-        """Bring groups to where they are wanted, all or none; `records` come from `prepare`."""
+    def apply(
+        self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport, *, trim: bool = False
+    ) -> None:
+        """Bring groups to where they are wanted, all or none.
+
+        Args:
+            wanted: Placement by group.
+            records: From `prepare`.
+            report: What is charged.
+            trim: Give memory of what left back to the driver, unless copies out are still under way.
+        """
         start = time.perf_counter()
         before = {name: state.location for name, state in self._states.items()}
         moving = {n: place for n, place in wanted.items() if place not in (Placement.UNCHANGED, before[n])}
         self._device.observe([record.storage for record in _each(records) if record.storage.nbytes()])
         report.device_used_before_bytes = self._device.used_bytes()
         try:
-            self._move(moving, records, report)
+            self._move(moving, records, report, trim)
         except BaseException as error:
             self._roll_back(before, error)
             raise
         report.device_used_after_bytes = self._device.used_bytes()
         report.exposed_s += time.perf_counter() - start
 
-    def poll(self) -> None:
-        """Give up the memory of copies out that have finished; does not block."""
+    def poll(self, *, trim: bool) -> None:
+        """Give up the memory of copies out that have finished; does not block.
+
+        Args:
+            trim: Give it back to the driver when the last of them has.
+        """
         for state in self._states.values():
             if state.is_leaving and state.release_finished():
                 state.settle_and_charge()
-                self._trim_unless_leaving()
+                if trim:
+                    self._trim_unless_leaving()
 
-    def settle(self, arrivals: bool = True, trim: bool = False) -> None:
+    def settle(self, *, arrivals: bool = True, trim: bool) -> None:
         """Wait for every copy under way and give up all memory that was to be freed.
 
         Args:
             arrivals: Wait for copies in too.
-            trim: Give cached memory back to the driver also if nothing was under way.
+            trim: Give cached memory back to the driver.
         """
         waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
         settled = [report for state in waiting if (report := state.settle_and_charge()) is not None]
-        if settled or trim:
+        if trim:
             self._device.trim()
         for report in settled:
             report.device_used_after_bytes = self._device.used_bytes()
 
-    def _move(self, moving: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
+    def _move(self, moving: Mapping[str, Placement], records: Records, report: TransitionReport, trim: bool) -> None:
         leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
         arriving = [name for name, place in moving.items() if place is Placement.DEVICE]
         for name in leaving:
@@ -118,7 +132,7 @@ class GroupMover:
             for state in self._states.values():
                 if state.location is not Placement.DEVICE:
                     state.settle()
-        if leaving:
+        if leaving and trim:
             self._trim_unless_leaving()
         for name in arriving:
             self._states[name].arrive(records[name], report)
@@ -139,7 +153,7 @@ class GroupMover:
                 if state.location is Placement.HOST:
                     state.undo_arrival(records[name])
             changed = {name: place for name, place in before.items() if self._states[name].location is not place}
-            self._move(changed, records, scrap)
+            self._move(changed, records, scrap, trim=False)
         except BaseException as second:
             self.failure += f" ({type(second).__name__}: {second})"
             error.add_note(self.failure)

@@ -82,8 +82,11 @@ class ResidencyPlan:
         return totals
 
     def makes_room(self, phase: Phase) -> bool:
-        """Whether another process takes the device's memory in this phase, so that cached memory must go back too."""
-        return phase is Phase.GENERATION and self.placement(GRADS, phase) is Placement.FREED
+        """Whether another process takes the device's memory in this phase, so that cached memory must go back too.
+
+        In any other phase it stays: giving it back waits for the whole GPU, and the next pass would ask for it again.
+        """
+        return phase in {Phase.REFIT, Phase.GENERATION} and self.placement(GRADS, phase) is Placement.FREED
 
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""

@@ -128,25 +128,30 @@ needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a C
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
+def most(steps: dict[int, dict[str, float]], name: str) -> float:
+    """Of the steps that have a sample of it: a phase that is shorter than the sampler's period may have none."""
+    return max(metrics[name] for metrics in steps.values() if name in metrics)
+
+
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.timeout(400)
 def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_of, on_gpu):
-    metrics = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN)[STEPS]
-    assert metrics["train/token_mult_prob_error"] < 1.05
-    assert metrics["memory/generation_policy_gib"] < 2
-    assert metrics["memory/training_engine_gib"] < 4
-    assert metrics["memory/generation_engine_gib"] > 20
+    steps = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN)
+    assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
+    assert most(steps, "memory/generation_policy_gib") < 2
+    assert most(steps, "memory/training_engine_gib") < 4
+    assert most(steps, "memory/generation_engine_gib") > 20
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.timeout(400)
 def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of, on_gpu):
-    metrics = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false")[STEPS]
-    assert metrics["train/token_mult_prob_error"] < 1.05
-    assert metrics["memory/training_engine_gib"] > 20
-    assert metrics["residency/bytes_freed"] == 0
+    steps = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false")
+    assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
+    assert steps[STEPS]["residency/bytes_freed"] == 0
+    assert most(steps, "memory/training_engine_gib") > 20
 
 
 @pytest.mark.gpu

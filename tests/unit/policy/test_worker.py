@@ -1,6 +1,7 @@
 """One rank, in this process, against plain Hugging Face and plain torch."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -340,6 +341,22 @@ def test_a_worker_that_could_not_be_built_does_not_keep_the_next_one_from_it(mak
         assert worker.train(make_batch(), NLL()).grad_norm[0] > 0
     assert not torch.distributed.is_initialized()
     assert not parallel_state.is_initialized()
+
+
+def test_a_deterministic_worker_asks_torch_cublas_and_transformer_engine_for_it(make_worker, folders, monkeypatch):
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    try:
+        with make_worker(folders("qwen3")[0]) as worker:
+            assert not torch.are_deterministic_algorithms_enabled()
+        with make_worker(folders("qwen3")[0], deterministic=True) as worker:
+            worker.prepare_for_training()
+            worker.train(make_batch(), NLL())
+        assert torch.are_deterministic_algorithms_enabled()
+        assert {name: os.environ[name] for name in variables} == variables
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_nothing_keeps_the_model_of_a_worker_that_has_ended(make_worker, folders):

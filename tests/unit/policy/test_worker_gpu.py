@@ -27,11 +27,9 @@ VARIANTS = {
 }
 
 
-def losses(folder, monkeypatch, **changes) -> tuple[list[float], torch.Tensor]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def losses(folder, **changes) -> tuple[list[float], torch.Tensor]:
     process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
-    settings = make_settings(folder, precision="bfloat16", **changes)
+    settings = make_settings(folder, precision="bfloat16", deterministic=True, **changes)
     worker = PolicyWorker(settings, process, keep_reference=True)
     values = []
     try:
@@ -52,12 +50,12 @@ def losses(folder, monkeypatch, **changes) -> tuple[list[float], torch.Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(variant, tmp_path, monkeypatch):
+def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(variant, tmp_path):
     folder = tmp_path
     make_qwen3(seed=0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    expected, expected_weights = losses(folder, monkeypatch, colocated=False)
-    values, weights = losses(folder, monkeypatch, **VARIANTS[variant])
+    expected, expected_weights = losses(folder, colocated=False)
+    values, weights = losses(folder, **VARIANTS[variant])
     assert values == expected
     assert torch.equal(weights, expected_weights)
 

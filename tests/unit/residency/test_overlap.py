@@ -153,3 +153,29 @@ def test_memory_goes_back_once_somebody_looks_after_the_last_copy_and_not_beside
     training.manager._states["optimizer"]._flight.transfer.wait_device()
     training.manager.poll()
     assert device.events == ["copy", "copy", "trim"]
+
+
+def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_training_and_logprobs():
+    training = Training(
+        device=Watched(), part_bytes=300, offload_optimizer_states=True, offload_optimizer_states_for_logprob=True
+    )
+    device = training.manager._device
+    for _ in range(2):
+        training.step()
+        training.manager.enter(Phase.LP_INFERENCE)
+        training.step()
+        training.manager.poll()
+        training.manager.settle()
+        assert "trim" not in device.events
+    training.manager.enter(Phase.REFIT)
+    training.manager.settle()
+    assert "trim" in device.events
+    device.events.clear()
+    training.manager.enter(Phase.GENERATION)
+    assert device.events.count("trim") == 1
+
+
+def test_nothing_goes_back_to_the_driver_where_no_engine_shares_the_device():
+    training = Training(device=Watched(), colocated=False)
+    cycle(training)
+    assert "trim" not in training.manager._device.events
