@@ -27,6 +27,7 @@ class TransitionReport:
         target: The phase entered.
         groups: What each group moved; groups that did not move are absent.
         exposed_s: Seconds in which the caller waited for this transition.
+        give_back_s: Those of them in which memory went back to the driver.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last hand-over of memory).
@@ -39,6 +40,7 @@ class TransitionReport:
     target: Phase
     groups: dict[str, GroupMove] = field(default_factory=dict[str, GroupMove])
     exposed_s: float = 0.0
+    give_back_s: float = 0.0
     transfer_s: float = 0.0
     device_used_before_bytes: int = 0
     device_used_after_bytes: int = 0
@@ -73,7 +75,7 @@ class TransitionReport:
     @property
     def hidden_s(self) -> float:
         """Seconds of copying behind which the caller did something else."""
-        return max(0.0, self.transfer_s - self.exposed_s)
+        return max(0.0, self.transfer_s - (self.exposed_s - self.give_back_s))
 
     @property
     def link_gb_per_s(self) -> float:
@@ -101,6 +103,7 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
         "bytes_clean": float(sum(r.bytes_clean for r in reports)),
         "bytes_freed": float(sum(r.bytes_freed for r in reports)),
         "exposed_s": sum(r.exposed_s for r in reports),
+        "give_back_s": sum(r.give_back_s for r in reports),
         "hidden_s": sum(r.hidden_s for r in reports),
         "late_groups": float(sum(len(r.without_room) for r in reports)),
     }

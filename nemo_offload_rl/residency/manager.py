@@ -122,7 +122,7 @@ class ResidencyManager:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
         if settles:
-            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase))
+            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase), report=report)
         if is_new:
             self._begin(wanted, records, report)
         self._ledger.add(report)

@@ -101,23 +101,25 @@ class GroupMover:
         """
         for state in self._states.values():
             if state.is_leaving and state.release_finished():
-                state.settle_and_charge()
-                if trim:
-                    self._trim_unless_leaving()
+                report = state.settle_and_charge()
+                if trim and report is not None:
+                    report.exposed_s += self._trim_unless_leaving(report)
 
-    def settle(self, *, arrivals: bool = True, trim: bool) -> None:
+    def settle(self, *, arrivals: bool = True, trim: bool, report: TransitionReport | None = None) -> None:
         """Wait for every copy under way and give up all memory that was to be freed.
 
         Args:
             arrivals: Wait for copies in too.
             trim: Give cached memory back to the driver.
+            report: What giving back is charged to; without it, what the copies belong to.
         """
         waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
-        settled = [report for state in waiting if (report := state.settle_and_charge()) is not None]
+        settled = [charged for state in waiting if (charged := state.settle_and_charge()) is not None]
         if trim:
-            self._device.trim()
-        for report in settled:
-            report.device_used_after_bytes = self._device.used_bytes()
+            charged = report or (settled[-1] if settled else TransitionReport(None, Phase.GENERATION))
+            charged.exposed_s += self._trim_unless_leaving(charged)
+        for charged in settled:
+            charged.device_used_after_bytes = self._device.used_bytes()
 
     def _move(self, moving: Mapping[str, Placement], records: Records, report: TransitionReport, trim: bool) -> None:
         leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
@@ -133,15 +135,21 @@ class GroupMover:
                 if state.location is not Placement.DEVICE:
                     state.settle()
         if leaving and trim:
-            self._trim_unless_leaving()
+            self._trim_unless_leaving(report)
         for name in arriving:
             self._states[name].arrive(records[name], report)
 
-    def _trim_unless_leaving(self) -> None:
+    def _trim_unless_leaving(self, report: TransitionReport) -> float:
+        """Seconds that it took, which the report has as such then."""
         # Giving memory back to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
         # while a group is leaving, it would make the caller wait for what was to be hidden.
-        if not any(state.is_leaving for state in self._states.values()):
-            self._device.trim()
+        if any(state.is_leaving for state in self._states.values()):
+            return 0.0
+        start = time.perf_counter()
+        self._device.trim()
+        took_s = time.perf_counter() - start
+        report.give_back_s += took_s
+        return took_s
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. What arrived leaves first, so that what left has room to return."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from deferred_device import DeferredDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import Phase, Placement
+from nemo_offload_rl.residency import Phase, Placement, totals
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
@@ -173,6 +175,31 @@ def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_trai
     device.events.clear()
     training.manager.enter(Phase.GENERATION)
     assert device.events.count("trim") == 1
+
+
+class SlowDriver(Watched):
+    """Takes its time with memory that is given back."""
+
+    TAKES_S = 0.01
+
+    def trim(self) -> None:
+        super().trim()
+        time.sleep(self.TAKES_S)
+
+
+def test_what_giving_memory_back_takes_is_charged_to_the_transition_and_hides_no_copies():
+    training = Training(device=SlowDriver())
+    training.step()
+    training.manager.reports.drain()
+    refit = training.manager.enter(Phase.REFIT)
+    assert refit.give_back_s == 0
+    training.manager._states["optimizer"]._flight.transfer.wait_device()
+    training.manager.poll()
+    generation = training.manager.enter(Phase.GENERATION)
+    for report in (refit, generation):
+        assert SlowDriver.TAKES_S <= report.give_back_s <= report.exposed_s
+    assert totals([refit, generation])["give_back_s"] == refit.give_back_s + generation.give_back_s
+    assert training.manager.enter(Phase.LP_INFERENCE).give_back_s == 0
 
 
 def test_nothing_goes_back_to_the_driver_where_no_engine_shares_the_device():

@@ -127,7 +127,7 @@ class DTensorBackend:
             shard=shard,
         )
         if settings.dtensor_cfg.torch_compile and on_gpu:
-            compile_layers(causal_lm.model.layers, sizes_vary=packs or settings.dynamic_batching.enabled)
+            compile_layers(causal_lm.model.layers)
         self._layers: Sequence[nn.Module] = causal_lm.model.layers
         # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
         self._gather = parallel.gather if dp_mesh.size() > 1 else None

@@ -21,18 +21,18 @@ class Layer(nn.Module):
         return torch.tanh(self.inner(hidden)) / longest
 
 
-@pytest.mark.parametrize(("sizes_vary", "num_graphs"), [(True, 1), (False, 2)])
-def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(monkeypatch, sizes_vary, num_graphs):
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(monkeypatch, num_rows):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer(), Layer(), Layer()])
-    inputs = [(torch.randn(1, size, 8), size + 3) for size in (5, 6, 11, 4)]
+    inputs = [(torch.randn(num_rows, size, 8), size + 3) for size in (5, 6, 11, 4)]
     plain = [[layer(hidden, longest=longest) for layer in layers] for hidden, longest in inputs]
-    compile_layers(layers, sizes_vary=sizes_vary)
+    compile_layers(layers)
     for (hidden, longest), expected in zip(inputs, plain, strict=True):
         for layer, output in zip(layers, expected, strict=True):
             assert torch.equal(layer(hidden, longest=longest), output)
-    assert counters["stats"]["unique_graphs"] == num_graphs
+    assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
