@@ -63,6 +63,7 @@ class Run:
     rows: int
     steps: int
     warmup_steps: int
+    overrides: tuple[str, ...]
 
 
 def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
@@ -80,6 +81,7 @@ def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
         "--host-gib", type=int, default=64, help="host memory to touch once before anything is measured"
     )
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--overrides", nargs="*", default=(), metavar="KEY=VALUE", help="of every variant")
     return parser.parse_args()
 
 
@@ -123,7 +125,8 @@ def run_children(
     with tempfile.TemporaryDirectory() as folder:
         run_child(_write_model, args.shape, folder, args.device)
         lengths = tuple(int(length) for length in args.lengths.split(","))
-        run = Run(args.shape, folder, args.device, lengths, args.rows, args.steps, args.warmup_steps)
+        counts = (args.rows, args.steps, args.warmup_steps)
+        run = Run(args.shape, folder, args.device, lengths, *counts, tuple(args.overrides))
         for variant in variants:
             if args.only and variant.name not in args.only:
                 continue
@@ -188,7 +191,9 @@ def make_worker(run: Run, variant: Variant) -> Any:
             f"{KEY}.optimizer.bf16=false",
         ]
     cfg = validate_keys(
-        load_config(ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *variant.overrides]),
+        load_config(
+            ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *run.overrides, *variant.overrides]
+        ),
         GrpoMasterConfig,
     )
     for rule in (*megatron.RULES, *activations.RULES):
