@@ -78,7 +78,7 @@ class GroupMover:
             wanted: Placement by group.
             records: From `prepare`.
             report: What is charged.
-            trim: Give memory of what left back to the driver, unless copies out are still under way.
+            trim: Give cached memory back to the driver, unless copies out are still under way.
         """
         start = time.perf_counter()
         before = {name: state.location for name, state in self._states.items()}
@@ -102,8 +102,8 @@ class GroupMover:
         for state in self._states.values():
             if state.is_leaving and state.release_finished():
                 report = state.settle_and_charge()
-                if trim and report is not None:
-                    report.exposed_s += self._trim_unless_leaving(report)
+                if trim:
+                    self._give_back(report)
 
     def settle(self, *, arrivals: bool = True, trim: bool, report: TransitionReport | None = None) -> None:
         """Wait for every copy under way and give up all memory that was to be freed.
@@ -116,8 +116,7 @@ class GroupMover:
         waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
         settled = [charged for state in waiting if (charged := state.settle_and_charge()) is not None]
         if trim:
-            charged = report or (settled[-1] if settled else TransitionReport(None, Phase.GENERATION))
-            charged.exposed_s += self._trim_unless_leaving(charged)
+            self._give_back(report or (settled[-1] if settled else None))
         for charged in settled:
             charged.device_used_after_bytes = self._device.used_bytes()
 
@@ -134,22 +133,26 @@ class GroupMover:
             for state in self._states.values():
                 if state.location is not Placement.DEVICE:
                     state.settle()
-        if leaving and trim:
-            self._trim_unless_leaving(report)
+        if trim:
+            report.give_back_s += self._trim_unless_leaving()
         for name in arriving:
             self._states[name].arrive(records[name], report)
 
-    def _trim_unless_leaving(self, report: TransitionReport) -> float:
-        """Seconds that it took, which the report has as such then."""
+    def _give_back(self, report: TransitionReport | None) -> None:
+        took_s = self._trim_unless_leaving()
+        if report is not None:
+            report.give_back_s += took_s
+            report.exposed_s += took_s
+
+    def _trim_unless_leaving(self) -> float:
+        """Returns the seconds that it took."""
         # Giving memory back to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
         # while a group is leaving, it would make the caller wait for what was to be hidden.
         if any(state.is_leaving for state in self._states.values()):
             return 0.0
         start = time.perf_counter()
         self._device.trim()
-        took_s = time.perf_counter() - start
-        report.give_back_s += took_s
-        return took_s
+        return time.perf_counter() - start
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. What arrived leaves first, so that what left has room to return."""

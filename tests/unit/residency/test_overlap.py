@@ -202,6 +202,16 @@ def test_what_giving_memory_back_takes_is_charged_to_the_transition_and_hides_no
     assert training.manager.enter(Phase.LP_INFERENCE).give_back_s == 0
 
 
+def test_cached_memory_goes_back_before_a_refit_also_if_nothing_is_left_to_leave():
+    training = Training(device=Watched(), offload_optimizer_states_for_logprob=True)
+    training.step()
+    training.manager.enter(Phase.LP_INFERENCE)
+    device = training.manager._device
+    assert "trim" not in device.events
+    training.manager.enter(Phase.REFIT)
+    assert device.events[-2:] == ["trim", "copy"]  # then the parameters' host copy is made
+
+
 def test_nothing_goes_back_to_the_driver_where_no_engine_shares_the_device():
     training = Training(device=Watched(), colocated=False)
     cycle(training)
