@@ -42,8 +42,9 @@ from nemo_offload_rl.residency.plan import (
     ResidencyPlan,
     row_of,
 )
+from nemo_offload_rl.residency.prefetch import Prefetcher
 from nemo_offload_rl.residency.snapshot import Snapshot
-from nemo_offload_rl.residency.streaming import settle_leaving, stream_through
+from nemo_offload_rl.residency.streaming import stream_through
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class ResidencyManager:
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
+        self._prefetcher = Prefetcher(plan, self._states, self._work)
         self._auditor = Auditor(device)
         self._open_step = False
         self._num_steps = 0
@@ -141,10 +143,10 @@ class ResidencyManager:
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
             if phase is Phase.LP_INFERENCE:
-                self._stage_snapshots(records, report)
+                self._prefetcher.stage(phase, self._snapshots, records, report)
             if phase in PREFETCHED:
                 allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
-                self._prefetch(PREFETCHED[phase], allowed, records, report)
+                self._prefetcher.bring(phase, PREFETCHED[phase], allowed, records, report)
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -154,7 +156,7 @@ class ResidencyManager:
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
-            self._prefetch(phase, list(self._states), self._mover.records(), report)
+            self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
             if report.groups:
                 self._ledger.add(report)
 
@@ -237,32 +239,6 @@ class ResidencyManager:
             and name in TOUCHED[phase]
             and self.plan.placement(name, READ_BEFORE[phase]) is Placement.HOST
         ]
-
-    def _prefetch(self, phase: Phase, allowed: Sequence[str], records: Records, report: TransitionReport) -> None:
-        if not self._work.is_known(self.phase):
-            return
-        first_parts = [state.group.name for state in self._parts[:2]] if phase is Phase.OPTIM_STEP else []
-        settle_leaving(self._parts, report)
-        for name in allowed:
-            state = self._states[name]
-            wanted = self.plan.placement(name, phase) is Placement.DEVICE or name in first_parts
-            if not wanted or state.location is not Placement.HOST:
-                continue
-            if self._work.has_room(self.phase, state.mirror.num_bytes) and state.try_arrive(records[name], report):
-                self._work.add(state.mirror.num_bytes)
-            else:
-                report.without_room.append(name)
-
-    def _stage_snapshots(self, records: Records, report: TransitionReport) -> None:
-        """Bring snapshots beside their groups while the policy's own logprobs are computed, where there is room."""
-        for name, snapshot in self._snapshots.items():
-            size = snapshot.mirror.num_bytes
-            if snapshot.state.location is not Placement.DEVICE or not self._work.is_known(self.phase):
-                continue
-            if self._work.has_room(self.phase, size) and snapshot.stage(records[snapshot.state.group.name], report):
-                self._work.add(size)
-            else:
-                report.without_room.append(name)
 
     # -- snapshots
 
