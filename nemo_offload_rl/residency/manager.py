@@ -91,7 +91,7 @@ class ResidencyManager:
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
-        self._prefetcher = Prefetcher(plan, self._states, self._work)
+        self._prefetcher = Prefetcher(plan, self._states, self._parts, self._work)
         self._auditor = Auditor(device)
         self._open_step = False
         self._num_steps = 0

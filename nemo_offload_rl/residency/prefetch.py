@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.moves import Records
 from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import OPTIMIZER_PART, ResidencyPlan, row_of
+from nemo_offload_rl.residency.plan import ResidencyPlan
 from nemo_offload_rl.residency.snapshot import Snapshot
 from nemo_offload_rl.residency.streaming import settle_leaving
 from nemo_offload_rl.residency.work_memory import WorkMemory
@@ -25,13 +25,16 @@ class Prefetcher:
     Args:
         plan: Where each group must be in each phase.
         states: The groups.
+        parts: Those of a streamed optimizer, in the order of their updates.
         work: What the phases' work needs.
     """
 
-    def __init__(self, plan: ResidencyPlan, states: Mapping[str, GroupState], work: WorkMemory) -> None:
+    def __init__(
+        self, plan: ResidencyPlan, states: Mapping[str, GroupState], parts: Sequence[GroupState], work: WorkMemory
+    ) -> None:
         self._plan = plan
         self._states = states
-        self._parts = [state for name, state in states.items() if row_of(name) == OPTIMIZER_PART]
+        self._parts = parts
         self._work = work
 
     def bring(
