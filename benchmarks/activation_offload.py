@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, parse_arguments, run_variants
+from megatron_runs import KEY, Variant, parse_arguments, percent, run_variants
 
 
 def offload(*modules: str) -> tuple[str, ...]:
@@ -76,11 +76,6 @@ def table(results: dict[str, Any]) -> str:
             cells += f"{peak:>26}{speed:>18}"
         lines.append(f"{name:34}{cells}")
     return "\n".join(lines)
-
-
-def percent(value: float, base: float) -> str:
-    """The change from `base`."""
-    return f"{100 * (value / base - 1):+.1f} %" if base else "-"
 
 
 def main() -> None:

@@ -293,6 +293,11 @@ def write_results(args: argparse.Namespace, results: dict[str, Any]) -> None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def percent(value: float, base: float) -> str:
+    """The change from `base`."""
+    return f"{100 * (value / base - 1):+.1f} %" if base else "-"
+
+
 def _write_model(shape: str, folder: str, device: str) -> dict[str, Any]:
     write_model(shape, Path(folder), device)
     return {}

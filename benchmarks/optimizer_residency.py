@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, parse_arguments, run_variants
+from megatron_runs import KEY, Variant, parse_arguments, percent, run_variants
 
 OPTIMIZER = f"{KEY}.optimizer"
 STATES = f"{OPTIMIZER}.offload_optimizer_states=true"
@@ -70,11 +70,6 @@ def table(results: dict[str, Any]) -> str:
             peak = f"{found['peak_gib']:.1f} ({percent(found['peak_gib'], base['peak_gib'])})"
             lines.append(f"{name:36}{length:>8}{step:>20}{peak:>22}")
     return "\n".join(lines)
-
-
-def percent(value: float, base: float) -> str:
-    """The change from `base`."""
-    return f"{100 * (value / base - 1):+.1f} %" if base else "-"
 
 
 def main() -> None:

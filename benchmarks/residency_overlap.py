@@ -6,8 +6,9 @@ One step is what the policy worker does in colocated RL: logprobs, reference log
 fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause,
 and so is its loading of the weights (`--refit-s`).
 Variants, in this order in one process each: state never moves; every copy waited for; copies overlapped; states
-streamed around the optimizer step, whole and in parts of 1 GiB. Seconds are medians over the steps after the first two;
-peaks are what the process held at most in forward and backward passes, and in the optimizer step, of the last step.
+streamed around the optimizer step, whole and in parts of 1 GiB; the optimizer on the host during logprobs too; its host
+copy in pageable memory. Seconds are medians over the steps after the first two; peaks are what the process held at most
+in logprob passes, in forward and backward passes, and in the optimizer step, of the last step.
 
 Needs a GPU; with --device cpu --shape tiny it runs to show that it works.
 """
@@ -39,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "overlapped, states streamed": {"offload_optimizer_states": True},
     "the same in parts of 1 GiB": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 1024},
+    "away for logprobs": {"offload_optimizer_states_for_logprob": True},
+    "optimizer not pinned": {"use_pinned_optimizer_offload": False},
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
 AT_ONCE = 32  # tensors of a refit between two looks at finished copies
@@ -139,8 +142,8 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         host_memory_budget_gib=None,
         memory_snapshot_dir=None,
         engine_memory_share=0.0,
-        use_pinned_optimizer_offload=True,
-        offload_optimizer_states_for_logprob=False,
+        use_pinned_optimizer_offload=changes.pop("use_pinned_optimizer_offload", True),
+        offload_optimizer_states_for_logprob=changes.pop("offload_optimizer_states_for_logprob", False),
         colocated=changes.pop("colocated", True),
         seed=0,
     )
@@ -207,7 +210,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     lines = [report.line() for report in reports]
     peaks = {
         phase.value: max(report.peak_bytes for report in reports if report.source is phase) / 2**30
-        for phase in (Phase.TRAINING, Phase.OPTIM_STEP)
+        for phase in (Phase.LP_INFERENCE, Phase.TRAINING, Phase.OPTIM_STEP)
     }
     worker.shutdown()
     kept = steps[2:]
@@ -260,13 +263,13 @@ def main() -> None:
     print(
         f"{'variant':28} {'step':>7} "
         + " ".join(f"{name:>9}" for name in PHASES)
-        + "  exposed  hidden  GB moved  peak GiB: passes, step"
+        + "  exposed  hidden  GB moved  peak GiB: logprobs, training, step"
     )
     for row in rows:
         m = row["median_s"]
         phases = " ".join(f"{m[name]:9.3f}" for name in PHASES)
         tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f}"
-        peaks = f"{row['peak_gib']['training']:10.2f} {row['peak_gib']['optim_step']:8.2f}"
+        peaks = " ".join(f"{size:8.2f}" for size in row["peak_gib"].values())
         print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail} {peaks}")
     if args.out:
         machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
