@@ -27,8 +27,13 @@ MEGATRON = (
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
     "policy.megatron_cfg.scheduler.lr_warmup_init=0.0",
 )
-# Long enough to be killed in.
-LONG_RESPONSES = ("policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=48")
+# Each generation is long enough to be killed in, on a busy machine too.
+LONG_RESPONSES = (
+    "policy.max_total_sequence_length=64",
+    "policy.generation.max_new_tokens=48",
+    "grpo.num_prompts_per_step=8",
+    "policy.train_global_batch_size=64",
+)
 # What does not depend on the clock or on where bytes are.
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
 
