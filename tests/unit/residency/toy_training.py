@@ -50,6 +50,7 @@ class Training:
         part_bytes: int | None = None,
         layered: bool = False,
         overlap: bool = True,
+        engine_bytes: int | None = None,
         **changes: bool | frozenset[str],
     ) -> None:
         torch.manual_seed(0)
@@ -71,6 +72,7 @@ class Training:
                 *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
             ],
             device=device or CpuDevice(),
+            engine_bytes=engine_bytes,
             overlap=overlap,
         )
 
