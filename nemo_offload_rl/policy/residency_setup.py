@@ -77,7 +77,6 @@ def build_manager(
         groups=backend.state_groups(),
         device=device,
         arenas=arenas,
-        engine_bytes=_engine_bytes(settings, device) + SHARED_RESERVE_BYTES,
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
     )
@@ -199,13 +198,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         kept.add(BASE)
     if settings.residency == "auto":
         candidates = {name: size for name, size in sizes_bytes.items() if name not in overrides}
-        room = device.total_bytes() - _engine_bytes(settings, device) - SHARED_RESERVE_BYTES
-        room -= sum(sizes_bytes[name] for name in kept)
+        engine_bytes = int(settings.engine_memory_share * device.total_bytes())
+        room = device.total_bytes() - engine_bytes - SHARED_RESERVE_BYTES - sum(sizes_bytes[name] for name in kept)
         kept |= choose_resident(candidates, max(0, room))
     return frozenset(kept)
-
-
-def _engine_bytes(settings: PolicySettings, device: Device) -> int:
-    """What the engine may take of the device while it is awake, at most."""
-    cache_gib = settings.engine_kv_cache_gib or 0.0
-    return int(settings.engine_memory_share * device.total_bytes() + cache_gib * 2**30)

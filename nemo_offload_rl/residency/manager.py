@@ -58,8 +58,6 @@ class ResidencyManager:
         groups: The groups, in the order in which a storage that several of them list is counted.
         device: The device; everything is on it until the first `enter`.
         arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
-        engine_bytes: What the engine that shares the device may take of it, awake. While as much is free, cached memory
-            stays; None gives all of it back whenever the engine is next.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as right with the device, byte by byte. Slow; for finding bugs.
     """
@@ -71,7 +69,6 @@ class ResidencyManager:
         groups: Sequence[StateGroup],
         device: Device,
         arenas: HostArenas | None = None,
-        engine_bytes: int | None = None,
         overlap: bool = True,
         verify: bool = False,
     ) -> None:
@@ -88,7 +85,7 @@ class ResidencyManager:
         }
         self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
-        self._mover = GroupMover(self._states, device, engine_bytes)
+        self._mover = GroupMover(self._states, device)
         self._snapshots: dict[str, Snapshot] = {}
         self._swapped_in: str | None = None
         self._ledger = Ledger()
@@ -126,23 +123,21 @@ class ResidencyManager:
             if name in TOUCHED[phase]:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
-        trim = is_new and self.plan.makes_room(phase)
-        gave_back = settles and self._mover.settle(arrivals=not by_layer, trim=trim, report=report)
+        if settles:
+            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase), report=report)
         if is_new:
-            self._begin(wanted, records, report, gave_back)
+            self._begin(wanted, records, report)
         self._ledger.add(report)
         logger.debug("%s", report.line())
         return report
 
-    def _begin(
-        self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport, gave_back: bool
-    ) -> None:
+    def _begin(self, wanted: Mapping[str, Placement], records: Records, report: TransitionReport) -> None:
         """The present phase has just been entered: look for what stayed, and start what may run beside its work."""
         phase = report.target
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._auditor.check(records, here, trimmed=gave_back)
+            report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if self._overlap:
             for name in self._leaving_next(phase):

@@ -23,17 +23,15 @@ class GroupMover:
     Args:
         states: The groups, in the order in which a storage that several of them list is counted.
         device: Where they live.
-        engine_bytes: Cached memory is given back only while less than this is free on the device; None for always.
 
     Attributes:
         failure: Why nothing may move any more; None while all is well.
     """
 
-    def __init__(self, states: Mapping[str, GroupState], device: Device, engine_bytes: int | None = None) -> None:
+    def __init__(self, states: Mapping[str, GroupState], device: Device) -> None:
         self.failure: str | None = None
         self._states = states
         self._device = device
-        self._engine_bytes = engine_bytes
 
     def refuse_if_failed(self, purpose: str) -> None:
         """Raise if an earlier failure could not be undone.
@@ -80,7 +78,7 @@ class GroupMover:
             wanted: Placement by group.
             records: From `prepare`.
             report: What is charged.
-            trim: Give cached memory back to the driver, unless copies out are still under way or the engine has room.
+            trim: Give cached memory back to the driver, unless copies out are still under way.
         """
         start = time.perf_counter()
         before = {name: state.location for name, state in self._states.items()}
@@ -99,7 +97,7 @@ class GroupMover:
         """Give up the memory of copies out that have finished; does not block.
 
         Args:
-            trim: Give it back to the driver when the last of them has, if the engine lacks room.
+            trim: Give it back to the driver when the last of them has.
         """
         for state in self._states.values():
             if state.is_leaving and state.release_finished():
@@ -107,23 +105,20 @@ class GroupMover:
                 if trim:
                     self._give_back(report)
 
-    def settle(self, *, arrivals: bool = True, trim: bool, report: TransitionReport | None = None) -> bool:
+    def settle(self, *, arrivals: bool = True, trim: bool, report: TransitionReport | None = None) -> None:
         """Wait for every copy under way and give up all memory that was to be freed.
 
         Args:
             arrivals: Wait for copies in too.
-            trim: Give cached memory back to the driver, if the engine lacks room.
+            trim: Give cached memory back to the driver.
             report: What giving back is charged to; without it, what the copies belong to.
-
-        Returns:
-            Whether cached memory was given back.
         """
         waiting = [state for state in self._states.values() if arrivals or not state.is_arriving]
         settled = [charged for state in waiting if (charged := state.settle_and_charge()) is not None]
-        gave_back = trim and self._give_back(report or (settled[-1] if settled else None))
+        if trim:
+            self._give_back(report or (settled[-1] if settled else None))
         for charged in settled:
             charged.device_used_after_bytes = self._device.used_bytes()
-        return gave_back
 
     def _move(self, moving: Mapping[str, Placement], records: Records, report: TransitionReport, trim: bool) -> None:
         leaving = [name for name, place in moving.items() if place is not Placement.DEVICE]
@@ -139,32 +134,25 @@ class GroupMover:
                 if state.location is not Placement.DEVICE:
                     state.settle()
         if trim:
-            report.give_back_s += self._trim() or 0.0
+            report.give_back_s += self._trim_unless_leaving()
         for name in arriving:
             self._states[name].arrive(records[name], report)
 
-    def _give_back(self, report: TransitionReport | None) -> bool:
-        took_s = self._trim()
-        if took_s is not None and report is not None:
+    def _give_back(self, report: TransitionReport | None) -> None:
+        took_s = self._trim_unless_leaving()
+        if report is not None:
             report.give_back_s += took_s
             report.exposed_s += took_s
-        return took_s is not None
 
-    def _trim(self) -> float | None:
-        """Returns the seconds that it took, None where there was no need or it is too early."""
+    def _trim_unless_leaving(self) -> float:
+        """Returns the seconds that it took."""
         # Giving memory back to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
-        # while a group is leaving, it would make the caller wait for what was to be hidden. And it is slow by itself:
-        # where the engine has room, the next pass finds the memory in the cache instead of asking the driver again.
-        if any(state.is_leaving for state in self._states.values()) or self._engine_has_room():
-            return None
+        # while a group is leaving, it would make the caller wait for what was to be hidden.
+        if any(state.is_leaving for state in self._states.values()):
+            return 0.0
         start = time.perf_counter()
         self._device.trim()
         return time.perf_counter() - start
-
-    def _engine_has_room(self) -> bool:
-        if self._engine_bytes is None:
-            return False
-        return self._device.total_bytes() - self._device.used_bytes() >= self._engine_bytes
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. What arrived leaves first, so that what left has room to return."""

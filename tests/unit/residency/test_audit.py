@@ -37,19 +37,12 @@ class CountingDevice(CpuDevice):
     bytes_by_others = 0
     bytes_cached = 0
     bytes_kept = 0  # of what is cached: cannot go back
-    bytes_total = 100 << 30
 
     def allocated_bytes(self) -> int:
         return self.bytes_by_others
 
     def cached_bytes(self) -> int:
         return self.bytes_cached
-
-    def total_bytes(self) -> int:
-        return self.bytes_total
-
-    def used_bytes(self) -> int:
-        return self.bytes_by_others + self.bytes_cached
 
     def trim(self) -> None:
         self.bytes_cached = min(self.bytes_cached, self.bytes_kept)
@@ -99,30 +92,6 @@ def test_cached_memory_goes_back_before_a_generation_also_when_nothing_leaves_fo
     device.bytes_cached = 2 << 30
     alone.manager.enter(Phase.GENERATION)
     assert device.bytes_cached == 2 << 30
-
-
-def test_cached_memory_stays_while_the_engine_has_room_and_goes_back_where_it_has_not():
-    device = CountingDevice()
-    training = Training(device=device, engine_bytes=60 << 30)
-    for cached, left in ((30 << 30, 30 << 30), (40 << 30, 40 << 30), ((40 << 30) + 1, 0)):
-        training.step()
-        device.bytes_cached = cached
-        assert training.manager.enter(Phase.REFIT).leftovers == []
-        training.manager.settle()
-        # What is kept on purpose is no leftover.
-        assert training.manager.enter(Phase.GENERATION).leftovers == []
-        assert device.bytes_cached == left
-
-
-def test_cached_memory_goes_back_when_another_process_takes_the_engines_room_after_the_refit_began():
-    device = CountingDevice()
-    training = Training(device=device, engine_bytes=60 << 30)
-    training.step()
-    device.bytes_cached = 30 << 30
-    training.manager.enter(Phase.REFIT)
-    device.bytes_by_others = 11 << 30
-    training.manager.enter(Phase.GENERATION)
-    assert device.bytes_cached == 0
 
 
 def segment(*blocks: tuple[int, str]) -> dict[str, object]:

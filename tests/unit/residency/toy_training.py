@@ -50,7 +50,6 @@ class Training:
         part_bytes: int | None = None,
         layered: bool = False,
         overlap: bool = True,
-        engine_bytes: int | None = None,
         **changes: bool | frozenset[str],
     ) -> None:
         torch.manual_seed(0)
@@ -72,7 +71,6 @@ class Training:
                 *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
             ],
             device=device or CpuDevice(),
-            engine_bytes=engine_bytes,
             overlap=overlap,
         )
 
