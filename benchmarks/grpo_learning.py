@@ -37,7 +37,12 @@ GPU_SIZES = {
 }
 WARM_UP_ON_GPU = ["cluster.gpus_per_node=1", "policy.precision=bfloat16", "policy.optimizer.kwargs.lr=1e-3"]
 RESIDENT = ["policy.residency_overrides={params: device, optimizer: device}"]
-MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null"]
+MEGATRON = [
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.optimizer=null",
+    "policy.make_sequence_length_divisible_by=16",  # or attention is prepared for each new width
+]
 VARIANTS = {
     "dtensor": [],
     "dtensor_resident": RESIDENT,

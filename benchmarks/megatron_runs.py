@@ -180,6 +180,7 @@ def make_worker(run: Run, variant: Variant) -> Any:
         f"policy.train_global_batch_size={run.rows}",
         "policy.train_micro_batch_size=1",
         f"policy.max_total_sequence_length={max(run.lengths)}",
+        "policy.make_sequence_length_divisible_by=1",
         "policy.logprob_chunk_size=1024",
         f"{KEY}.empty_unused_memory_level=0",
         f"policy.precision={'bfloat16' if run.device == 'cuda' else 'float32'}",

@@ -142,6 +142,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         host_memory_budget_gib=None,
         memory_snapshot_dir=None,
         engine_memory_share=0.0,
+        engine_kv_cache_gib=None,
         use_pinned_optimizer_offload=changes.pop("use_pinned_optimizer_offload", True),
         offload_optimizer_states_for_logprob=changes.pop("offload_optimizer_states_for_logprob", False),
         colocated=changes.pop("colocated", True),
@@ -248,16 +249,22 @@ def main() -> None:
     if args.device == "cuda":
         grow_host_memory(48 << 30)
         link = probe_link(device)
-    rows = []
+    machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
+    command = " ".join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
+    date = datetime.date.today().isoformat()
+    rows: list[dict[str, Any]] = []
+    result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         write_model(args.shape, Path(folder), args.device)
         for variant in args.variants:
-            command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--model", folder]
-            child = subprocess.run(command, capture_output=True, text=True)
+            child_command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--model", folder]
+            child = subprocess.run(child_command, capture_output=True, text=True)
             if child.returncode:
                 print(f"{variant}: failed\n{child.stderr[-2000:]}", flush=True)
                 continue
             rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
+            if args.out:  # after each: one that does not end takes nothing with it
+                args.out.write_text(json.dumps(result, indent=1))
             print(variant, "done", flush=True)
     print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s; seconds, medians")
     print(
@@ -271,12 +278,6 @@ def main() -> None:
         tail = f"{m['exposed']:9.3f} {m['hidden']:7.3f} {m['gb']:9.2f}"
         peaks = " ".join(f"{size:8.2f}" for size in row["peak_gib"].values())
         print(f"{row['variant']:28} {m['step']:7.3f} {phases} {tail} {peaks}")
-    if args.out:
-        machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
-        command = " ".join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
-        date = datetime.date.today().isoformat()
-        result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

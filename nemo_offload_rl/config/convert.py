@@ -160,6 +160,7 @@ def _supervised_fields(cfg: SftMasterConfig | DpoMasterConfig, seed: int, rows_p
     no_rollouts = {
         "logprob_temperature": 1.0,
         "engine_memory_share": 0.0,
+        "engine_kv_cache_gib": None,
         "colocated": False,
         "residency": "always",
         "residency_overrides": {},
@@ -196,10 +197,12 @@ def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) 
 
 def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
     generation = policy["generation"]
+    vllm = generation["vllm_cfg"]
     return {
         "logprob_temperature": generation["temperature"],
-        "engine_memory_share": generation["vllm_cfg"]["gpu_memory_utilization"],
-        "colocated": generation["colocated"]["enabled"] and generation["vllm_cfg"]["enable_sleep_mode"],
+        "engine_memory_share": vllm["gpu_memory_utilization"],
+        "engine_kv_cache_gib": vllm["kv_cache_memory_gib"],
+        "colocated": generation["colocated"]["enabled"] and vllm["enable_sleep_mode"],
     }
 
 

@@ -199,6 +199,8 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
     if settings.residency == "auto":
         candidates = {name: size for name, size in sizes_bytes.items() if name not in overrides}
         engine_bytes = int(settings.engine_memory_share * device.total_bytes())
+        # The share says nothing of a cache whose size was fixed.
+        engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * 2**30)
         room = device.total_bytes() - engine_bytes - SHARED_RESERVE_BYTES - sum(sizes_bytes[name] for name in kept)
         kept |= choose_resident(candidates, max(0, room))
     return frozenset(kept)

@@ -232,6 +232,7 @@ class PolicySettings:
     residency: str  # "always" or "auto"
     residency_overrides: Mapping[str, str]  # group -> "device" or "host"
     engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
+    engine_kv_cache_gib: float | None  # of a fixed size, which that share does not bound
     residency_overlap: bool
     residency_verify: bool
     host_memory_budget_gib: float | None

@@ -41,6 +41,7 @@ DERIVED: dict[type, dict[str, str]] = {
         "seed": "grpo.seed",
         "logprob_temperature": "policy.generation.temperature",
         "engine_memory_share": "policy.generation.vllm_cfg.gpu_memory_utilization",
+        "engine_kv_cache_gib": "policy.generation.vllm_cfg.kv_cache_memory_gib",
     },
     SchedulerSettings: {"until_step": "policy.scheduler[].milestones"},
     VllmSettings: {

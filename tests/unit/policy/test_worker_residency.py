@@ -68,6 +68,7 @@ def test_groups_stay_beside_the_engine_when_told_to_or_when_they_fit_and_not_oth
     fitting = during_generation(residency="auto", engine_memory_share=0.1)
     assert fitting["params"] > 0 and fitting["optimizer"] > 0
     assert during_generation(residency="auto", engine_memory_share=1.0) == away
+    assert during_generation(residency="auto", engine_memory_share=0.1, engine_kv_cache_gib=10_000.0) == away
     mixed = during_generation(residency="auto", engine_memory_share=0.1, residency_overrides={"params": "host"})
     assert mixed["params"] == 0 < mixed["optimizer"]
 

@@ -252,6 +252,8 @@ class MegatronBackend:
     def close(self) -> None:
         """Give memory back and leave the process groups, if this backend made them."""
         self._activations.close()
+        caches.clear_memory_caches(self._chunks)
+        caches.clear_fp8_caches(self._chunks)
         self._release_device_memory()
         # The optimizer has slices of the parameters, whose autograd nodes have hooks that know the model: a circle that
         # Python cannot see through, so that all of it would stay.

@@ -6,6 +6,7 @@ R = 1), L positions that this context-parallel rank has.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_par
         ids_BP, position_BP, is_scored_BP = (
             value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_scored_BP)
         )
-        packed = _packed_params(lengths_B, device)
+        packed = _packed_params(lengths_B, device, multiple)
     # The token after the last is the first, which is not scored.
     targets_RT, is_scored_RT = ids_BP.roll(-1, dims=1), is_scored_BP.roll(-1, dims=1)
     order_T = None
@@ -110,9 +111,10 @@ def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_par
     )
 
 
-def _packed_params(lengths_B: Tensor, device: torch.device) -> PackedSeqParams:
+def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> PackedSeqParams:
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
-    longest = int(lengths_B.max())
+    # An upper bound to the kernels, for each value of which cuDNN prepares attention anew: powers of two are few.
+    longest = multiple * 2 ** math.ceil(math.log2(int(lengths_B.max()) // multiple))
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

@@ -1,6 +1,7 @@
 """How rows lie in the model's input, on one rank and split over two context-parallel ones."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,10 @@ def check_input(laid_out, batch, rank, context_parallel_size, sequence_parallel_
     assert count == int((expected_logprobs(batch) != 0).sum())
     if laid_out.packed is not None:
         starts = laid_out.packed.cu_seqlens_q.tolist()
+        longest = max(end - start for start, end in pairwise(starts))
+        multiple = sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
+        bound = laid_out.packed.max_seqlen_q
+        assert longest <= bound < 2 * longest and (bound // multiple).bit_count() == 1 and bound % multiple == 0
         assert len(starts) == 6 and starts[-1] == laid_out.ids_RL.numel() * context_parallel_size
         assert (laid_out.positions_RL == 0).sum() == (5 if rank == 0 or context_parallel_size == 1 else 0)
 
