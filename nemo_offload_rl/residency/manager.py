@@ -140,6 +140,7 @@ class ResidencyManager:
             report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if self._overlap:
+            start = time.perf_counter()
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
             if phase is Phase.LP_INFERENCE:
@@ -147,6 +148,7 @@ class ResidencyManager:
             if phase in PREFETCHED:
                 allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
                 self._prefetcher.bring(phase, PREFETCHED[phase], allowed, records, report)
+            report.exposed_s += time.perf_counter() - start  # all of a copy where host memory is not page-locked
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -156,7 +158,9 @@ class ResidencyManager:
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
+            start = time.perf_counter()
             self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
+            report.exposed_s += time.perf_counter() - start
             if report.groups:
                 self._ledger.add(report)
 

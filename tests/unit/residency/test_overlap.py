@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import Phase, Placement, totals
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement, totals
+from nemo_offload_rl.residency.device import FinishedTransfer
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
@@ -200,6 +201,29 @@ def test_what_giving_memory_back_takes_is_charged_to_the_transition_and_hides_no
         assert SlowDriver.TAKES_S <= report.give_back_s <= report.exposed_s
     assert totals([refit, generation])["give_back_s"] == refit.give_back_s + generation.give_back_s
     assert training.manager.enter(Phase.LP_INFERENCE).give_back_s == 0
+
+
+class BlockingCopies(DeferredDevice):
+    """Copies run inside the call that starts them, as those of pageable memory do."""
+
+    TAKES_S = 0.01
+
+    def copy_in(self, copies):
+        copies = list(copies)
+        CpuDevice.copy_in(self, copies)
+        time.sleep(self.TAKES_S)
+        return FinishedTransfer(sum(copy.host.numel() for copy in copies), len(copies), self.TAKES_S)
+
+
+def test_a_copy_that_blocks_whoever_starts_it_early_is_not_called_hidden():
+    training = Training(device=BlockingCopies())
+    cycle(training)
+    cycle(training)
+    assert training.manager.location("optimizer") is Placement.DEVICE
+    (report,) = [r for r in training.manager.reports.drain()[-2:] if r.target is Phase.LP_INFERENCE]
+    assert set(report.groups) == {"params", "optimizer"}
+    assert report.exposed_s >= report.transfer_s == 2 * BlockingCopies.TAKES_S
+    assert report.hidden_s == 0
 
 
 def test_cached_memory_goes_back_before_a_refit_also_if_nothing_is_left_to_leave():
