@@ -1,4 +1,4 @@
-"""`clear_memory_caches_before_refit` through the worker's verbs."""
+"""`clear_memory_caches_before_refit` through the worker's verbs, and caches after its end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
 
 
-def step(worker: PolicyWorker) -> tuple[list[float], int]:
-    """One step up to the refit; its losses, and how many lengths of rotary embeddings are kept then."""
+def num_rotary_lengths() -> int:
+    """How many lengths of rotary embeddings this process keeps."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    forward: Any = RotaryEmbedding.forward
+    return forward.cache_info().currsize
+
+
+def step(worker: PolicyWorker) -> tuple[list[float], int]:
+    """One step up to the refit; its losses, and how many lengths of rotary embeddings are kept then."""
     worker.prepare_for_training()
     losses = worker.train(make_batch(), NLL()).loss
     worker.offload_before_refit()
-    forward: Any = RotaryEmbedding.forward
-    kept = forward.cache_info().currsize
+    kept = num_rotary_lengths()
     worker.offload_after_refit()
     return losses, kept
 
@@ -36,5 +41,6 @@ def test_caches_are_empty_at_a_refit_only_where_it_is_asked_for(tmp_path: Path, 
         worker = PolicyWorker(settings, process, keep_reference=False)
         first, second = step(worker), step(worker)
         worker.shutdown()
+        assert num_rotary_lengths() == 0  # a worker that has ended leaves none to the next
     assert (first[1] > 0, second[1] > 0) == (not clears, not clears)
     assert second[0] != first[0]
