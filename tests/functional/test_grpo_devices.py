@@ -14,7 +14,7 @@ OWN_DEVICES = (
     "policy.generation.colocated.resources.num_nodes=1",
 )
 MAX_MODEL_LEN = "policy.generation.vllm_cfg.max_model_len=64"
-ONE_ENGINE = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
+ENGINE_OVER_TWO = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
 # A rate at which a few steps change most answers.
 DTENSOR = ("policy.optimizer.kwargs.lr=3e-3",)
 MEGATRON = (
@@ -131,6 +131,7 @@ def test_after_training_the_engine_answers_as_hugging_face_does_with_the_exporte
 
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+needs_four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA GPUs")
 
 
 def most(steps: dict[int, dict[str, float]], name: str) -> float:
@@ -166,15 +167,34 @@ def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of
     "overrides",
     [
         ("cluster.gpus_per_node=2", *DTENSOR),
-        ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2", *ONE_ENGINE),
+        ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2", *ENGINE_OVER_TWO),
         ("cluster.gpus_per_node=2", *MEGATRON),
-        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2", *ONE_ENGINE),
+        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2", *ENGINE_OVER_TWO),
         (*DTENSOR, *OWN_DEVICES),
     ],
     ids=["FSDP", "TP, one engine over both", "Megatron DP", "Megatron TP, one engine over both", "each on its own"],
 )
 def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, overrides):
-    metrics, after, before = trained(*on_gpu, MAX_MODEL_LEN, *overrides, characters=4)
+    check_answers(*trained(*on_gpu, MAX_MODEL_LEN, *overrides, characters=4))
+
+
+@pytest.mark.gpu
+@needs_four_gpus
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2"),
+        (*DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2"),
+    ],
+    ids=["Megatron", "DTensor"],
+)
+def test_four_gpus_split_two_ways_beside_two_engines_answer_as_hugging_face_does(trained, on_gpu, overrides):
+    split = ("cluster.gpus_per_node=4", *overrides, *ENGINE_OVER_TWO)
+    check_answers(*trained(*on_gpu, MAX_MODEL_LEN, *split, characters=4))
+
+
+def check_answers(metrics: dict[int, dict[str, float]], after: float, before: float) -> None:
     assert all(metrics[step]["train/token_mult_prob_error"] < 1.05 for step in range(1, STEPS + 1))
     # In bfloat16 some choices are close; weights that are not those trained share few.
     assert after >= 0.75
