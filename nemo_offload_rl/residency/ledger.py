@@ -26,7 +26,7 @@ class TransitionReport:
         source: The phase before, None for the first transition.
         target: The phase entered.
         groups: What each group moved; groups that did not move are absent.
-        exposed_s: Seconds in which the caller waited for this transition.
+        exposed_s: Seconds in which the caller waited for this transition, also for copies to be started.
         give_back_s: Those of them in which memory went back to the driver.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
