@@ -16,6 +16,7 @@ import logging
 import math
 import multiprocessing
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -116,7 +117,7 @@ def run_children(
     rows: list[dict[str, Any]] = []
     results = {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "machine": machine(args.device),
         "link_gb_per_s": link,
         "shape": args.shape,

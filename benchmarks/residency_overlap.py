@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def main() -> None:
         grow_host_memory(48 << 30)
         link = probe_link(device)
     machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
-    command = " ".join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
     date = datetime.date.today().isoformat()
     rows: list[dict[str, Any]] = []
     result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.residency.audit import Leftover
@@ -47,6 +50,15 @@ class TransitionReport:
     peak_bytes: int = 0
     without_room: list[str] = field(default_factory=list[str])
     leftovers: list[Leftover] = field(default_factory=list[Leftover])
+
+    @contextmanager
+    def held_up(self) -> Generator[None]:
+        """The caller waits for the body: its seconds are exposed ones."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.exposed_s += time.perf_counter() - start
 
     def group(self, name: str) -> GroupMove:
         """The entry of `name`, made when first asked for."""

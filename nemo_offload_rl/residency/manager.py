@@ -10,7 +10,6 @@ An `enter`, in order:
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -139,8 +138,9 @@ class ResidencyManager:
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
             report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
-        if self._overlap:
-            start = time.perf_counter()
+        if not self._overlap:
+            return
+        with report.held_up():  # all through the copies where host memory is not page-locked
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
             if phase is Phase.LP_INFERENCE:
@@ -148,7 +148,6 @@ class ResidencyManager:
             if phase in PREFETCHED:
                 allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
                 self._prefetcher.bring(phase, PREFETCHED[phase], allowed, records, report)
-            report.exposed_s += time.perf_counter() - start  # all of a copy where host memory is not page-locked
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -158,9 +157,8 @@ class ResidencyManager:
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
-            start = time.perf_counter()
-            self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
-            report.exposed_s += time.perf_counter() - start
+            with report.held_up():
+                self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
             if report.groups:
                 self._ledger.add(report)
 
@@ -277,20 +275,19 @@ class ResidencyManager:
         report = TransitionReport(self.phase, self.phase)
         group.prepare()
         records = self._mover.records()[group.name]
-        start = time.perf_counter()
-        snapshot.prepare(records, report)
+        with report.held_up():
+            snapshot.prepare(records, report)
         try:
             self._swapped_in = name
-            snapshot.swap_in(records, report)
-            report.exposed_s += time.perf_counter() - start
+            with report.held_up():
+                snapshot.swap_in(records, report)
             yield
         finally:
-            start = time.perf_counter()
-            self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
-            group.prepare()
-            snapshot.swap_out(records, report)
-            self._mover.failure = self._swapped_in = None
-            report.exposed_s += time.perf_counter() - start
+            with report.held_up():
+                self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+                group.prepare()
+                snapshot.swap_out(records, report)
+                self._mover.failure = self._swapped_in = None
             self._ledger.add(report)
 
     @contextmanager

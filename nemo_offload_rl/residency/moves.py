@@ -80,18 +80,17 @@ class GroupMover:
             report: What is charged.
             trim: Give cached memory back to the driver, unless copies out are still under way.
         """
-        start = time.perf_counter()
         before = {name: state.location for name, state in self._states.items()}
         moving = {n: place for n, place in wanted.items() if place not in (Placement.UNCHANGED, before[n])}
-        self._device.observe([record.storage for record in _each(records) if record.storage.nbytes()])
-        report.device_used_before_bytes = self._device.used_bytes()
-        try:
-            self._move(moving, records, report, trim)
-        except BaseException as error:
-            self._roll_back(before, error)
-            raise
-        report.device_used_after_bytes = self._device.used_bytes()
-        report.exposed_s += time.perf_counter() - start
+        with report.held_up():
+            self._device.observe([record.storage for record in _each(records) if record.storage.nbytes()])
+            report.device_used_before_bytes = self._device.used_bytes()
+            try:
+                self._move(moving, records, report, trim)
+            except BaseException as error:
+                self._roll_back(before, error)
+                raise
+            report.device_used_after_bytes = self._device.used_bytes()
 
     def poll(self, *, trim: bool) -> None:
         """Give up the memory of copies out that have finished; does not block.

@@ -43,7 +43,7 @@ class Prefetcher:
         """Start to bring those of the groups that `target` needs, during `now`."""
         if not self._work.is_known(now):
             return
-        settle_leaving(self._parts, report)
+        settle_leaving(self._parts)
         first_parts = [state.group.name for state in self._parts[:FIRST_PARTS]] if target is Phase.OPTIM_STEP else []
         for name in names:
             state = self._states[name]

@@ -123,25 +123,28 @@ def stream_through(
         found = unique_storages(state.group.tensors())
         return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}
 
-    settle_leaving(states, report)
+    with report.held_up():
+        settle_leaving(states)
     for index, state in enumerate(states):
-        _bring(state, records(state), report)
-        if ahead and index + 1 < len(states):
-            _bring(states[index + 1], records(states[index + 1]), report)
-        state.wait_arrival()
+        with report.held_up():
+            _bring(state, records(state), report)
+            if ahead and index + 1 < len(states):
+                _bring(states[index + 1], records(states[index + 1]), report)
+            state.wait_arrival()
         yield state
-        # Listed now: an optimizer makes its states in its first update.
-        state.leave(Placement.HOST, records(state), report)
-        if not ahead or index + 2 < len(states):
-            # Its memory is the room of the one after the next.
-            report.exposed_s += state.settle()
+        with report.held_up():
+            # Listed now: an optimizer makes its states in its first update.
+            state.leave(Placement.HOST, records(state), report)
+            if not ahead or index + 2 < len(states):
+                # Its memory is the room of the one after the next.
+                state.settle()
 
 
-def settle_leaving(states: Sequence[GroupState], report: TransitionReport) -> None:
+def settle_leaving(states: Sequence[GroupState]) -> None:
     """Give up the memory of parts that left behind earlier work: others are about to come."""
     for state in states:
         if state.is_leaving:
-            report.exposed_s += state.settle()
+            state.settle()
 
 
 def _bring(state: GroupState, records: dict[int, StorageRecord], report: TransitionReport) -> None:

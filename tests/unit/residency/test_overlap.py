@@ -226,6 +226,49 @@ def test_a_copy_that_blocks_whoever_starts_it_early_is_not_called_hidden():
     assert report.hidden_s == 0
 
 
+class SlowWaits(DeferredDevice):
+    """The host is held up by every copy out that it waits for."""
+
+    TAKES_S = 0.01
+
+    def copy_out(self, copies):
+        transfer = super().copy_out(copies)
+        wait = transfer.wait_host
+
+        def slowly() -> float:
+            time.sleep(self.TAKES_S)
+            return wait()
+
+        transfer.wait_host = slowly
+        return transfer
+
+
+def test_waits_for_parts_that_left_behind_earlier_work_count_once():
+    training = Training(device=SlowWaits(), part_bytes=300, offload_optimizer_states=True)
+    training.step()
+    training.manager.enter(Phase.TRAINING)
+    training.step()  # what its work takes is known now; the last two parts are leaving
+    training.manager.enter(Phase.TRAINING)
+    training.manager.reports.drain()
+    start = time.perf_counter()
+    training.manager.prefetch(Phase.OPTIM_STEP)
+    elapsed_s = time.perf_counter() - start
+    (report,) = training.manager.reports.drain()
+    assert 2 * SlowWaits.TAKES_S <= report.exposed_s <= elapsed_s
+
+
+def test_copies_of_parts_that_block_inside_the_step_are_not_called_hidden():
+    training = Training(device=BlockingCopies(), part_bytes=300, offload_optimizer_states=True)
+    training.step()
+    training.manager.reports.drain()
+    training.step()
+    reports = [r for r in training.manager.reports.drain() if any(move.bytes_in for move in r.groups.values())]
+    assert reports
+    for report in reports:
+        assert report.exposed_s >= report.transfer_s > 0
+        assert report.hidden_s == 0
+
+
 def test_cached_memory_goes_back_before_a_refit_also_if_nothing_is_left_to_leave():
     training = Training(device=Watched(), offload_optimizer_states_for_logprob=True)
     training.step()

@@ -6,7 +6,6 @@ R = 1), L positions that this context-parallel rank has.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +112,8 @@ def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_par
 
 def _packed_params(lengths_B: Tensor, device: torch.device, multiple: int) -> PackedSeqParams:
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
-    # An upper bound to the kernels, for each value of which cuDNN prepares attention anew: powers of two are few.
-    longest = multiple * 2 ** math.ceil(math.log2(int(lengths_B.max()) // multiple))
+    # To the kernels a bound only. What they prepare for each of its values is prepared seldom: powers of two are few.
+    longest = multiple << (int(lengths_B.max()) // multiple - 1).bit_length()
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
