@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostArena, aligned
 from nemo_offload_rl.residency.audit import Leftover, find_kept_blocks, find_leftovers
-from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Transfer
+from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
 from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
@@ -25,6 +26,10 @@ STAGED_BELOW_BYTES = 4 << 20  # a copy of its own loses bandwidth below this siz
 STAGING_BYTES = 32 << 20
 # An event about every 1.2 ms of the link: by so much is memory handed over, or a layer begun, later than it could be.
 CHUNK_BYTES = 64 << 20
+# Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
+# from pages of their own.
+BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -125,15 +130,27 @@ class CudaDevice:
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self.device
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        sizes_bytes = [room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES]
+        self._take_from_driver(sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes))
+        for room in wanted:
+            self._allocate(room)
+
+    def _take_from_driver(self, num_bytes: int) -> None:
+        """Have one block in the cache, to be divided: a call of the driver for each part takes 0.1 ms or more."""
+        if self.cached_bytes() < num_bytes <= torch.cuda.mem_get_info(self.device)[0]:
+            with suppress(torch.OutOfMemoryError):  # somebody else was quicker; in parts there may be room
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _allocate(self, room: Room) -> None:
         try:
-            storage.resize_(num_bytes)
+            room.storage.resize_(room.num_bytes)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             gib = 2**30
             raise DeviceOutOfMemoryError(
-                f"no room for {num_bytes / gib:.3f} GiB on {self.device}: {free / gib:.2f} of {total / gib:.2f} GiB "
-                f"free, {torch.cuda.memory_allocated(self.device) / gib:.2f} GiB allocated by this process. Free "
+                f"no room for {room.num_bytes / gib:.3f} GiB on {self.device}: {free / gib:.2f} of {total / gib:.2f} "
+                f"GiB free, {torch.cuda.memory_allocated(self.device) / gib:.2f} GiB allocated by this process. Free "
                 "memory that another process holds, or lower policy.generation.vllm_cfg.gpu_memory_utilization."
             ) from error
 

@@ -29,6 +29,14 @@ class Copy:
     host: Tensor
 
 
+@dataclass(frozen=True)
+class Room:
+    """Memory that a released storage is to have back."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+
+
 class Transfer(Protocol):
     """Copies under way in one direction.
 
@@ -85,11 +93,11 @@ class Device(Protocol):
         """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
         ...
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give a released storage its memory back, contents undefined.
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        """Give released storages their memory back, contents undefined; together, which may be quicker than singly.
 
         Raises:
-            DeviceOutOfMemoryError: There is no room.
+            DeviceOutOfMemoryError: There is no room; some may have got theirs.
         """
         ...
 
@@ -136,14 +144,11 @@ class Device(Protocol):
         ...
 
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
-        """Start copying device to host. Earlier copies are under way while `copies` is still iterated."""
+        """Start copying device to host."""
         ...
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
-        """Start copying host to device. `copies` may allocate as it is iterated: earlier copies are under way then.
-
-        If the iteration raises, no copy is under way when this does.
-        """
+        """Start copying host to device. If this raises, no copy is under way."""
         ...
 
     def new_arena(self, pinned: bool) -> HostArena:
@@ -188,8 +193,12 @@ class CpuDevice:
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "cpu"
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        storage.resize_(num_bytes)
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        for room in wanted:
+            self._allocate(room)
+
+    def _allocate(self, room: Room) -> None:
+        room.storage.resize_(room.num_bytes)
 
     def release(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
@@ -273,13 +282,13 @@ class SimulatedDevice(CpuDevice):
         for storage in storages:
             self._charge(storage, storage.nbytes())
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def _allocate(self, room: Room) -> None:
         if self.fail_after_allocations is not None:
             if self.fail_after_allocations == 0:
                 raise DeviceOutOfMemoryError("simulated device: this allocation was set to fail")
             self.fail_after_allocations -= 1
-        self._charge(storage, num_bytes)
-        super().allocate(storage, num_bytes)
+        self._charge(room.storage, room.num_bytes)
+        super()._allocate(room)
 
     def release(self, storage: torch.UntypedStorage) -> None:
         self._sizes.pop(storage_key(storage), None)

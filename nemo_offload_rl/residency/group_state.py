@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_offload_rl.residency.arrival import in_order_of_use
-from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.ledger import TransitionReport
@@ -232,13 +232,8 @@ class GroupState:
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-
-        def allocated() -> Iterator[Copy]:
-            for record in ordered:
-                self._device.allocate(record.storage, self.mirror.bytes_of(record.key).numel())
-                yield _copy(record, self.mirror)
-
-        transfer = self._device.copy_in(allocated())
+        self._device.allocate([Room(r.storage, self.mirror.bytes_of(r.key).numel()) for r in ordered])
+        transfer = self._device.copy_in(_copy(record, self.mirror) for record in ordered)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
@@ -53,20 +53,19 @@ class Snapshot:
         """Start to bring the bytes to the device, beside the group's own; False where there is no room after all."""
         if self._staged:
             return True
-
-        def copies() -> Iterator[Copy]:
-            for key, record in records.items():
-                host = self.mirror.bytes_of(key)
-                place = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
-                self._device.allocate(place.untyped_storage(), host.numel())
-                self._staged[key] = storage_bytes(place.untyped_storage(), host.numel())
-                yield Copy(self._staged[key], host)
-
+        places = {
+            key: Room(
+                torch.empty(0, dtype=torch.uint8, device=record.storage.device).untyped_storage(),
+                self.mirror.bytes_of(key).numel(),
+            )
+            for key, record in records.items()
+        }
         try:
-            self._transfer = self._device.copy_in(copies())
+            self._device.allocate(list(places.values()))
         except DeviceOutOfMemoryError:
-            self._staged = {}
             return False
+        self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in places.items()}
+        self._transfer = self._device.copy_in(Copy(self._staged[key], self.mirror.bytes_of(key)) for key in places)
         self.state.track(self._transfer, report)
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nemo_offload_rl.residency.device import Copy, CpuDevice
+from nemo_offload_rl.residency.device import Copy, CpuDevice, Room
 
 type Unseen = tuple[int, torch.Tensor, torch.Tensor]
 """Of a copy to the host: the transfer's number, where the bytes go, and what they are."""
@@ -79,9 +79,9 @@ class DeferredDevice(CpuDevice):
     def free_bytes(self) -> int:
         return self._free_bytes
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        super().allocate(storage, num_bytes)
-        storage.fill_(0xFF)
+    def _allocate(self, room: Room) -> None:
+        super()._allocate(room)
+        room.storage.fill_(0xFF)
 
     def copy_out(self, copies: Iterable[Copy]) -> DeferredTransfer:
         copies = list(copies)

@@ -7,7 +7,7 @@ copy takes a millisecond of a common clock. Everything else is CPU memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_offload_rl.residency import cuda, pinned
 from nemo_offload_rl.residency.cuda import CudaDevice
+from nemo_offload_rl.residency.device import Room
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 
@@ -109,9 +110,10 @@ class FakeRuntime:
 
 
 class PoisoningCudaDevice(CudaDevice):
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        super().allocate(storage, num_bytes)
-        storage.fill_(0xFF)
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        super().allocate(wanted)
+        for room in wanted:
+            room.storage.fill_(0xFF)
 
 
 def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, budget_bytes: int = 1 << 30) -> CudaDevice:

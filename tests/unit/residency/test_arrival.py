@@ -14,6 +14,7 @@ from toy_training import WIDTH, Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, unique_storages
 from nemo_offload_rl.residency.arrival import in_order_of_use
+from nemo_offload_rl.residency.device import Room
 
 
 def arrived(training: Training) -> list[str]:
@@ -210,12 +211,12 @@ class FillingDevice(DeferredDevice):
 
     num_good: int | None = None
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def _allocate(self, room: Room) -> None:
         if self.num_good == 0:
             raise DeviceOutOfMemoryError("no room")
         if self.num_good is not None:
             self.num_good -= 1
-        super().allocate(storage, num_bytes)
+        super()._allocate(room)
 
 
 @pytest.mark.parametrize("num_good", range(8))

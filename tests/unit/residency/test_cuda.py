@@ -108,6 +108,26 @@ def test_the_driver_gets_the_memory_back_and_the_report_shows_it():
     training.manager.close()
 
 
+def test_each_group_that_comes_back_is_one_call_of_the_driver_and_all_of_it_goes_back():
+    training = Training()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        training.step()
+        training.manager.enter(Phase.REFIT)
+        training.manager.enter(Phase.GENERATION)
+        away = torch.cuda.memory_reserved()
+        num_calls = torch.cuda.memory_stats()["num_device_alloc"]
+        with training.manager.checkpoint_view():
+            groups = training.manager.device_bytes()
+            # Each of the two, and for what is small in them a page of its own.
+            assert torch.cuda.memory_stats()["num_device_alloc"] - num_calls <= 4
+            assert torch.cuda.memory_reserved() - away <= sum(groups.values()) + (8 << 20)
+        assert sum(groups.values()) > 1 << 30
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= away
+    training.manager.close()
+
+
 def test_cached_memory_and_that_of_the_optimizer_go_back_when_somebody_looks_after_the_copies():
     training = Training()
     training.step()

@@ -11,7 +11,8 @@ from fake_cuda import FakeRuntime, make_cuda_device
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostBudgetError, Phase, cuda, pinned
-from nemo_offload_rl.residency.device import Copy
+from nemo_offload_rl.residency.cuda import CudaDevice
+from nemo_offload_rl.residency.device import Copy, Room
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
@@ -210,7 +211,23 @@ def test_running_out_of_device_memory_says_how_much_is_there_and_what_to_lower(m
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(DeviceOutOfMemoryError, match=r"no room for 2\.000 GiB .* 6\.00 of 8\.00 GiB free.*gpu_memory"):
-        device.allocate(Full(), 2 << 30)
+        device.allocate([Room(Full(), 2 << 30)])
+
+
+@pytest.mark.parametrize(("cached_gib", "free_gib", "asked_of_driver"), [(0, 6, True), (4, 6, False), (0, 1, False)])
+def test_what_arrives_together_is_asked_of_the_driver_at_once_unless_cached_or_too_much(
+    monkeypatch, cached_gib, free_gib, asked_of_driver
+):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: (1 + cached_gib) << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_gib << 30, 8 << 30))
+    asked = []
+    monkeypatch.setattr(device, "_allocate", lambda room: asked.append(("cache", room.num_bytes)))
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **kwargs: asked.append(("driver", num_bytes)))
+    sizes = [1 << 30, (1 << 30) + 1, 1 << 10]
+    CudaDevice.allocate(device, [Room(torch.UntypedStorage(0), size) for size in sizes])
+    # A size is rounded up to whole blocks of 512 bytes; what is small comes from pages of its own.
+    assert asked == [("driver", (2 << 30) + 512)] * asked_of_driver + [("cache", size) for size in sizes]
 
 
 def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from deferred_device import DeferredDevice
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot, storage_key
+from nemo_offload_rl.residency.device import Room
 
 
 def with_reference(free_bytes: int = 1 << 40) -> tuple[Training, dict[str, torch.Tensor]]:
@@ -69,10 +72,10 @@ def test_room_that_is_gone_when_it_is_taken_means_the_slower_swap_and_no_error(m
 
     keys = {record.key for group in training.manager._mover.records().values() for record in group.values()}
 
-    def full_but_for_the_groups(storage: torch.UntypedStorage, num_bytes: int) -> None:
-        if storage_key(storage) not in keys:
+    def full_but_for_the_groups(wanted: Sequence[Room]) -> None:
+        if any(storage_key(room.storage) not in keys for room in wanted):
             raise DeviceOutOfMemoryError("somebody else took it")
-        allocate(storage, num_bytes)
+        allocate(wanted)
 
     monkeypatch.setattr(device, "allocate", full_but_for_the_groups)
     assert "reference" in training.manager.enter(Phase.LP_INFERENCE).without_room
