@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "optimizer not pinned": {"use_pinned_optimizer_offload": False},
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
-AT_ONCE = 32  # tensors of a refit between two looks at finished copies
+AT_ONCE = 32  # tensors of a refit between two pauses
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 tensor.clone()
                 if index % AT_ONCE == 0:
                     time.sleep(args.refit_s * AT_ONCE / num_weights)
-                    worker.residency.poll()
+            worker.hand_over_memory()
 
         begin = time.perf_counter()
         timed("logprobs", logprobs)

@@ -274,7 +274,6 @@ class PolicyWorker:
         """The next bucket of the refit, None after the last."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
-        self.residency.poll()
         return self._sender.next_bucket()
 
     def abandon_refit(self) -> None:

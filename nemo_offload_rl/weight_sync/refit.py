@@ -4,7 +4,8 @@
    (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to wait for room, the policy
    hands over memory as what it holds leaves.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
-   is refilled only after the load of what it held has returned.
+   is refilled only after the load of what it held has returned. Between buckets the policy gives no memory back, which
+   would hold up the next one; beside the engine's last load it does.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too. Beside it the engine wakes its KV cache, at once where there
    is room for it already, else when the policy has made room.
@@ -18,7 +19,7 @@ A failure anywhere is raised at once and ends the refit. The engine then refuses
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +53,7 @@ class RefitSource(Protocol):
         ...
 
     def next_bucket(self) -> WeightBucket | None:
-        """Rank 0's next bucket, or None after the last; every rank takes part."""
+        """Rank 0's next bucket; every rank takes part."""
         ...
 
 
@@ -80,16 +81,17 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
         WorkerDiedError: A policy or engine process ended.
     """
     timer = timer or PhaseTimer()
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit")
     try:
         with timer.phase("wake_weights"):
             _wake_weights(policy, engine, pool, timer)
         with timer.phase("stream"):
-            report = _stream(policy, engine, pool)
+            report, giving_back = _stream(policy, engine, pool)
             engine.finish_refit()
         with timer.phase("wake_kv_cache"):
             waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
             with timer.phase("leave"):
+                giving_back.result()
                 policy.offload_after_refit()
             waking.result()
     finally:
@@ -111,19 +113,22 @@ def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoo
     waking.result()
 
 
-def _stream(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor) -> RefitReport:
+def _stream(
+    policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor
+) -> tuple[RefitReport, Future[object]]:
+    """All buckets; and the policy's handing over of memory, which may still run."""
     policy.start_refit()
     num_tensors = num_buckets = num_bytes = 0
-    ended = False
     bucket = policy.next_bucket()
     while bucket is not None:
         loading = pool.submit(engine.load_bucket, bucket)
         num_tensors += len(bucket.slices)
         num_buckets += 1
         num_bytes += bucket.num_bytes
-        ended = bucket.is_last
+        if bucket.is_last:
+            giving_back = pool.submit(policy.hand_over_memory)
+            loading.result()
+            return RefitReport(num_tensors, num_buckets, num_bytes), giving_back
         bucket = policy.next_bucket()
         loading.result()
-    if not ended:
-        raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
-    return RefitReport(num_tensors, num_buckets, num_bytes)
+    raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")

@@ -26,8 +26,10 @@ class Policy:
         self._events = events
         self._fail_at = fail_at
         self._stop_at = stop_at
-        self.filled = [threading.Event() for _ in range(6)]
+        self.filled = [threading.Event() for _ in TENSORS]
         self.handed_over = threading.Semaphore(0)
+        self.handed_over_after: set[int] = set()  # so many buckets
+        self.handed_over_at_the_end = threading.Event()
         self._index = 0
 
     def offload_before_refit(self) -> None:
@@ -35,6 +37,9 @@ class Policy:
 
     def hand_over_memory(self) -> None:
         self.handed_over.release()
+        self.handed_over_after.add(self._index)
+        if self._index == len(TENSORS):
+            self.handed_over_at_the_end.set()
 
     def offload_after_refit(self) -> None:
         self._events.append("offload_after_refit")
@@ -56,7 +61,7 @@ class Policy:
 
 
 class Engine:
-    """Copies buckets, each only after the policy has filled the next one."""
+    """Copies buckets, each only after the policy has filled the next one; the last after it has handed over memory."""
 
     def __init__(self, events: list[str], policy: Policy, fail_at: int | None = None) -> None:
         self._events = events
@@ -71,7 +76,10 @@ class Engine:
     def load_bucket(self, bucket: WeightBucket) -> None:
         if bucket.index == self._fail_at:
             raise ConnectionError("engine")
-        assert self._policy.filled[bucket.index + 1].wait(20), "the next bucket was not filled during the load"
+        if bucket.is_last:
+            assert self._policy.handed_over_at_the_end.wait(20), "memory was not handed over during the last load"
+        else:
+            assert self._policy.filled[bucket.index + 1].wait(20), "the next bucket was not filled during the load"
         self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
 
     def finish_refit(self) -> None:
@@ -90,6 +98,8 @@ def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
     assert (report.num_tensors, report.num_buckets, report.num_bytes) == (5, 5, 2000)
+    # Giving memory back holds up the policy, and a bucket that is not filled the engine.
+    assert policy.handed_over_after <= {0, 5}
 
 
 def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> None:
@@ -168,6 +178,20 @@ def test_a_failure_of_the_policy_ends_the_refit_before_it_is_finished(index: int
     with pytest.raises(ZeroDivisionError, match="policy"):
         refit(policy, Engine(events, policy))  # type: ignore[arg-type]
     assert events[-1] == "start_refit"
+
+
+def test_a_failure_to_hand_over_memory_beside_the_last_load_ends_the_refit() -> None:
+    class KeepingPolicy(Policy):
+        def hand_over_memory(self) -> None:
+            super().hand_over_memory()
+            if self._index == len(TENSORS):
+                raise ZeroDivisionError("policy")
+
+    events: list[str] = []
+    policy = KeepingPolicy(events)
+    with pytest.raises(ZeroDivisionError, match="policy"):
+        refit(policy, Engine(events, policy))  # type: ignore[arg-type]
+    assert "offload_after_refit" not in events
 
 
 def test_a_policy_that_stops_early_is_not_taken_for_a_refit() -> None:
