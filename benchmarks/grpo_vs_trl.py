@@ -7,7 +7,7 @@ same prompts, 64 of them with 8 responses of 1024 tokens (a few end earlier), te
 logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses (`--micro-batch`), vLLM
 colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
 the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians. A side that
-runs out of memory is among `failed`.
+runs out of memory, or out of time (`--timeout-s`), is among `failed`, the second with the steps that it has done.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int, micr
             total_s = time.perf_counter() - Steps.begin_s
             seconds["generation"] -= seconds.get("reload_weights", 0.0)
             history.append({**seconds, "total": total_s, "training": total_s - sum(seconds.values())})
+            with _steps_file(model.parent, "trl").open("a") as file:
+                file.write(json.dumps(history[-1]) + "\n")
 
     def reward(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [float(len(set(text))) for text in completions]
@@ -143,7 +145,8 @@ def run_ours(
     from nemo_offload_rl.config import load_grpo_config
     from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
-    log_dir = model.parent / "ours"
+    steps_file = _steps_file(model.parent, "nemo_offload_rl")
+    log_dir = steps_file.parent
     sizes = {
         "policy.model_name": model,
         "logger.log_dir": log_dir,
@@ -158,7 +161,7 @@ def run_ours(
     run_grpo(
         load_grpo_config(ROOT / "benchmarks" / "grpo_gpu.yaml", [f"{k}={v}" for k, v in sizes.items()] + overrides)
     )
-    records = _json_lines(log_dir / "metrics.jsonl")
+    records = _json_lines(steps_file)
     history = [
         {name: record.get(f"timing/{name}_s", 0.0) for name in (*PHASES, "total")}
         for record in records
@@ -166,6 +169,11 @@ def run_ours(
     ]
     samples = [sample for sample in _json_lines(log_dir / MEMORY_FILE) if sample["step"] > steps - 2]
     return _medians(history) | {"records": records, "memory": samples}
+
+
+def _steps_file(folder: Path, side: str) -> Path:
+    """What a side writes of each step as it ends."""
+    return folder / ("trl_steps.jsonl" if side == "trl" else "ours/metrics.jsonl")
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
@@ -256,7 +264,8 @@ def main() -> None:
             status = _run([*command, *arguments.overrides], env, arguments.timeout_s)
             peak_gib = peak.stop()
             file = folder / f"{side}.json"
-            result = json.loads(file.read_text()) if file.exists() else {"error": f"status {status}"}
+            unfinished = {"error": f"status {status}", "records": _json_lines(_steps_file(folder, side))}
+            result = json.loads(file.read_text()) if file.exists() else unfinished
             kind = "failed" if "error" in result else "sides"
             results[kind][side] = result | {"gpu_peak_gib": peak_gib}
             if arguments.json:
