@@ -111,7 +111,7 @@ class RayWorkerGroup:
         )
         self._failure: BaseException | None = None
         # A call that was interrupted, or failed on some ranks only, may still run on others.
-        self._is_busy = False
+        self._unfinished: set[PendingCall] = set()
         self._building: PendingCall | None = PendingCall("build", refs)
 
     @property
@@ -188,7 +188,7 @@ class RayWorkerGroup:
         self._cluster.unregister(self.shutdown)
         actors, self._actors = self._actors, []
         processes = self._local_processes()
-        if self._building is None and not self._is_busy:
+        if self._building is None and not self._unfinished:
             closing = [actor.close.remote() for actor in actors]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT_S)
         for actor in actors:
@@ -214,9 +214,9 @@ class RayWorkerGroup:
 
     def _collect(self, call: PendingCall) -> list[Any]:
         """Results by rank, or the error that explains the failure best, as soon as there is one."""
-        was_busy, self._is_busy = self._is_busy, True
+        self._unfinished.add(call)  # two threads may each have one
         results = self._gather(call)
-        self._is_busy = was_busy
+        self._unfinished.discard(call)
         return results
 
     def _gather(self, call: PendingCall) -> list[Any]:
@@ -241,7 +241,8 @@ class RayWorkerGroup:
                     break
                 deadline_s = deadline_s or time.monotonic() + _LATE_CAUSE_S
         if errors:
-            self._is_busy = bool(waiting)
+            if not waiting:
+                self._unfinished.discard(call)
             self._failure = _best_explanation(errors)
             raise self._failure
         return [results[rank] for rank in range(len(call.refs))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -131,14 +132,19 @@ class CudaDevice:
         return storage.device == self.device
 
     def allocate(self, wanted: Sequence[Room]) -> None:
-        sizes_bytes = [room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES]
-        self._take_from_driver(sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes))
-        for room in wanted:
-            self._allocate(room)
+        # torch's allocator keeps a cache for each stream. On one where no pass allocates, state never divides blocks of
+        # activations, which would then be too small for the next pass, nor they those of state. What passes may still
+        # read of a block is safe: `copy_in`, which writes it, waits for them.
+        with torch.cuda.stream(self._in):
+            self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
+            for room in wanted:
+                self._allocate(room)
 
-    def _take_from_driver(self, num_bytes: int) -> None:
-        """Have one block in the cache, to be divided: a call of the driver for each part takes 0.1 ms or more."""
-        if self.cached_bytes() < num_bytes <= torch.cuda.mem_get_info(self.device)[0]:
+    def _cache_one_block(self, sizes_bytes: Sequence[int]) -> None:
+        """Have a block that is to be divided: a call of the driver for each part takes about 0.1 ms."""
+        num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
+        free_bytes = torch.cuda.mem_get_info(self.device)[0]
+        if self.cached_bytes() < num_bytes <= free_bytes and not _splits_are_limited():
             with suppress(torch.OutOfMemoryError):  # somebody else was quicker; in parts there may be room
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -305,6 +311,12 @@ def _joined(run: Sequence[Copy]) -> _Piece:
     num_bytes = last.data_ptr() + last.numel() - first.data_ptr()
     host = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), first.storage_offset(), (num_bytes,), (1,))
     return _Piece(tuple(run), host)
+
+
+def _splits_are_limited() -> bool:
+    """Whether the user has torch's allocator divide no large blocks."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return any("max_split_size_mb" in value for value in settings)
 
 
 def _staging_buffer(device: torch.device) -> Tensor:

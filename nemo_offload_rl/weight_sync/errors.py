@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from nemo_offload_rl.errors import UserError
+
 _NAMES_SHOWN = 8
 
 
-class RefitError(RuntimeError):
-    """The engine did not get the weights it should have: tensors are missing, unexpected or of another shape."""
+class RefitError(UserError):
+    """The engine did not get the weights it should have: tensors are missing, unexpected or of another shape.
+
+    Where policy and engine are of the same model this is a bug; settings of the engine can make them differ.
+    """
 
 
 def listed(names: Iterable[str]) -> str:

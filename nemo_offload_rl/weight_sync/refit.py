@@ -19,7 +19,7 @@ A failure anywhere is raised at once and ends the refit. The engine then refuses
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,6 +127,9 @@ def _stream(
         num_bytes += bucket.num_bytes
         if bucket.is_last:
             giving_back = pool.submit(policy.hand_over_memory)
+            wait([loading, giving_back], return_when=FIRST_COMPLETED)
+            if giving_back.done():
+                giving_back.result()  # a policy that died explains an engine that waits for it
             loading.result()
             return RefitReport(num_tensors, num_buckets, num_bytes), giving_back
         bucket = policy.next_bucket()

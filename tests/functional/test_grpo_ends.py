@@ -42,6 +42,16 @@ def test_a_killed_engine_is_started_again_while_restarts_are_left_and_then_ends_
     assert_ends_with_the_cause(running_grpo, "vllm", second)
 
 
+def test_an_engine_of_another_model_ends_the_run_with_the_weights_that_it_did_not_get(run_grpo, model_folder, tmp_path):
+    one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
+    done = run_grpo(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", one_layer_more)
+    assert done.status == 2
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith("error: The refit left these weights of the engine as they were: model.layers.3.")
+    assert last_line.endswith("do settings of the engine (policy.generation.vllm_kwargs) make it another model?")
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_ends_the_run_as_interrupted(running_grpo):
     # A terminal sends the signal to the whole process group.
     os.killpg(running_grpo.process.pid, signal.SIGINT)

@@ -90,11 +90,14 @@ def test_an_engine_that_finds_no_room_to_wake_ends_the_run_with_who_holds_the_gp
     assert "gpu_memory_utilization" in last_line
 
 
-def test_a_refit_that_lacks_weights_ends_the_run_with_their_names(run_grpo, on_gpu, model_folder, tmp_path):
+def test_a_refit_that_lacks_weights_ends_the_run_with_their_names_and_frees_the_gpu(
+    run_grpo, on_gpu, model_folder, tmp_path
+):
     one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
+    free_before, _ = torch.cuda.mem_get_info()
     done = run_grpo(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", *on_gpu, one_layer_more)
-    # Not an error of the user's: it keeps its traceback, and the names come last.
-    last_line = done.stderr.splitlines()[-1]
-    assert done.status == 1
-    assert "RefitError" in last_line
-    assert "model.layers.3." in last_line
+    assert done.status == 2
+    cause = "error: The refit left these weights of the engine as they were: model.layers.3."
+    assert done.stderr.splitlines()[-1].startswith(cause)
+    free_bytes, _ = torch.cuda.mem_get_info()
+    assert free_before - free_bytes < 64 << 20

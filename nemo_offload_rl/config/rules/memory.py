@@ -1,15 +1,19 @@
 """Whether the policy, and an engine beside it, fit the GPU, by the sizes that are known before anything starts.
 
 Known are the model's parameters (a local folder) and the GPU's memory (from the driver). Activations are not: what is
-refused here cannot work; what passes may still be too tight. Where either is unknown, nothing is said.
+refused here cannot work; what passes may still be too tight. Where either is unknown, nothing is said. Megatron's
+parallel ranks are taken to share evenly, which is the least that the fullest of them has.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from nemo_offload_rl.config.rules.base import Rule, algorithm_section, world_size
+from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.policy.megatron_config import MegatronConfig
 from nemo_offload_rl.residency import adam_state_bytes
 from nemo_offload_rl.utils.flops import read_model_sizes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
@@ -46,15 +50,15 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     if known is None:
         return None
     total_bytes, group_bytes = known
-    dtensor = cfg["policy"]["dtensor_cfg"]
+    key, streaming = _streaming_keys(cfg)
     # Streamed or not, the whole optimizer is there in its step, beside parameters and gradients.
-    chunked = dtensor["offload_optimizer_states"] and dtensor["offload_optimizer_states_chunk_mib"] is not None
+    chunked = streaming["offload_optimizer_states"] and streaming["offload_optimizer_states_chunk_mib"] is not None
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
     needed_bytes = sum(group_bytes.values()) + resting_bytes + awake_bytes
     if needed_bytes <= total_bytes or chunked:
         return None
-    has_adapters = dtensor["lora_cfg"]["enabled"]
+    has_adapters = not group_bytes["grads"]
     sizes = {"frozen params": group_bytes["params"]} if has_adapters else group_bytes
     parts = [f"{name} {size / _GIB:.1f}" for name, size in sizes.items()]
     if resting_bytes:
@@ -63,7 +67,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
     mend = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
     if group_bytes["optimizer"]:
-        mend += ", or policy.dtensor_cfg.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
+        mend += f", or {key}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
         f"activations, but it has {total_bytes / _GIB:.1f}; {mend}"
@@ -89,23 +93,66 @@ def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
 
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
-    """Memory of the smallest GPU, and one worker's state groups, both in bytes."""
-    if cfg["cluster"]["gpus_per_node"] == 0 or not cfg["policy"]["dtensor_cfg"]["enabled"]:
+    """Memory of the smallest GPU, and of one worker's state groups, both in bytes."""
+    if cfg["cluster"]["gpus_per_node"] == 0:
         return None
     gpus, sizes = read_gpus(), read_model_sizes(cfg["policy"]["model_name"])
     if not gpus or sizes is None:
         return None
-    params_bytes = 4 * sizes.num_parameters // world_size(cfg)
+    megatron = megatron_section(cfg)
+    groups = (
+        _dtensor_bytes(cfg, sizes.num_parameters)
+        if megatron is None
+        else _megatron_bytes(cfg, megatron, sizes.num_parameters)
+    )
+    return min(use.total_bytes for use in gpus.values()), groups
+
+
+# With adapters the base has neither gradients nor optimizer, and the adapters' are small.
+
+
+def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
+    """Of one worker's state groups: everything in float32, in as many shards as there are workers."""
     policy = cfg["policy"]
-    # With adapters the base has neither gradients nor optimizer, and the adapters' are small.
+    params_bytes = 4 * num_parameters // world_size(cfg)
     trained_bytes = 0 if policy["dtensor_cfg"]["lora_cfg"]["enabled"] else params_bytes
     is_adam = policy["optimizer"] is not None and "adam" in policy["optimizer"]["name"].lower()
-    groups = {
+    return {
         "params": params_bytes,
         "grads": trained_bytes,
         "optimizer": adam_state_bytes(trained_bytes) if is_adam else 0,
     }
-    return min(use.total_bytes for use in gpus.values()), groups
+
+
+def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: int) -> dict[str, int]:
+    """Of one worker's state groups, if all parallel ranks share evenly, expert parallel ones too."""
+    optimizer = megatron["optimizer"]
+    num_ranks = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
+    num_held = num_parameters // (num_ranks * megatron["expert_model_parallel_size"])
+    num_trained = 0 if megatron["peft"]["enabled"] else num_held
+    num_updated = num_trained
+    if optimizer["use_distributed_optimizer"]:
+        num_updated = min(num_updated, num_parameters // world_size(cfg) if num_trained else 0)
+    if optimizer["optimizer_cpu_offload"]:
+        num_updated = int((1 - optimizer["optimizer_offload_fraction"]) * num_updated)
+    item_bytes = 4 if cfg["policy"]["precision"] == "float32" else 2
+    # Of a master the precision-aware optimizer keeps the 16 bits that a bfloat16 parameter lacks.
+    master_bytes = 0 if item_bytes == 4 else 2 if optimizer["use_precision_aware_optimizer"] else 4
+    in_fp32 = megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
+    moments_bytes = adam_state_bytes(4) if optimizer["optimizer"] == "adam" else 4
+    return {
+        "params": item_bytes * num_held,
+        "grads": (4 if in_fp32 else item_bytes) * num_trained,
+        "optimizer": (moments_bytes + master_bytes) * num_updated,
+    }
+
+
+def _streaming_keys(cfg: RunConfig) -> tuple[str, Mapping[str, Any]]:
+    """Where the keys of streamed optimizer states are, and their section."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return "policy.dtensor_cfg", cfg["policy"]["dtensor_cfg"]
+    return "policy.megatron_cfg.optimizer", megatron["optimizer"]
 
 
 RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu,)

@@ -70,7 +70,10 @@ class RefitSession:
         self.close()
         missing = (self._parameters - self._loaded) | self._missing_parts()
         if missing:
-            raise RefitError(f"The refit left these weights of the engine as they were: {listed(missing)}")
+            raise RefitError(
+                f"The refit left these weights of the engine as they were: {listed(missing)}. The policy has none of "
+                "that name; do settings of the engine (policy.generation.vllm_kwargs) make it another model?"
+            )
 
     def close(self) -> None:
         """Let go of the sender's buffers."""

@@ -46,6 +46,47 @@ def test_training_state_larger_than_the_gpu_is_refused_and_sharding_helps(load):
     load(["cluster.gpus_per_node=2"], parameters=5 * GIB, gpu_gib=80)
 
 
+MEGATRON = [
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.optimizer=null",
+    "policy.scheduler=null",
+]
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+
+def test_megatrons_training_state_is_counted_as_its_optimizer_keeps_it(load):
+    load(MEGATRON, parameters=5 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs 87.0 GiB .*params 12.0, grads 12.0, optimizer 60.0, contexts 3"):
+        load(MEGATRON, parameters=6 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"optimizer 60.0.* or policy.megatron_cfg.optimizer.offload_optimizer_st"):
+        load(MEGATRON, parameters=6 * GIB, gpu_gib=80)
+    whole_masters = [f"{OPTIMIZER}.use_precision_aware_optimizer=false"]
+    with pytest.raises(ConfigError, match=r"needs 83.0 GiB .*params 10.0, grads 10.0, optimizer 60.0, contexts 3"):
+        load([*MEGATRON, *whole_masters], parameters=5 * GIB, gpu_gib=80)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.gpus_per_node=2"],
+        ["cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+        [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimizer_offload_fraction=1.0"],
+        [f"{OPTIMIZER}.offload_optimizer_states=true", f"{OPTIMIZER}.offload_optimizer_states_chunk_mib=1024"],
+        ["policy.megatron_cfg.peft.enabled=true"],
+    ],
+    ids=["data parallel", "tensor parallel", "optimizer on the host", "in chunks", "adapters"],
+)
+def test_what_makes_megatrons_state_smaller_is_not_refused(load, overrides):
+    load([*MEGATRON, *overrides], parameters=6 * GIB, gpu_gib=80)
+
+
+def test_what_megatron_keeps_beside_the_engine_counts(load):
+    kept = [*MEGATRON, "policy.residency_overrides={optimizer: device}"]
+    with pytest.raises(ConfigError, match=r"13.0 GiB that stay .*\(optimizer and contexts\); lower it to 0.83"):
+        load([*kept, "policy.generation.vllm_cfg.gpu_memory_utilization=0.9"], parameters=GIB, gpu_gib=80)
+
+
 def test_an_engine_that_never_sleeps_counts_beside_training(load):
     awake = "policy.generation.vllm_cfg.enable_sleep_mode=false"
     load([], parameters=2 * GIB, gpu_gib=80)

@@ -214,20 +214,25 @@ def test_running_out_of_device_memory_says_how_much_is_there_and_what_to_lower(m
         device.allocate([Room(Full(), 2 << 30)])
 
 
-@pytest.mark.parametrize(("cached_gib", "free_gib", "asked_of_driver"), [(0, 6, True), (4, 6, False), (0, 1, False)])
-def test_what_arrives_together_is_asked_of_the_driver_at_once_unless_cached_or_too_much(
-    monkeypatch, cached_gib, free_gib, asked_of_driver
+@pytest.mark.parametrize(
+    ("cached_gib", "free_gib", "allocator", "at_once"),
+    [(0, 6, "", True), (4, 6, "", False), (0, 1, "", False), (0, 6, "max_split_size_mb:512", False)],
+    ids=["room", "cached", "room in pieces only", "blocks that are not divided"],
+)
+def test_what_arrives_together_is_asked_for_at_once_where_that_is_possible(
+    monkeypatch, cached_gib, free_gib, allocator, at_once
 ):
     device = make_cuda_device(monkeypatch, FakeRuntime())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: (1 + cached_gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_gib << 30, 8 << 30))
     asked = []
-    monkeypatch.setattr(device, "_allocate", lambda room: asked.append(("cache", room.num_bytes)))
-    monkeypatch.setattr(torch, "empty", lambda num_bytes, **kwargs: asked.append(("driver", num_bytes)))
+    monkeypatch.setattr(device, "_allocate", lambda room: asked.append(("part", room.num_bytes)))
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **kwargs: asked.append(("block", num_bytes)))
     sizes = [1 << 30, (1 << 30) + 1, 1 << 10]
     CudaDevice.allocate(device, [Room(torch.UntypedStorage(0), size) for size in sizes])
     # A size is rounded up to whole blocks of 512 bytes; what is small comes from pages of its own.
-    assert asked == [("driver", (2 << 30) + 512)] * asked_of_driver + [("cache", size) for size in sizes]
+    assert asked == [("block", (2 << 30) + 512)] * at_once + [("part", size) for size in sizes]
 
 
 def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):

@@ -85,7 +85,7 @@ class DTensorState:
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole tensor in `dtype`; a collective for a DTensor. Cast before the gather, which then moves fewer bytes."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
-        # The same bytes, without a collective for each of hundreds of tensors.
+        # The same bytes, without DTensor's bookkeeping for each of hundreds of tensors.
         parameter = local_tensor(parameter)
     value = parameter.detach().to(dtype)
     return value.full_tensor() if isinstance(value, DTensor) else value
