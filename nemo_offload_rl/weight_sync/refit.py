@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_offload_rl.generation.interfaces import GenerationEngine
 from nemo_offload_rl.utils.timer import PhaseTimer
@@ -127,7 +127,8 @@ def _stream(
         num_bytes += bucket.num_bytes
         if bucket.is_last:
             giving_back = pool.submit(policy.hand_over_memory)
-            wait([loading, giving_back], return_when=FIRST_COMPLETED)
+            both: list[Future[Any]] = [loading, giving_back]
+            wait(both, return_when=FIRST_COMPLETED)
             if giving_back.done():
                 giving_back.result()  # a policy that died explains an engine that waits for it
             loading.result()

@@ -180,7 +180,14 @@ def test_a_failure_of_the_policy_ends_the_refit_before_it_is_finished(index: int
     assert events[-1] == "start_refit"
 
 
-def test_a_failure_to_hand_over_memory_beside_the_last_load_ends_the_refit() -> None:
+def test_a_failure_to_hand_over_memory_beside_the_last_load_is_not_kept_for_after_it() -> None:
+    told = threading.Event()
+
+    class WaitingForThePolicy(Engine):
+        def load_bucket(self, bucket: WeightBucket) -> None:
+            super().load_bucket(bucket)
+            assert not bucket.is_last or told.wait(20), "the load had to end first"
+
     class KeepingPolicy(Policy):
         def hand_over_memory(self) -> None:
             super().hand_over_memory()
@@ -190,8 +197,9 @@ def test_a_failure_to_hand_over_memory_beside_the_last_load_ends_the_refit() -> 
     events: list[str] = []
     policy = KeepingPolicy(events)
     with pytest.raises(ZeroDivisionError, match="policy"):
-        refit(policy, Engine(events, policy))  # type: ignore[arg-type]
-    assert "offload_after_refit" not in events
+        refit(policy, WaitingForThePolicy(events, policy))  # type: ignore[arg-type]
+    told.set()
+    assert events[-1] == "start_refit"
 
 
 def test_a_policy_that_stops_early_is_not_taken_for_a_refit() -> None:
