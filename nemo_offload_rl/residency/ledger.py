@@ -108,8 +108,13 @@ class TransitionReport:
 
 
 def totals(reports: list[TransitionReport]) -> dict[str, float]:
-    """Sums over transitions, under the names that the metrics use."""
-    return {
+    """Sums over transitions, under the names that the metrics use; seconds by the phase that was entered too."""
+    by_phase: dict[str, float] = {}
+    for phase in Phase:
+        entered = [report for report in reports if report.target is phase]
+        by_phase[f"{phase.value}/exposed_s"] = sum(report.exposed_s for report in entered)
+        by_phase[f"{phase.value}/hidden_s"] = sum(report.hidden_s for report in entered)
+    return by_phase | {
         "bytes_out": float(sum(r.bytes_out for r in reports)),
         "bytes_in": float(sum(r.bytes_in for r in reports)),
         "bytes_clean": float(sum(r.bytes_clean for r in reports)),

@@ -82,7 +82,7 @@ def test_bytes_are_summed_over_ranks_and_seconds_are_the_slowest_ranks():
     reports[1][0].without_room.append("optimizer")
     metrics = residency_metrics(reports)
     assert metrics["bytes_out"] == 111
-    assert metrics["exposed_s"] == pytest.approx(0.3)
+    assert metrics["exposed_s"] == metrics["training/exposed_s"] == pytest.approx(0.3)
     assert metrics["bytes_in"] == 0
     assert metrics["late_groups"] == 2
 
@@ -91,5 +91,6 @@ def test_what_stayed_on_a_device_is_told_with_the_worker_and_the_phase(caplog):
     report = TransitionReport(source=None, target=Phase.GENERATION)
     report.leftovers.append(Leftover("tensor [3] uint8", 48 << 20))
     with caplog.at_level("WARNING", logger="nemo_offload_rl"):
-        residency_metrics([[], [report]])
+        metrics = residency_metrics([[], [report]])
+    assert metrics["generation/exposed_s"] == 0
     assert caplog.messages == ["policy worker 1, generation: still on the device: tensor [3] uint8: 48 MiB"]
