@@ -129,8 +129,8 @@ def _stream(
             giving_back = pool.submit(policy.hand_over_memory)
             both: list[Future[Any]] = [loading, giving_back]
             wait(both, return_when=FIRST_COMPLETED)
-            if giving_back.done():
-                giving_back.result()  # a policy that died explains an engine that waits for it
+            if giving_back.done() or loading.exception() is not None:
+                giving_back.result()  # a policy that died explains an engine that waits for it, or lacks its buffer
             loading.result()
             return RefitReport(num_tensors, num_buckets, num_bytes), giving_back
         bucket = policy.next_bucket()

@@ -202,6 +202,29 @@ def test_a_failure_to_hand_over_memory_beside_the_last_load_is_not_kept_for_afte
     assert events[-1] == "start_refit"
 
 
+def test_a_policy_that_died_explains_a_last_load_that_failed_before_its_death_was_known() -> None:
+    load_failed = threading.Event()
+
+    class DyingPolicy(Policy):
+        def hand_over_memory(self) -> None:
+            super().hand_over_memory()
+            if self._index == len(TENSORS):
+                assert load_failed.wait(20)
+                raise ZeroDivisionError("policy")
+
+    class FailingEngine(Engine):
+        def load_bucket(self, bucket: WeightBucket) -> None:
+            super().load_bucket(bucket)
+            if bucket.is_last:
+                threading.Timer(0.2, load_failed.set).start()
+                raise RefitError("no buffer")
+
+    events: list[str] = []
+    policy = DyingPolicy(events)
+    with pytest.raises(ZeroDivisionError, match="policy"):
+        refit(policy, FailingEngine(events, policy))  # type: ignore[arg-type]
+
+
 def test_a_policy_that_stops_early_is_not_taken_for_a_refit() -> None:
     events: list[str] = []
     policy = Policy(events, stop_at=3)
