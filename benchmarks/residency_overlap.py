@@ -226,9 +226,8 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run every variant and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run_variant` reads."""
     parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -237,6 +236,12 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.2)
     parser.add_argument("--refit-s", type=float, default=0.0, help="what an engine would take to load the weights")
     parser.add_argument("--device", default="cuda")
+
+
+def main() -> None:
+    """Run every variant and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_loop_arguments(parser)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from qwen3_shapes import SHAPES
-from residency_overlap import run_variant, write_model
+from residency_overlap import add_loop_arguments, run_variant, write_model
 from residency_peers import grow_host_memory, probe_link
 
 from nemo_offload_rl.residency import ResidencyManager
@@ -96,14 +95,8 @@ def _num_driver_calls() -> int:
 def main() -> None:
     """Run the loop and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--pause-s", type=float, default=0.2)
-    parser.add_argument("--refit-s", type=float, default=0.4)
-    parser.add_argument("--device", default="cuda")
+    add_loop_arguments(parser)
+    parser.set_defaults(steps=2, refit_s=0.4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     command = shlex.join(["python", "benchmarks/transition_calls.py", *sys.argv[1:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -226,9 +227,21 @@ def test_what_arrives_together_is_asked_for_at_once_where_that_is_possible(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: (1 + cached_gib) << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_gib << 30, 8 << 30))
-    asked = []
-    monkeypatch.setattr(device, "_allocate", lambda room: asked.append(("part", room.num_bytes)))
-    monkeypatch.setattr(torch, "empty", lambda num_bytes, **kwargs: asked.append(("block", num_bytes)))
+    asked, streams = [], []
+
+    @contextmanager
+    def on_stream(stream):
+        streams.append(stream)
+        yield
+        streams.append(None)
+
+    def ask(what: str, num_bytes: int) -> None:
+        assert streams == [device._in], "the block would come from the cache of the passes"
+        asked.append((what, num_bytes))
+
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(device, "_allocate", lambda room: ask("part", room.num_bytes))
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **kwargs: ask("block", num_bytes))
     sizes = [1 << 30, (1 << 30) + 1, 1 << 10]
     CudaDevice.allocate(device, [Room(torch.UntypedStorage(0), size) for size in sizes])
     # A size is rounded up to whole blocks of 512 bytes; what is small comes from pages of its own.
