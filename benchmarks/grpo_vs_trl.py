@@ -8,6 +8,8 @@ logprobs of the policy before the update, one optimizer step with micro-batches 
 colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
 the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians. A side that
 runs out of memory, or out of time (`--timeout-s`), is among `failed`, the second with the steps that it has done.
+Before them a process probes the link. Our side's transitions are told against it: the refit, and everything from the
+last token to the first kernel of training, over the time that the bytes moved take in plain pinned copies.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 
 PHASES = ("refit", "reload_weights", "generation", "logprobs", "reference_logprobs", "training")
+OUT = ("timing/refit_s",)
+BACK = ("timing/generation/sleep_s", "timing/logprobs/enter_s", "timing/training/enter_s")
 SIZE_OPTIONS = ("--prompts", "--group", "--tokens", "--steps", "--micro-batch")
 
 
@@ -171,6 +175,29 @@ def run_ours(
     return _medians(history) | {"records": records, "memory": samples}
 
 
+def run_link() -> dict[str, float]:
+    """GB/s of plain pinned copies, `d2h` and `h2d`; 0 without a GPU."""
+    import torch
+    from residency_peers import probe_link
+
+    return probe_link(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def transition(record: dict[str, float], link: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step's two ways between training and generation, those of their bytes over the link, and the ratio.
+
+    Out: from the last optimizer step to the first prompt. Back: from the last token, scoring apart, to the first kernel
+    of training.
+    """
+    seconds = {"out_s": sum(record[name] for name in OUT), "back_s": sum(record[name] for name in BACK)}
+    copies = {
+        f"copies_{way}_s": record[f"residency/bytes_{moved}"] / 1e9 / link[probe] if link[probe] else 0.0
+        for way, moved, probe in (("out", "out", "d2h"), ("back", "in", "h2d"))
+    }
+    ratio = sum(seconds.values()) / sum(copies.values()) if all(copies.values()) else 0.0
+    return seconds | copies | {"ratio": ratio, "of_step": sum(seconds.values()) / record["timing/total_s"]}
+
+
 def _steps_file(folder: Path, side: str) -> Path:
     """What a side writes of each step as it ends."""
     return folder / ("trl_steps.jsonl" if side == "trl" else "ours/metrics.jsonl")
@@ -238,11 +265,12 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps, arguments.micro_batch)
     if arguments.one:
-        result = (
-            _or_out_of_memory(run_trl, arguments.model, *sizes)
-            if arguments.one == "trl"
-            else run_ours(arguments.model, *sizes, arguments.overrides)
-        )
+        if arguments.one == "link":
+            result = run_link()
+        elif arguments.one == "trl":
+            result = _or_out_of_memory(run_trl, arguments.model, *sizes)
+        else:
+            result = run_ours(arguments.model, *sizes, arguments.overrides)
         (arguments.model.parent / f"{arguments.one}.json").write_text(json.dumps(result))
         return
     from grpo_gpu import machine, write_model
@@ -252,6 +280,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", arguments.shape, seed=0, max_positions=4096)
+        probe = [sys.executable, __file__, "--one", "link", "--model", str(folder / "model")]
+        subprocess.run(probe, check=True)
+        results["link_gb_per_s"] = json.loads((folder / "link.json").read_text())
         for side in arguments.sides:
             peak = PeakMemory()
             peak.start()
@@ -268,6 +299,10 @@ def main() -> None:
             result = json.loads(file.read_text()) if file.exists() else unfinished
             kind = "failed" if "error" in result else "sides"
             results[kind][side] = result | {"gpu_peak_gib": peak_gib}
+            if side == "nemo_offload_rl":
+                steady = [record for record in result["records"] if record["step"] > 1]
+                transitions = [transition(record, results["link_gb_per_s"]) for record in steady]
+                results[kind][side]["transitions"] = transitions
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     _print(results, arguments.prompts * arguments.group * arguments.tokens)
@@ -304,6 +339,10 @@ def _print(results: dict[str, Any], num_tokens: int) -> None:
     rates = [num_tokens / side["median"]["generation"] for side in sides.values()]
     print(f"{'generated tokens/s':22s}" + "".join(f"{rate:18.0f}" for rate in rates))
     print(f"{'GPU memory peak, GiB':22s}" + "".join(f"{side['gpu_peak_gib']:18.1f}" for side in sides.values()))
+    link = results["link_gb_per_s"]
+    print(f"link, GB/s: {link['d2h']:.1f} out, {link['h2d']:.1f} in")
+    for step in sides.get("nemo_offload_rl", {}).get("transitions", []):
+        print("transitions: " + ", ".join(f"{name} {value:.3f}" for name, value in step.items()))
     for name, side in results["failed"].items():
         print(f"{name}: {side['error'][:200]}")
 
