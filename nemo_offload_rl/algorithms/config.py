@@ -36,7 +36,9 @@ class GrpoSectionConfig(TypedDict):
 
     num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
     num_generations_per_prompt: Annotated[int, doc("Responses sampled for each prompt: the group size.", ge=1)]
-    max_rollout_turns: Annotated[int, doc("Turns of a conversation. Only 1 is available now.", ge=1)]
+    max_rollout_turns: Annotated[
+        int, doc("Most turns of the policy in a rollout; environments may answer it between them.", ge=1)
+    ]
     max_num_epochs: Annotated[int, doc("Stop after so many passes over the training prompts.", ge=1)]
     max_num_steps: Annotated[int, doc("Stop after so many steps, whichever comes first.", ge=1)]
     normalize_rewards: Annotated[bool, doc("Divide advantages by the group's standard deviation of rewards.")]

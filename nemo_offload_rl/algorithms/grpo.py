@@ -2,7 +2,8 @@
 
 One step, in order (docs/step.md has the memory side of it):
 1. refit: where the policy was trained since the last one, its weights go to the engine;
-2. generation and reward: a group of responses to each prompt, scored by the environments; the engine sleeps after it;
+2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
+   turn follows; the engine sleeps after the last;
 3. logprobs: of the policy before the update, and of the frozen reference;
 4. advantages: within each group;
 5. training: one optimizer step for each global batch;
@@ -32,7 +33,7 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
-from nemo_offload_rl.experience.rollouts import Decode, generate_groups, score_groups
+from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings
@@ -62,6 +63,7 @@ class GrpoParts:
     loader: ShuffledLoader[Prompt]
     validation_prompts: Sequence[Prompt]
     decode: Decode
+    turns: Turns
     pad_id: int
     width_multiple: int
     checkpoints: CheckpointKeeper
@@ -176,9 +178,9 @@ class GrpoTrainer:
         prompts = self._parts.validation_prompts[: settings.max_val_samples]
         batches = []
         for start in range(0, len(prompts), settings.val_batch_size):
-            sampling = self._seeded(self._generation.val_sampling, f"validation:{step}:{start}")
-            chunk = prompts[start : start + settings.val_batch_size]
-            batches.append(self._rollouts(chunk, sampling, settings.val_num_generations_per_prompt, "validation"))
+            call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
+            size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling
+            batches.append(self._rollouts(chunk, size, sampling, call, "validation"))
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
@@ -196,9 +198,8 @@ class GrpoTrainer:
         draws = itertools.count()
 
         def draw() -> RolloutBatch:
-            prompts = next(self._parts.loader)
-            sampling = self._seeded(self._generation.sampling, f"{step}:{next(draws)}")
-            return self._rollouts(prompts, sampling, settings.num_generations_per_prompt, "generation")
+            prompts, size = next(self._parts.loader), settings.num_generations_per_prompt
+            return self._rollouts(prompts, size, self._generation.sampling, f"{step}:{next(draws)}", "generation")
 
         if settings.use_dynamic_sampling:
             rollouts, stats = sample_until_full(
@@ -217,16 +218,26 @@ class GrpoTrainer:
         return rollouts, extra
 
     def _rollouts(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, group_size: int, phase: str
+        self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings, call: str, phase: str
     ) -> RolloutBatch:
+        """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward."""
+        parts = self._parts
+        rollouts = Rollouts(
+            prompts, group_size=group_size, environments=parts.environments, decode=parts.decode, turns=parts.turns
+        )
+
         def generate() -> list[list[Completion]]:
             self._wake_engine()
+            token_ids, num_samples = rollouts.prompts()
+            turn = f":turn {rollouts.num_turns}" if rollouts.num_turns else ""
             with self._timer.phase(phase):
-                return generate_groups(self._parts.engine, prompts, sampling=sampling, group_size=group_size)
+                return parts.engine.generate(token_ids, self._seeded(sampling, call + turn), num_samples)
 
-        groups = self._on_engine(generate)
-        with self._timer.phase("reward"):
-            return score_groups(prompts, groups, environments=self._parts.environments, decode=self._parts.decode)
+        while rollouts.under_way:
+            completions = self._on_engine(generate)
+            with self._timer.phase("reward"):
+                rollouts.step(completions)
+        return rollouts.batch()
 
     def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
         """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""

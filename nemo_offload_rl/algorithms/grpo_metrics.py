@@ -23,8 +23,7 @@ def train_metrics(
         speed: For `training_mfu`; None leaves it out.
     """
     num_sampled = float(rollouts.response_lengths().sum())
-    prompts = [len(rollout.prompt.token_ids) for rollout in rollouts.rollouts]
-    lengths = [prompt + int(size) for prompt, size in zip(prompts, rollouts.response_lengths(), strict=True)]
+    lengths = [rollout.num_tokens for rollout in rollouts.rollouts]
     num_trained = sum(lengths)
     about_rollouts = rollout_metrics(rollouts)
     mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}

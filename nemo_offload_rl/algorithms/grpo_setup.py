@@ -20,11 +20,13 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.data.settings import EnvSettings
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.environments.math import MathEnvironment
+from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.experience.rollouts import Decode
+from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
@@ -58,6 +60,7 @@ def run_grpo(config: GrpoConfig) -> None:
     num_steps = min(config.grpo.max_num_steps, config.grpo.max_num_epochs * loader.batches_per_epoch)
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from = resume_point(checkpoints, num_steps, "grpo.max_num_steps")
+    turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
@@ -75,6 +78,7 @@ def run_grpo(config: GrpoConfig) -> None:
             loader=loader,
             validation_prompts=prompts.validation,
             decode=_decoder(tokenizer),
+            turns=turns,
             pad_id=pad_id,
             width_multiple=config.policy.make_sequence_length_divisible_by,
             checkpoints=checkpoints,
@@ -93,12 +97,24 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
+def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
+    encode = TurnEncoder(tokenizer, config.tokenizer.chat_template_kwargs)
+    max_turns = config.grpo.max_rollout_turns
+    if max_turns > 1:
+        for section in config.env.values():
+            encode(section.retry_message or "", ())
+    return Turns(max_turns=max_turns, max_tokens=config.generation.vllm.max_model_len, encode=encode)
+
+
 @contextmanager
 def _environments(settings: Mapping[str, EnvSettings]) -> Iterator[dict[str, Environment]]:
     environments: dict[str, Environment] = {}
     try:
         for name, section in settings.items():
-            environments[name] = _environment(name, section)
+            environment = _environment(name, section)
+            message = section.retry_message
+            environments[name] = environment if message is None else RetryEnvironment(environment, message)
         yield environments
     finally:
         for environment in environments.values():

@@ -40,6 +40,7 @@ _DATASETS: Mapping[str, type] = {
     "BinaryPreferenceDataset": BinaryPreferenceSettings,
     "PreferenceDataset": PreferenceSettings,
 }
+_NO_RETRY = {"retry_message": None}
 _NO_TASK = {"prompt_file": None, "system_prompt_file": None, "processor": None, "env_name": None}
 
 
@@ -137,7 +138,7 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
         data=DataSettings(
             max_input_seq_length=data["max_input_seq_length"], shuffle=data["shuffle"], **_train_and_validation(data)
         ),
-        env={name: freeze(EnvSettings, section, f"env.{name}") for name, section in cfg["env"].items()},
+        env={name: freeze(EnvSettings, _NO_RETRY | section, f"env.{name}") for name, section in cfg["env"].items()},
         logger=freeze(LoggerSettings, {"wandb": None, "mlflow": None, **cfg["logger"]}, "logger"),
         cluster=freeze(ClusterSettings, cfg["cluster"], "cluster"),
         checkpointing=freeze(CheckpointingSettings, cfg["checkpointing"], "checkpointing"),

@@ -239,3 +239,12 @@ class EnvConfig(TypedDict):
     """`env.NAME`: one environment."""
 
     num_workers: Annotated[int, doc("Processes that score responses; 0 scores in the driver.", ge=0)]
+    retry_message: NotRequired[
+        Annotated[
+            str | None,
+            doc(
+                "What the policy is told after a wrong answer, where `grpo.max_rollout_turns` leaves it another turn; "
+                "null or left out: a rollout has one turn."
+            ),
+        ]
+    ]

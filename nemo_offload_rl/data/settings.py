@@ -145,6 +145,7 @@ class EnvSettings:
     """One entry of `env.*`."""
 
     num_workers: int
+    retry_message: str | None  # to a wrong answer; None: no further turn
 
 
 @dataclass(frozen=True, kw_only=True)

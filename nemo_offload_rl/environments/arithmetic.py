@@ -14,7 +14,7 @@ class ArithmeticEnvironment:
     show its working first.
     """
 
-    def score(self, responses: Sequence[Response]) -> list[Score]:
+    def step(self, responses: Sequence[Response]) -> list[Score]:
         """One score for each response, in their order."""
         return [self._score(response) for response in responses]
 

@@ -7,16 +7,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said, special tokens left out, and what the environment answered."""
+
+    text: str
+    observation: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A response to score.
+    """A response to score or to answer.
 
     Attributes:
-        prompt_text: What the policy was shown.
-        text: What it answered, special tokens left out.
-        truncated: The response was cut at the token limit.
+        prompt_text: What the policy was shown first.
+        text: What it said in this turn, special tokens left out.
+        truncated: The response was cut at a token limit.
         reference_answer: The right answer.
         metadata: The problem's metadata.
+        earlier: The turns before this one, in their order.
+        may_go_on: The policy may have another turn; otherwise this response is the last.
     """
 
     prompt_text: str
@@ -24,6 +34,8 @@ class Response:
     truncated: bool
     reference_answer: str
     metadata: Mapping[str, Any]
+    earlier: tuple[Turn, ...] = ()
+    may_go_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,21 @@ class Score:
     correct: bool
 
 
-class Environment(Protocol):
-    """Scores responses to verifiable tasks."""
+@dataclass(frozen=True)
+class Observation:
+    """A message to the policy, which has another turn to answer it; the chat template shows it as the user's."""
 
-    def score(self, responses: Sequence[Response]) -> list[Score]:
-        """One score for each response, in their order."""
+    text: str
+
+
+class Environment(Protocol):
+    """A verifiable task. It keeps nothing of a rollout: all that it may want to know is in each `Response`."""
+
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
+        """For each response, in their order: its score, which ends the rollout, or what the policy is told.
+
+        An observation where the policy may not go on ends the rollout with reward 0.
+        """
         ...
 
     def close(self) -> None:

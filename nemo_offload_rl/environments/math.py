@@ -37,7 +37,7 @@ class MathEnvironment:
         if num_workers:
             self._pool = GradingPool(is_equivalent, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
 
-    def score(self, responses: Sequence[Response]) -> list[Score]:
+    def step(self, responses: Sequence[Response]) -> list[Score]:
         """One score for each response, in their order."""
         jobs = [(response.text, response.reference_answer) for response in responses]
         if self._pool is None:

@@ -1,114 +1,177 @@
 """From prompts to scored rollouts.
 
 1. The engine samples a group of responses to each prompt.
-2. Responses are decoded and each environment scores those that are its own.
-3. The result keeps token ids and the sampler's logprobs: text is never tokenized again.
+2. Responses are decoded, and each environment scores or answers those that are its own.
+3. A rollout that was answered goes on: prompt, response and answer are the engine's next prompt, with one sample.
+4. The result keeps token ids and the sampler's logprobs: what the policy said is never tokenized again.
+
+Engine and environments are the caller's to run, so that it can time them, and start an engine again that died.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.interfaces import Environment, Response, Score
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.interfaces import Completion
 
 type Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, without special tokens."""
+
+type EncodeTurn = Callable[[str, Sequence[int]], Sequence[int]]
+"""An observation, and the tokens of the response that it follows: the tokens between that response and the next."""
+
+_NOT_SOLVED = Score(reward=0.0, correct=False)
 
 
-class Sampler(Protocol):
-    """The part of a generation engine that rollouts use."""
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """How far rollouts may go.
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
-    ) -> list[list[Completion]]:
-        """`num_samples` completions for each prompt of token ids, in the prompts' order."""
-        ...
+    Attributes:
+        max_turns: Turns of the policy.
+        max_tokens: Of prompt, responses and observations together.
+        encode: How observations become tokens.
+    """
+
+    max_turns: int
+    max_tokens: int
+    encode: EncodeTurn
 
 
-def collect_rollouts(
-    engine: Sampler,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: SamplingSettings,
-    group_size: int,
-    environments: Mapping[str, Environment],
-    decode: Decode,
-) -> RolloutBatch:
-    """Sample `group_size` responses to each prompt and score them.
+@dataclass
+class _Open:
+    """A rollout that may still be under way."""
+
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)
+    earlier: list[Turn] = field(default_factory=list)
+    truncated: bool = False
+    score: Score | None = None
+
+    def tokens_after_prompt(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+
+class Rollouts:
+    """Groups of rollouts, turn by turn: while `under_way`, what the engine says to `prompts` goes to `step`.
 
     Args:
-        engine: Awake, and with the weights that the rollouts are to come from.
         prompts: What to ask.
-        sampling: How tokens are drawn.
-        group_size: Responses to each prompt.
-        environments: By name; each prompt says which one scores it.
-        decode: Token ids to text, without special tokens.
+        group_size: Rollouts of each.
+        environments: By name; each prompt says whose it is.
+        decode: See `Decode`.
+        turns: How far they may go.
 
     Raises:
         ConfigError: A prompt names an environment that is not there.
     """
-    groups = generate_groups(engine, prompts, sampling=sampling, group_size=group_size)
-    return score_groups(prompts, groups, environments=environments, decode=decode)
 
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        environments: Mapping[str, Environment],
+        decode: Decode,
+        turns: Turns,
+    ) -> None:
+        for name in dict.fromkeys(prompt.env_name for prompt in prompts):
+            if name not in environments:
+                known = ", ".join(environments) or "none"
+                raise ConfigError(
+                    f"environment {name!r} is named by data but not a key of env (known: {known}); add it"
+                )
+        self._prompts = prompts
+        self._group_size = group_size
+        self._environments = environments
+        self._decode = decode
+        self._turns = turns
+        self._all = [_Open(prompt) for prompt in prompts for _ in range(group_size)]
+        self._live = self._all
+        self._num_turns = 0
 
-def generate_groups(
-    engine: Sampler, prompts: Sequence[Prompt], *, sampling: SamplingSettings, group_size: int
-) -> list[list[Completion]]:
-    """The engine's part of `collect_rollouts`, for drivers that time it and let the engine sleep right after it."""
-    return engine.generate([prompt.token_ids for prompt in prompts], sampling, group_size)
+    @property
+    def under_way(self) -> bool:
+        """Whether any rollout has a turn to come."""
+        return bool(self._live)
 
+    @property
+    def num_turns(self) -> int:
+        """Turns that have ended."""
+        return self._num_turns
 
-def score_groups(
-    prompts: Sequence[Prompt],
-    groups: Sequence[Sequence[Completion]],
-    *,
-    environments: Mapping[str, Environment],
-    decode: Decode,
-) -> RolloutBatch:
-    """The environments' part of `collect_rollouts`.
+    def prompts(self) -> tuple[list[Sequence[int]], int]:
+        """Token ids for the engine, and how many samples of each: in the first turn groups, then one by one."""
+        if self._num_turns == 0:
+            return [prompt.token_ids for prompt in self._prompts], self._group_size
+        return [[*rollout.prompt.token_ids, *rollout.tokens_after_prompt()] for rollout in self._live], 1
 
-    Raises:
-        ConfigError: A prompt names an environment that is not there.
-    """
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    responses = [
-        Response(
-            prompt_text=prompt.text,
-            text=decode(completion.token_ids),
-            truncated=completion.finish_reason != "stop",
-            reference_answer=prompt.reference_answer,
-            metadata=prompt.metadata,
+    def step(self, groups: Sequence[Sequence[Completion]]) -> None:
+        """End a turn: have the environments score or answer what the engine said.
+
+        Args:
+            groups: The engine's completions of `prompts`.
+        """
+        self._num_turns += 1
+        completions = [completion for group in groups for completion in group]
+        responses = [self._response(*pair) for pair in zip(self._live, completions, strict=True)]
+        for rollout, response, outcome in zip(self._live, responses, self._ask(responses), strict=True):
+            if isinstance(outcome, Score):
+                rollout.score = outcome
+            elif not response.may_go_on or not self._observed(rollout, response, outcome):
+                rollout.score = _NOT_SOLVED
+        self._live = [rollout for rollout in self._live if rollout.score is None]
+
+    def batch(self) -> RolloutBatch:
+        """All rollouts, group by group; none may be under way."""
+        return RolloutBatch(rollouts=tuple(self._ended(rollout) for rollout in self._all), group_size=self._group_size)
+
+    def _response(self, rollout: _Open, completion: Completion) -> Response:
+        rollout.segments.append(Segment(token_ids=tuple(completion.token_ids), logprobs=tuple(completion.logprobs)))
+        rollout.truncated = completion.finish_reason != "stop"
+        return Response(
+            prompt_text=rollout.prompt.text,
+            text=self._decode(completion.token_ids),
+            truncated=rollout.truncated,
+            reference_answer=rollout.prompt.reference_answer,
+            metadata=rollout.prompt.metadata,
+            earlier=tuple(rollout.earlier),
+            may_go_on=not rollout.truncated and self._num_turns < self._turns.max_turns,
         )
-        for prompt, completion in pairs
-    ]
-    scores = _score_by_environment([prompt.env_name for prompt, _ in pairs], responses, environments)
-    rollouts = tuple(
-        Rollout(
-            prompt=prompt,
-            segments=(Segment(token_ids=tuple(completion.token_ids), logprobs=tuple(completion.logprobs)),),
-            response_text=response.text,
-            reward=score.reward,
-            correct=score.correct,
-            truncated=response.truncated,
+
+    def _ask(self, responses: Sequence[Response]) -> list[Score | Observation]:
+        outcomes: dict[int, Score | Observation] = {}
+        names = [rollout.prompt.env_name for rollout in self._live]
+        for name in dict.fromkeys(names):
+            rows = [row for row, row_name in enumerate(names) if row_name == name]
+            answered = self._environments[name].step([responses[row] for row in rows])
+            outcomes.update(zip(rows, answered, strict=True))
+        return [outcomes[row] for row in range(len(responses))]
+
+    def _observed(self, rollout: _Open, response: Response, observation: Observation) -> bool:
+        """Whether the observation, and a token of the next response, fit the rollout, which then has it."""
+        said = rollout.segments[-1].token_ids
+        token_ids = tuple(self._turns.encode(observation.text, said))
+        num_tokens = len(rollout.prompt.token_ids) + len(rollout.tokens_after_prompt()) + len(token_ids)
+        if num_tokens >= self._turns.max_tokens:
+            rollout.truncated = True
+            return False
+        rollout.segments.append(Segment(token_ids=token_ids, logprobs=None))
+        rollout.earlier.append(Turn(response.text, observation.text))
+        return True
+
+    def _ended(self, rollout: _Open) -> Rollout:
+        assert rollout.score is not None, "a rollout is under way"
+        return Rollout(
+            prompt=rollout.prompt,
+            segments=tuple(rollout.segments),
+            response_text=self._decode(rollout.tokens_after_prompt()),
+            reward=rollout.score.reward,
+            correct=rollout.score.correct,
+            truncated=rollout.truncated,
         )
-        for (prompt, completion), response, score in zip(pairs, responses, scores, strict=True)
-    )
-    return RolloutBatch(rollouts=rollouts, group_size=len(groups[0]))
-
-
-def _score_by_environment(
-    names: Sequence[str], responses: Sequence[Response], environments: Mapping[str, Environment]
-) -> list[Score]:
-    scores: dict[int, Score] = {}
-    for name in dict.fromkeys(names):
-        if name not in environments:
-            known = ", ".join(environments) or "none"
-            raise ConfigError(f"environment {name!r} is named by data but not a key of env (known: {known}); add it")
-        rows = [row for row, row_name in enumerate(names) if row_name == name]
-        scored = environments[name].score([responses[row] for row in rows])
-        scores.update(zip(rows, scored, strict=True))
-    return [scores[row] for row in range(len(responses))]

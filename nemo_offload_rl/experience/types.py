@@ -32,11 +32,11 @@ class Rollout:
 
     Attributes:
         prompt: What was asked.
-        segments: What followed the prompt; with a single turn, one segment of the policy.
-        response_text: The policy's tokens as text, special tokens left out.
+        segments: What followed the prompt: the policy's turns, and between them the environment's.
+        response_text: All of them as text, special tokens left out.
         reward: What training uses.
         correct: What accuracy counts.
-        truncated: The response was cut at the token limit.
+        truncated: The last response was cut at a token limit, or what should have followed it did not fit.
     """
 
     prompt: Prompt
@@ -50,6 +50,16 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """Tokens that the policy sampled."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.logprobs is not None)
+
+    @property
+    def num_turns(self) -> int:
+        """Responses of the policy."""
+        return sum(segment.logprobs is not None for segment in self.segments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and all that followed."""
+        return len(self.prompt.token_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
     def sequence(self, sample_mask: float = 1.0) -> SampledSequence:
         """Prompt and segments as one token sequence; only what the policy sampled is counted by the loss."""
@@ -111,6 +121,10 @@ class RolloutBatch:
     def response_lengths(self) -> Tensor:
         """[B] int64: tokens that the policy sampled."""
         return torch.tensor([rollout.num_response_tokens for rollout in self.rollouts], dtype=torch.int64)
+
+    def num_turns(self) -> Tensor:
+        """[B] int64: responses of the policy in each rollout."""
+        return torch.tensor([rollout.num_turns for rollout in self.rollouts], dtype=torch.int64)
 
     def with_rewards(self, rewards: Tensor) -> Self:
         """The same rollouts with other rewards ([B])."""

@@ -31,14 +31,6 @@ def megatron_trains_on_gpus(cfg: RunConfig) -> str | None:
     return None
 
 
-def rollouts_have_one_turn(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts of several turns are not available yet."""
-    turns = cfg["grpo"]["max_rollout_turns"]
-    if turns != 1:
-        return f"grpo.max_rollout_turns is {turns}, but only single-turn rollouts are available; set it to 1"
-    return None
-
-
 def sequences_are_not_split_over_devices(cfg: RunConfig) -> str | None:
     """Context parallelism is not available yet."""
     size = cfg["policy"]["dtensor_cfg"]["context_parallel_size"]
@@ -84,7 +76,4 @@ RULES: tuple[Rule[RunConfig], ...] = (
     host_held_training_is_off,
 )
 
-GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (
-    rollouts_have_one_turn,
-    batch_multiplier_is_one,
-)
+GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (batch_multiplier_is_one,)

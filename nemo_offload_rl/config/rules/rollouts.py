@@ -33,6 +33,34 @@ def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
+    """Rollouts of several turns have an environment that says something between them, and none says it in vain."""
+    turns = cfg["grpo"]["max_rollout_turns"]
+    retrying = sorted(name for name, section in cfg["env"].items() if section.get("retry_message") is not None)
+    if turns > 1 and not retrying:
+        return (
+            f"grpo.max_rollout_turns is {turns}, but no environment says anything after a response; set "
+            f"env.{min(cfg['env'], default='NAME')}.retry_message, or max_rollout_turns to 1"
+        )
+    if turns == 1 and retrying:
+        return (
+            f"env.{retrying[0]}.retry_message is set, but grpo.max_rollout_turns is 1 and leaves no turn to answer it; "
+            "raise it, or set retry_message to null"
+        )
+    return None
+
+
+def turns_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
+    """Rollouts of several turns end where the policy's sequences do."""
+    limit, engine = cfg["policy"]["max_total_sequence_length"], cfg["policy"]["generation"]["vllm_cfg"]["max_model_len"]
+    if cfg["grpo"]["max_rollout_turns"] > 1 and engine > limit:
+        return (
+            f"policy.generation.vllm_cfg.max_model_len {engine} is above policy.max_total_sequence_length {limit}, so "
+            "later turns could grow past what is trained on; lower it to that"
+        )
+    return None
+
+
 def rollouts_are_not_greedy(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts are sampled, not greedy."""
     temperature, group = cfg["policy"]["generation"]["temperature"], cfg["grpo"]["num_generations_per_prompt"]
@@ -135,6 +163,8 @@ def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     prompt_and_response_fit_the_policy,
     prompt_and_response_fit_the_engine,
+    further_turns_answer_something,
+    turns_fit_the_policy,
     rollouts_are_not_greedy,
     cpu_engine_has_a_fixed_cache,
     vllm_kwargs_set_no_key_of_their_own,

@@ -34,7 +34,20 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "megatron_trains_on_gpus": [
         (["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"], "megatron-core needs GPUs")
     ],
-    "rollouts_have_one_turn": [(["grpo.max_rollout_turns=2"], "set it to 1")],
+    "further_turns_answer_something": [
+        (["grpo.max_rollout_turns=2"], "set env.arithmetic.retry_message"),
+        (["+env.arithmetic.retry_message=no"], "leaves no turn to answer it"),
+    ],
+    "turns_fit_the_policy": [
+        (
+            [
+                "grpo.max_rollout_turns=2",
+                "+env.arithmetic.retry_message=no",
+                "policy.generation.vllm_cfg.max_model_len=100",
+            ],
+            "lower it to that",
+        )
+    ],
     "engines_have_devices": [
         (["policy.generation.colocated.enabled=false"], "set both"),
         (["policy.generation.colocated.resources.num_nodes=1"], "unset them"),

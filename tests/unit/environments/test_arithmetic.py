@@ -6,7 +6,7 @@ from nemo_offload_rl.environments.interfaces import Response
 
 def score(text: str, *, truncated: bool = False, answer: str = "95"):
     response = Response(prompt_text="37+58=", text=text, truncated=truncated, reference_answer=answer, metadata={})
-    (result,) = ArithmeticEnvironment().score([response])
+    (result,) = ArithmeticEnvironment().step([response])
     return result.reward, result.correct
 
 

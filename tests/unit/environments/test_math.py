@@ -25,7 +25,7 @@ def test_answers_are_compared_as_mathematics(environment):
         ("", "42", False),
         ("\\boxed{\\frac{}{", "42", False),
     ]
-    scores = environment.score([response(text, answer) for text, answer, _ in cases])
+    scores = environment.step([response(text, answer) for text, answer, _ in cases])
     assert [score.correct for score in scores] == [correct for _, _, correct in cases]
     assert [score.reward for score in scores] == [float(correct) for _, _, correct in cases]
 
@@ -33,7 +33,7 @@ def test_answers_are_compared_as_mathematics(environment):
 def test_a_formula_that_sympy_never_finishes_costs_its_time_limit_and_no_more(caplog):
     impatient = MathEnvironment(num_workers=1, timeout_s=2.0)
     try:
-        scores = impatient.score([response("\\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{8}}}"), response("\\boxed{2}", "2")])
+        scores = impatient.step([response("\\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{8}}}"), response("\\boxed{2}", "2")])
     finally:
         impatient.close()
     assert [score.correct for score in scores] == [False, True]

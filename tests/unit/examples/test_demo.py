@@ -62,7 +62,7 @@ def test_careful_demonstrations_are_all_right_and_forgetful_ones_only_where_noth
             )
             for row in drawn
         ]
-        return sum(score.correct for score in ArithmeticEnvironment().score(responses)) / len(responses)
+        return sum(score.correct for score in ArithmeticEnvironment().step(responses)) / len(responses)
 
     assert share_correct(0.0) == 1.0
     assert 0.2 < share_correct(1.0) < 0.4  # 0.55 ** 2 of all additions carry nowhere

@@ -6,12 +6,13 @@ import pytest
 
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
-from nemo_offload_rl.environments.interfaces import Response, Score
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn
+from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.metrics import rollout_metrics
-from nemo_offload_rl.experience.rollouts import collect_rollouts
+from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.interfaces import Completion
 
 END = 0
 
@@ -29,10 +30,10 @@ class ScriptedEngine:
 
     def __init__(self, script: dict[str, list[str]]) -> None:
         self.script = script
-        self.calls: list[tuple[SamplingSettings, int]] = []
+        self.calls: list[int] = []
 
-    def generate(self, prompts, sampling, num_samples=1):
-        self.calls.append((sampling, num_samples))
+    def generate(self, prompts, num_samples):
+        self.calls.append(num_samples)
         return [[self.complete(text) for text in self.script[decode(prompt)]] for prompt in prompts]
 
     @staticmethod
@@ -47,15 +48,17 @@ def prompt(text: str, answer: str, env_name: str = "arithmetic") -> Prompt:
     return Prompt(token_ids=encode(text), text=text, reference_answer=answer, env_name=env_name)
 
 
-def collect(engine, prompts, environments=None, group_size=2) -> RolloutBatch:
-    return collect_rollouts(
-        engine,
+def collect(engine, prompts, environments=None, group_size=2, max_turns=1, max_tokens=100) -> RolloutBatch:
+    rollouts = Rollouts(
         prompts,
-        sampling=SamplingSettings(max_new_tokens=8),
         group_size=group_size,
         environments=environments or {"arithmetic": ArithmeticEnvironment()},
         decode=decode,
+        turns=Turns(max_turns=max_turns, max_tokens=max_tokens, encode=lambda text, _: encode(text)),
     )
+    while rollouts.under_way:
+        rollouts.step(engine.generate(*rollouts.prompts()))
+    return rollouts.batch()
 
 
 def make_batch() -> RolloutBatch:
@@ -74,12 +77,12 @@ def test_rollouts_come_group_by_group_in_the_order_of_the_prompts_with_rewards_o
 def test_the_engine_is_called_once_with_the_group_size():
     engine = ScriptedEngine({"1+1=": ["2"] * 4})
     collect(engine, [prompt("1+1=", "2")], group_size=4)
-    assert [num_samples for _, num_samples in engine.calls] == [4]
+    assert engine.calls == [4]
 
 
 def test_each_prompt_is_scored_by_the_environment_that_it_names():
     class Half:
-        def score(self, responses: Sequence[Response]) -> list[Score]:
+        def step(self, responses: Sequence[Response]) -> list[Score]:
             assert {response.reference_answer for response in responses} == {"x"}
             return [Score(reward=0.5, correct=False) for _ in responses]
 
@@ -94,6 +97,61 @@ def test_each_prompt_is_scored_by_the_environment_that_it_names():
 def test_an_environment_that_is_not_configured_is_an_error_that_names_it():
     with pytest.raises(ConfigError, match=r"'chess' is named by data but not a key of env \(known: arithmetic\)"):
         collect(ScriptedEngine({"1+1=": ["2", "2"]}), [prompt("1+1=", "2", "chess")])
+
+
+def retrying(message: str = "no ") -> dict[str, RetryEnvironment]:
+    return {"arithmetic": RetryEnvironment(ArithmeticEnvironment(), message)}
+
+
+def test_a_wrong_answer_is_told_so_and_the_policy_answers_again_while_it_has_turns_left():
+    engine = ScriptedEngine(
+        {
+            "1+1=": ["2", "3", "4", "5..."],
+            "1+1=3no ": ["2"],
+            "1+1=4no ": ["8"],
+            "1+1=4no 8no ": ["9"],
+        }
+    )
+    batch = collect(engine, [prompt("1+1=", "2")], retrying(), group_size=4, max_turns=3)
+    # The first is right at once, the second in its second turn, the third never, and the fourth was cut off.
+    assert batch.rewards_PG().tolist() == [[1, 1, 0, 0]]
+    assert batch.num_turns().tolist() == [1, 2, 3, 1]
+    assert batch.truncated().tolist() == [False, False, False, True]
+    assert [rollout.response_text for rollout in batch.rollouts] == ["2", "3no 2", "4no 8no 9", "5"]
+    assert batch.response_lengths().tolist() == [2, 4, 6, 1]
+    assert [rollout.num_tokens for rollout in batch.rollouts] == [6, 11, 16, 5]
+    assert engine.calls == [4, 1, 1]
+    sequence = batch.rollouts[1].sequence()
+    assert list(sequence.token_ids) == [*encode("1+1=3"), END, *encode("no 2"), END]
+    assert list(sequence.token_mask) == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+
+
+def test_an_environment_sees_the_turns_before_and_whether_more_may_follow():
+    seen: list[Response] = []
+
+    class Counting:
+        def step(self, responses: Sequence[Response]) -> list[Score | Observation]:
+            seen.extend(responses)
+            return [Observation("so? ") for _ in responses]
+
+        def close(self) -> None: ...
+
+    engine = ScriptedEngine({"?": ["a"], "?aso? ": ["b"]})
+    batch = collect(engine, [prompt("?", "x", "counting")], {"counting": Counting()}, group_size=1, max_turns=2)
+    assert [(response.text, response.earlier, response.may_go_on) for response in seen] == [
+        ("a", (), True),
+        ("b", (Turn("a", "so? "),), False),
+    ]
+    # Nobody scored it: it is out of turns.
+    assert [(rollout.reward, rollout.correct, rollout.truncated) for rollout in batch.rollouts] == [(0.0, False, False)]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_turns"), [(9, 1), (10, 2)])
+def test_a_rollout_goes_on_only_where_an_answer_of_one_token_still_fits(max_tokens, num_turns):
+    engine = ScriptedEngine({"1+1=": ["3"], "1+1=3no ": ["2"]})  # 4 + 2 tokens, then 3, then 2
+    batch = collect(engine, [prompt("1+1=", "2")], retrying(), group_size=1, max_turns=2, max_tokens=max_tokens)
+    assert batch.num_turns().tolist() == [num_turns]
+    assert batch.truncated().tolist() == [num_turns == 1]
 
 
 def test_collation_counts_response_tokens_and_keeps_the_samplers_logprobs_at_them():
@@ -144,6 +202,7 @@ def test_metrics_are_those_counted_by_hand():
             "accuracy": 4 / 6,
             "mean_response_tokens": 17 / 6,
             "max_response_tokens": 7,
+            "mean_turns": 1.0,
             "truncation_rate": 1 / 6,
             "constant_group_rate": 1 / 3,
             "pass_rate": 1.0,

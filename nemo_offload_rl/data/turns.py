@@ -1,0 +1,58 @@
+"""What stands between two turns of the policy, in tokens.
+
+The chat template says how a conversation goes on after the assistant; what the assistant itself said is not tokenized
+again, since other tokens may spell the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.data.encoding import render
+from nemo_offload_rl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAID = "=said="  # stands for the assistant's words
+_ORIGIN = "a message of an environment"
+
+
+class TurnEncoder:
+    """Turns a message to the policy into the tokens from the end of its response to the beginning of the next.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        chat_template_kwargs: Extra variables for the chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(chat_template_kwargs or {})
+
+    def __call__(self, message: str, response: Sequence[int]) -> tuple[int, ...]:
+        """Token ids.
+
+        Args:
+            message: What the policy is told, as the user.
+            response: Token ids of the response before it. Where they end with the token with which the template ends
+                a turn, it is not written again.
+
+        Raises:
+            DataError: The template fails, or does not show what the assistant said once.
+        """
+        asked = {"role": "user", "content": "?"}
+        said = {"role": "assistant", "content": _SAID}
+        told = {"role": "user", "content": message}
+        text = render(self._tokenizer, [asked, said, told], _ORIGIN, add_generation_prompt=True, kwargs=self._kwargs)
+        _, *rest = text.split(_SAID)
+        if len(rest) != 1:
+            raise DataError(
+                f"the chat template shows what the assistant said {len(rest)} times once a message follows, and once "
+                "is needed; set policy.tokenizer.chat_template, or grpo.max_rollout_turns=1"
+            )
+        (after,) = rest
+        if response and response[-1] in self._tokenizer.all_special_ids:
+            after = after.removeprefix(str(self._tokenizer.decode([response[-1]])))
+        return tuple(self._tokenizer.encode(after, add_special_tokens=False))

@@ -1,0 +1,32 @@
+"""Another try for wrong answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score
+
+
+class RetryEnvironment:
+    """Another environment, except that a wrong answer is told so while the policy has turns left.
+
+    Args:
+        environment: It scores, and ends the rollout of a right answer.
+        message: What the policy is told after a wrong one.
+    """
+
+    def __init__(self, environment: Environment, message: str) -> None:
+        self._environment = environment
+        self._observation = Observation(message)
+
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
+        """See `Environment`."""
+        outcomes = self._environment.step(responses)
+        return [
+            self._observation if response.may_go_on and isinstance(outcome, Score) and not outcome.correct else outcome
+            for response, outcome in zip(responses, outcomes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """See `Environment`."""
+        self._environment.close()

@@ -1,0 +1,48 @@
+"""Rollouts of two turns in a whole run on CPU: what the engine sampled after an observation is what is trained on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+# Any character of the demo's ends a response, so that an untrained model's have an end.
+ENDS = "policy.generation.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19]"
+
+
+def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_logprobs(
+    model_folder, run_grpo, read_metrics, tmp_path
+):
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        "grpo.max_num_steps=2",
+        "grpo.max_rollout_turns=2",
+        "+env.arithmetic.retry_message='= '",
+        "policy.max_total_sequence_length=48",
+        "logger.num_val_samples_to_print=16",
+        "policy.generation.val_temperature=1.0",
+        ENDS,
+    )
+    assert done.status == 0, done.stderr
+    for step in (1, 2):
+        record = read_metrics(tmp_path / "run")[step]
+        assert 1.5 < record["train/mean_turns"] <= 2
+        assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+        assert record["train/grad_norm"] > 1e-3
+    # What was said, what it was told, and what it said then.
+    assert re.search(r"^  wrong  '<user>.*' -> '[^']+= [^']+', expected", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_chat_template_that_forgets_earlier_turns_ends_the_run_before_it_starts(model_folder, run_grpo, tmp_path):
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        "grpo.max_rollout_turns=2",
+        "+env.arithmetic.retry_message='= '",
+        "policy.tokenizer.chat_template='{{ messages[-1].content }}'",
+    )
+    assert done.status == 2
+    (line,) = done.stderr.splitlines()
+    assert "shows what the assistant said 0 times" in line
+    assert not (tmp_path / "run").exists()
