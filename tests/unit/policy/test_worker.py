@@ -228,6 +228,26 @@ def test_a_refit_sends_hugging_faces_tensors_bit_by_bit_and_tied_ones_once(make_
         assert_equal(received, stored)
 
 
+def test_a_refit_after_training_sends_what_was_trained_whether_or_not_another_came_before(make_worker, folders):
+    folder, _ = folders("qwen3-tied")
+
+    def trained(*, sent_before: bool) -> dict[str, torch.Tensor]:
+        with make_worker(folder) as worker:
+            worker.prepare_for_training()
+            if sent_before:
+                assert_equal(dict(worker.named_weights()), load_file(folder / "model.safetensors"))
+            worker.train(make_batch(), NLL())
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.prepare_for_lp_inference()
+            return {name: tensor.clone() for name, tensor in worker.named_weights()}
+
+    first, second = trained(sent_before=False), trained(sent_before=True)
+    assert_equal(second, first)
+    stored = load_file(folder / "model.safetensors")
+    assert all(not torch.equal(tensor, stored[name]) for name, tensor in second.items())
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

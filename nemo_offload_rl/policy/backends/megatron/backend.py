@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,7 @@ class MegatronBackend:
         if self._activations.is_enabled:
             check_modules(self._chunks, cfg.offload_modules or ())
         self._weight_specs: list[WeightSpec] | None = None
+        self._conversions: list[Any] | None = None
         self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
 
     @property
@@ -216,7 +218,13 @@ class MegatronBackend:
 
         Adapters are merged into the weights that they belong to.
         """
-        for name, tensor in self._model.bridge.export_hf_weights(list(self._chunks), cpu=False, show_progress=False):
+        chunks = list(self._chunks)
+        if self._conversions is None:
+            # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
+            self._conversions = self._model.bridge.get_conversion_tasks(chunks)
+        for name, tensor in self._model.bridge.export_hf_weights(
+            chunks, cpu=False, show_progress=False, conversion_tasks=self._conversions
+        ):
             yield name, tensor.detach()
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
@@ -258,4 +266,5 @@ class MegatronBackend:
         # The optimizer has slices of the parameters, whose autograd nodes have hooks that know the model: a circle that
         # Python cannot see through, so that all of it would stay.
         self._model.config.grad_scale_func = None
+        self._conversions = None
         self._made.close()
