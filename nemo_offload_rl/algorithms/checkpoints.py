@@ -83,6 +83,11 @@ class CheckpointKeeper:
         """Whether a checkpoint belongs to this step."""
         return self._settings.enabled and (step % self._settings.save_period == 0 or is_last)
 
+    @property
+    def exports_weights(self) -> bool:
+        """Whether a save also writes a Hugging Face folder, for which the policy's state comes to the devices."""
+        return self._settings.save_consolidated or not self._settings.save_optimizer
+
     def save(
         self, step: int, policy: Policy, loader: ShuffledLoader[Any], metrics: Mapping[str, Mapping[str, float]]
     ) -> None:
@@ -115,7 +120,7 @@ class CheckpointKeeper:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            if settings.save_consolidated or not settings.save_optimizer:
+            if self.exports_weights:
                 policy.export_hf(partial / "hf")
             if settings.save_optimizer:
                 policy.start_save(partial / "policy", in_background=settings.async_save)

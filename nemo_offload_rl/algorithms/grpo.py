@@ -159,7 +159,8 @@ class GrpoTrainer:
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         if parts.checkpoints.is_due(step, is_last):
             with timer.phase("checkpoint"):
-                self._rest_engine()
+                if parts.checkpoints.exports_weights:
+                    self._rest_engine()
                 parts.checkpoints.save(step, parts.policy, parts.loader, {"train": about_step, "val": validation})
         seconds = timer.drain()
         self._logger.log(step, about_step, "train")

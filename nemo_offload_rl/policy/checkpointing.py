@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -96,10 +96,6 @@ class StateReader:
             return lambda: self._on_host(tensor).cpu()
         copied = self._copies.copy(name, self._on_host(tensor))
         return lambda: copied
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """For a backend that reads tensors by other means: everything is on the device inside the context."""
-        return self._residency.checkpoint_view()
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         view = self._residency.host_view(tensor)

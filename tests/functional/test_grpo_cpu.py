@@ -137,6 +137,31 @@ def test_a_resumed_run_with_other_residency_keys_goes_on_bitwise_as_the_uninterr
         assert results(resumed[step]) == results(metrics[step])
 
 
+def test_only_a_checkpoint_that_exports_weights_puts_an_engine_to_sleep_that_the_next_step_needs(
+    folder, model_folder, run_grpo, read_metrics
+):
+    records = {}
+    for exports in ("false", "true"):
+        done = run_grpo(
+            f"policy.model_name={model_folder}",
+            f"logger.log_dir={folder / f'exports_{exports}'}",
+            f"checkpointing.checkpoint_dir={folder / f'checkpoints_{exports}'}",
+            f"checkpointing.save_consolidated={exports}",
+            "checkpointing.enabled=true",
+            "checkpointing.save_period=2",
+            "grpo.val_period=2",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+            "grpo.max_num_steps=3",
+        )
+        assert done.status == 0, done.stderr
+        records[exports] = read_metrics(folder / f"exports_{exports}")
+    assert "timing/refit_s" not in records["false"][3]
+    assert records["true"][3]["timing/refit_s"] > 0
+    for name in ("train/loss", "train/reward_mean", "train/grad_norm"):
+        assert records["false"][3][name] == records["true"][3][name]
+
+
 def test_a_run_that_is_finished_says_so_instead_of_starting(run, folder, model_folder, run_grpo):
     done = run_grpo(
         f"policy.model_name={model_folder}",
