@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -77,14 +78,16 @@ def summary(log_dir: Path) -> dict[str, Any]:
     return {"medians": medians, "steps": steps}
 
 
-def machine() -> dict[str, str]:
+def machine() -> dict[str, Any]:
     """What the numbers were measured with."""
     from importlib.metadata import version
 
     import torch
 
-    found = {name: version(name) for name in ("torch", "transformers", "ray") if name}
+    found: dict[str, Any] = {name: version(name) for name in ("torch", "transformers", "ray")}
     found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found["gpu_uuid"] = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else "none"
+    found["cores"] = os.cpu_count()
     found["python"] = sys.version.split()[0]
     found["date"] = time.strftime("%Y-%m-%d")
     return found

@@ -34,8 +34,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 
 PHASES = ("refit", "reload_weights", "generation", "logprobs", "reference_logprobs", "training")
-OUT = ("timing/refit_s",)
+OUT = "timing/refit_s"
 BACK = ("timing/generation/sleep_s", "timing/logprobs/enter_s", "timing/training/enter_s")
+SIDES = ("trl", "nemo_offload_rl")
 SIZE_OPTIONS = ("--prompts", "--group", "--tokens", "--steps", "--micro-batch")
 
 
@@ -187,9 +188,9 @@ def transition(record: dict[str, float], link: dict[str, float]) -> dict[str, fl
     """Seconds of a step's two ways between training and generation, those of their bytes over the link, and the ratio.
 
     Out: from the last optimizer step to the first prompt. Back: from the last token, scoring apart, to the first kernel
-    of training.
+    of training. For one worker: bytes are of all, and the link is one GPU's.
     """
-    seconds = {"out_s": sum(record[name] for name in OUT), "back_s": sum(record[name] for name in BACK)}
+    seconds = {"out_s": record[OUT], "back_s": sum(record[name] for name in BACK)}
     copies = {
         f"copies_{way}_s": record[f"residency/bytes_{moved}"] / 1e9 / link[probe] if link[probe] else 0.0
         for way, moved, probe in (("out", "out", "d2h"), ("back", "in", "h2d"))
@@ -249,7 +250,7 @@ class PeakMemory(threading.Thread):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", nargs="+", default=["trl", "nemo_offload_rl"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--shape", default="0.6B")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
@@ -300,7 +301,8 @@ def main() -> None:
             kind = "failed" if "error" in result else "sides"
             results[kind][side] = result | {"gpu_peak_gib": peak_gib}
             if side == "nemo_offload_rl":
-                steady = [record for record in result["records"] if record["step"] > 1]
+                # Without a refit of its own a step began with an engine that a validation had left awake.
+                steady = [record for record in result["records"] if record["step"] > 1 and OUT in record]
                 transitions = [transition(record, results["link_gb_per_s"]) for record in steady]
                 results[kind][side]["transitions"] = transitions
             if arguments.json:

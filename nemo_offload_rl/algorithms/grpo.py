@@ -248,7 +248,7 @@ class GrpoTrainer:
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
         """[B] rewards after scaling and shaping."""
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
-        return shape_rewards(scaled, rollouts.response_lengths(), self._settings.reward_shaping)
+        return shape_rewards(scaled, rollouts.longest_responses(), self._settings.reward_shaping)
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         if not self._needs_reference:

@@ -5,6 +5,7 @@ Everything that can be wrong in the user's input is found before Ray starts; `gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ from nemo_offload_rl.utils.progress import RunProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 MATH_TIMEOUT_S = 5.0
 
@@ -100,11 +103,21 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
     """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
     encode = TurnEncoder(tokenizer, config.tokenizer.chat_template_kwargs)
-    max_turns = config.grpo.max_rollout_turns
-    if max_turns > 1:
-        for section in config.env.values():
-            encode(section.retry_message or "", ())
-    return Turns(max_turns=max_turns, max_tokens=config.generation.vllm.max_model_len, encode=encode)
+    max_turns, max_tokens = config.grpo.max_rollout_turns, config.generation.vllm.max_model_len
+    messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
+    if messages:
+        longest = max(len(encode(message, ())) for message in messages)
+        response = config.generation.sampling.max_new_tokens
+        needed = config.data.max_input_seq_length + max_turns * response + (max_turns - 1) * longest
+        if needed > max_tokens:
+            logger.warning(
+                "%d turns can take %d tokens, and rollouts end at policy.generation.vllm_cfg.max_model_len=%d: some "
+                "will have fewer turns; raise policy.max_total_sequence_length, or lower max_new_tokens",
+                max_turns,
+                needed,
+                max_tokens,
+            )
+    return Turns(max_turns=max_turns, max_tokens=max_tokens, encode=encode)
 
 
 @contextmanager

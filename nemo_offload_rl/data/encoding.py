@@ -177,6 +177,6 @@ class ChatEncoder:
 def _template_error(origin: str, error: Exception) -> DataError:
     said = (str(error).splitlines() or ["no more is known"])[0]
     return DataError(
-        f"{origin}: the chat template fails ({type(error).__name__}: {said}); mend the row, or set "
+        f"{origin}: the chat template fails ({type(error).__name__}: {said}); change the messages, or set "
         "policy.tokenizer.chat_template"
     )

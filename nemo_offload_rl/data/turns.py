@@ -6,6 +6,7 @@ again, since other tokens may spell the same text.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,7 @@ from nemo_offload_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SAID = "=said="  # stands for the assistant's words
-_ORIGIN = "a message of an environment"
+_ORIGIN = "a message between two turns"
 
 
 class TurnEncoder:
@@ -30,6 +30,7 @@ class TurnEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
+        self._said = uuid.uuid4().hex  # stands for what the assistant said; nobody can have said it
 
     def __call__(self, message: str, response: Sequence[int]) -> tuple[int, ...]:
         """Token ids.
@@ -40,19 +41,21 @@ class TurnEncoder:
                 a turn, it is not written again.
 
         Raises:
-            DataError: The template fails, or does not show what the assistant said once.
+            DataError: The template fails, or does not show what the assistant said and the message after it, once.
         """
         asked = {"role": "user", "content": "?"}
-        said = {"role": "assistant", "content": _SAID}
+        said = {"role": "assistant", "content": self._said}
         told = {"role": "user", "content": message}
         text = render(self._tokenizer, [asked, said, told], _ORIGIN, add_generation_prompt=True, kwargs=self._kwargs)
-        _, *rest = text.split(_SAID)
-        if len(rest) != 1:
+        _, *rest = text.split(self._said)
+        if len(rest) != 1 or message.strip() not in rest[0]:
             raise DataError(
-                f"the chat template shows what the assistant said {len(rest)} times once a message follows, and once "
-                "is needed; set policy.tokenizer.chat_template, or grpo.max_rollout_turns=1"
+                f"the chat template does not show once what the assistant said, and the message {message!r} after "
+                "it; set policy.tokenizer.chat_template, or grpo.max_rollout_turns=1"
             )
-        (after,) = rest
-        if response and response[-1] in self._tokenizer.all_special_ids:
-            after = after.removeprefix(str(self._tokenizer.decode([response[-1]])))
-        return tuple(self._tokenizer.encode(after, add_special_tokens=False))
+        token_ids = list(self._tokenizer.encode(rest[0], add_special_tokens=False))
+        if response and response[-1] in token_ids:
+            end = token_ids.index(response[-1])
+            if not str(self._tokenizer.decode(token_ids[:end])).strip():  # some templates write a space before the end
+                token_ids = token_ids[end + 1 :]
+        return tuple(token_ids)

@@ -48,19 +48,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Observation:
-    """A message to the policy, which has another turn to answer it; the chat template shows it as the user's."""
+    """A message to the policy, which has another turn to answer it.
+
+    Attributes:
+        text: What the chat template shows as the user's.
+        otherwise: The rollout's score where there is no turn left, or no room for message and answer.
+    """
 
     text: str
+    otherwise: Score = Score(reward=0.0, correct=False)
 
 
 class Environment(Protocol):
     """A verifiable task. It keeps nothing of a rollout: all that it may want to know is in each `Response`."""
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
-        """For each response, in their order: its score, which ends the rollout, or what the policy is told.
-
-        An observation where the policy may not go on ends the rollout with reward 0.
-        """
+        """For each response, in their order: its score, which ends the rollout, or what the policy is told."""
         ...
 
     def close(self) -> None:

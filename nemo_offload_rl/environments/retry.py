@@ -17,13 +17,15 @@ class RetryEnvironment:
 
     def __init__(self, environment: Environment, message: str) -> None:
         self._environment = environment
-        self._observation = Observation(message)
+        self._message = message
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
         """See `Environment`."""
         outcomes = self._environment.step(responses)
         return [
-            self._observation if response.may_go_on and isinstance(outcome, Score) and not outcome.correct else outcome
+            Observation(self._message, otherwise=outcome)
+            if response.may_go_on and isinstance(outcome, Score) and not outcome.correct
+            else outcome
             for response, outcome in zip(responses, outcomes, strict=True)
         ]
 

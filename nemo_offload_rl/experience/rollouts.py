@@ -25,8 +25,6 @@ type Decode = Callable[[Sequence[int]], str]
 type EncodeTurn = Callable[[str, Sequence[int]], Sequence[int]]
 """An observation, and the tokens of the response that it follows: the tokens between that response and the next."""
 
-_NOT_SOLVED = Score(reward=0.0, correct=False)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
@@ -124,7 +122,7 @@ class Rollouts:
             if isinstance(outcome, Score):
                 rollout.score = outcome
             elif not response.may_go_on or not self._observed(rollout, response, outcome):
-                rollout.score = _NOT_SOLVED
+                rollout.score = outcome.otherwise
         self._live = [rollout for rollout in self._live if rollout.score is None]
 
     def batch(self) -> RolloutBatch:
@@ -159,7 +157,6 @@ class Rollouts:
         token_ids = tuple(self._turns.encode(observation.text, said))
         num_tokens = len(rollout.prompt.token_ids) + len(rollout.tokens_after_prompt()) + len(token_ids)
         if num_tokens >= self._turns.max_tokens:
-            rollout.truncated = True
             return False
         rollout.segments.append(Segment(token_ids=token_ids, logprobs=None))
         rollout.earlier.append(Turn(response.text, observation.text))

@@ -36,7 +36,7 @@ class Rollout:
         response_text: All of them as text, special tokens left out.
         reward: What training uses.
         correct: What accuracy counts.
-        truncated: The last response was cut at a token limit, or what should have followed it did not fit.
+        truncated: The last response was cut at a token limit.
     """
 
     prompt: Prompt
@@ -50,6 +50,11 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """Tokens that the policy sampled."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.logprobs is not None)
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that the policy sampled in one turn, at most."""
+        return max((len(segment.token_ids) for segment in self.segments if segment.logprobs is not None), default=0)
 
     @property
     def num_turns(self) -> int:
@@ -121,6 +126,10 @@ class RolloutBatch:
     def response_lengths(self) -> Tensor:
         """[B] int64: tokens that the policy sampled."""
         return torch.tensor([rollout.num_response_tokens for rollout in self.rollouts], dtype=torch.int64)
+
+    def longest_responses(self) -> Tensor:
+        """[B] int64: tokens of the longest response of each rollout."""
+        return torch.tensor([rollout.longest_response for rollout in self.rollouts], dtype=torch.int64)
 
     def num_turns(self) -> Tensor:
         """[B] int64: responses of the policy in each rollout."""

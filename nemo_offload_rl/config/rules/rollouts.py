@@ -35,12 +35,16 @@ def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
 
 def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts of several turns have an environment that says something between them, and none says it in vain."""
-    turns = cfg["grpo"]["max_rollout_turns"]
+    turns, data = cfg["grpo"]["max_rollout_turns"], cfg["data"]
     retrying = sorted(name for name, section in cfg["env"].items() if section.get("retry_message") is not None)
-    if turns > 1 and not retrying:
+    named = {
+        source["env_name"] if "env_name" in source else data["default"]["env_name"]
+        for _, source in sources(data["train"], "data.train")
+    }
+    if turns > 1 and not named.intersection(retrying):
         return (
-            f"grpo.max_rollout_turns is {turns}, but no environment says anything after a response; set "
-            f"env.{min(cfg['env'], default='NAME')}.retry_message, or max_rollout_turns to 1"
+            f"grpo.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; set "
+            f"env.{min(named)}.retry_message, or max_rollout_turns to 1"
         )
     if turns == 1 and retrying:
         return (

@@ -9,6 +9,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.settings import VllmSettings
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
+_CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
 
 
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
@@ -52,6 +53,10 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
                 "gpu_memory_utilization of the machine's memory; give a size, for example 0.25"
             )
         arguments["worker_cls"] = f"{_PACKAGE}.cpu_worker.RefitCpuWorker"
+        if settings.per_request_seeds:
+            # vLLM 0.25.1 rewinds a request's generator where its prompt is computed in chunks; those of a CPU cannot.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(_CPU_BATCH_TOKENS, settings.max_model_len)
     else:
         arguments["enable_sleep_mode"] = settings.enable_sleep_mode
     return {**arguments, **settings.vllm_kwargs}

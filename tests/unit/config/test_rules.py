@@ -36,13 +36,17 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "further_turns_answer_something": [
         (["grpo.max_rollout_turns=2"], "set env.arithmetic.retry_message"),
-        (["+env.arithmetic.retry_message=no"], "leaves no turn to answer it"),
+        (
+            ["grpo.max_rollout_turns=2", "+env.math={num_workers: 0, retry_message: wrong}"],
+            "set env.arithmetic.retry_message",
+        ),
+        (["+env.arithmetic.retry_message=wrong"], "leaves no turn to answer it"),
     ],
     "turns_fit_the_policy": [
         (
             [
                 "grpo.max_rollout_turns=2",
-                "+env.arithmetic.retry_message=no",
+                "+env.arithmetic.retry_message=wrong",
                 "policy.generation.vllm_cfg.max_model_len=100",
             ],
             "lower it to that",

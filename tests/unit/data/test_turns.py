@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
+from transformers import AddedToken
 
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import DataError
@@ -46,6 +47,18 @@ def test_an_end_token_that_the_template_does_not_write_is_left_to_the_response()
     assert tokenizer.decode(between) == f";{MESSAGE};"
 
 
+SPACED = "{% for m in messages %}[{{ m['content'] }} <stop>]{% endfor %}"
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_an_end_token_that_the_tokenizer_has_no_name_for_is_not_written_again(is_special):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<stop>", special=is_special, normalized=False)])
+    tokenizer.chat_template = SPACED
+    between = TurnEncoder(tokenizer, None)(MESSAGE, tokenizer.encode(f"{ANSWER}<stop>", add_special_tokens=False))
+    assert tokenizer.decode(between) == f"][{MESSAGE} <stop>]"
+
+
 def test_variables_of_the_template_are_handed_over():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHATML + "{{ mood }}"
@@ -55,5 +68,12 @@ def test_variables_of_the_template_are_handed_over():
 def test_a_template_that_forgets_what_was_said_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = FORGETFUL
-    with pytest.raises(DataError, match="shows what the assistant said 0 times"):
+    with pytest.raises(DataError, match="does not show once what the assistant said"):
+        TurnEncoder(tokenizer, None)(MESSAGE, ())
+
+
+def test_a_template_that_leaves_out_the_message_is_refused():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[1]['content'] }}"
+    with pytest.raises(DataError, match="and the message 'no, again' after it"):
         TurnEncoder(tokenizer, None)(MESSAGE, ())

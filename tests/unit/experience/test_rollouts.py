@@ -119,6 +119,7 @@ def test_a_wrong_answer_is_told_so_and_the_policy_answers_again_while_it_has_tur
     assert batch.truncated().tolist() == [False, False, False, True]
     assert [rollout.response_text for rollout in batch.rollouts] == ["2", "3no 2", "4no 8no 9", "5"]
     assert batch.response_lengths().tolist() == [2, 4, 6, 1]
+    assert batch.longest_responses().tolist() == [2, 2, 2, 1]
     assert [rollout.num_tokens for rollout in batch.rollouts] == [6, 11, 16, 5]
     assert engine.calls == [4, 1, 1]
     sequence = batch.rollouts[1].sequence()
@@ -132,7 +133,7 @@ def test_an_environment_sees_the_turns_before_and_whether_more_may_follow():
     class Counting:
         def step(self, responses: Sequence[Response]) -> list[Score | Observation]:
             seen.extend(responses)
-            return [Observation("so? ") for _ in responses]
+            return [Observation("so? ", otherwise=Score(0.25, correct=False)) for _ in responses]
 
         def close(self) -> None: ...
 
@@ -142,16 +143,21 @@ def test_an_environment_sees_the_turns_before_and_whether_more_may_follow():
         ("a", (), True),
         ("b", (Turn("a", "so? "),), False),
     ]
-    # Nobody scored it: it is out of turns.
-    assert [(rollout.reward, rollout.correct, rollout.truncated) for rollout in batch.rollouts] == [(0.0, False, False)]
+    assert batch.rewards().tolist() == [0.25]
 
 
-@pytest.mark.parametrize(("max_tokens", "num_turns"), [(9, 1), (10, 2)])
-def test_a_rollout_goes_on_only_where_an_answer_of_one_token_still_fits(max_tokens, num_turns):
+@pytest.mark.parametrize(("max_tokens", "num_turns", "reward"), [(9, 1, -1.0), (10, 2, 1.0)])
+def test_a_rollout_goes_on_only_where_an_answer_of_one_token_still_fits(max_tokens, num_turns, reward):
+    class Strict(ArithmeticEnvironment):
+        def step(self, responses: Sequence[Response]) -> list[Score]:
+            return [score if score.correct else Score(-1.0, correct=False) for score in super().step(responses)]
+
     engine = ScriptedEngine({"1+1=": ["3"], "1+1=3no ": ["2"]})  # 4 + 2 tokens, then 3, then 2
-    batch = collect(engine, [prompt("1+1=", "2")], retrying(), group_size=1, max_turns=2, max_tokens=max_tokens)
+    environments = {"arithmetic": RetryEnvironment(Strict(), "no ")}
+    batch = collect(engine, [prompt("1+1=", "2")], environments, group_size=1, max_turns=2, max_tokens=max_tokens)
     assert batch.num_turns().tolist() == [num_turns]
-    assert batch.truncated().tolist() == [num_turns == 1]
+    assert batch.rewards().tolist() == [reward]
+    assert batch.truncated().tolist() == [False]  # what was said was said to its end
 
 
 def test_collation_counts_response_tokens_and_keeps_the_samplers_logprobs_at_them():

@@ -30,7 +30,6 @@ _LOADED_BEFORE = (
     "megatron.bridge.peft.lora_merge",
 )
 _ENGINE = "transformer_engine"
-_LOOKED_FOR = "modelopt"
 
 
 class _Placeholder(ModuleType):
@@ -110,9 +109,6 @@ def import_auto_bridge() -> Any:
             "installed; install requirements/megatron.txt."
         ) from error
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    if importlib.util.find_spec(_LOOKED_FOR) is None:
-        # The bridge tries to import it for each weight that it exports, and each time all of sys.path is searched.
-        sys.modules[_LOOKED_FOR] = None  # pyright: ignore[reportArgumentType]: an import of it then fails at once
     return AutoBridge
 
 
