@@ -60,6 +60,16 @@ def sft_output(folder):
     return launch(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
 
 
+@pytest.fixture(scope="module")
+def dpo_model(folder, sft_output):
+    """The model of a DPO run that went on after two of its four steps."""
+    model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
+    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2")
+    launch(folder, "dpo", model, *packing)
+    return model
+
+
 def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
     alone = sft(folder, "alone", "checkpointing.enabled=false")
     for ours, theirs in zip(results(read_metrics(folder / "sft")), results(alone), strict=True):
@@ -72,12 +82,8 @@ def test_a_person_sees_what_is_learned_and_each_step(sft_output):
     assert re.search(r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
 
 
-def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resumed(folder, sft_output):
-    model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
-    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
-    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2")
-    launch(folder, "dpo", model, *packing)
-    alone = dpo(folder, "alone-dpo", model, "checkpointing.enabled=false")
+def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resumed(folder, dpo_model):
+    alone = dpo(folder, "alone-dpo", dpo_model, "checkpointing.enabled=false")
     for ours, theirs in zip(results(read_metrics(folder / "dpo")), results(alone), strict=True):
         # Rounding decides which response is preferred where the policy still is the reference.
         is_start = theirs["step"] < 2
@@ -88,7 +94,7 @@ def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resum
 
 
 @pytest.mark.parametrize(("algorithm", "title"), [("sft", "SFT"), ("dpo", "DPO")])
-def test_a_run_measures_exactly_what_the_documentation_says(folder, sft_output, algorithm, title):
+def test_a_run_measures_exactly_what_the_documentation_says(folder, dpo_model, algorithm, title):
     records = {record.pop("step"): set(record) for record in read_metrics(folder / algorithm)}
     both = documented("In every step of SFT and DPO")
     training = both | documented(f"In every step of {title}")

@@ -217,8 +217,8 @@ def test_running_out_of_device_memory_says_how_much_is_there_and_what_to_lower(m
 
 @pytest.mark.parametrize(
     ("cached_gib", "free_gib", "allocator", "at_once"),
-    [(0, 6, "", True), (4, 6, "", False), (0, 1, "", False), (0, 6, "max_split_size_mb:512", False)],
-    ids=["room", "cached", "room in pieces only", "blocks that are not divided"],
+    [(0, 6, "", True), (4, 6, "", True), (0, 1, "", False), (0, 6, "max_split_size_mb:512", False)],
+    ids=["room", "room beside what passes have cached", "room in pieces only", "blocks that are not divided"],
 )
 def test_what_arrives_together_is_asked_for_at_once_where_that_is_possible(
     monkeypatch, cached_gib, free_gib, allocator, at_once
