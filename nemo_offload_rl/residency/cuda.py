@@ -143,8 +143,8 @@ class CudaDevice:
     def _cache_one_block(self, sizes_bytes: Sequence[int]) -> None:
         """Have a block in the present stream's cache that is to be divided, one of before if it is large enough.
 
-        A call of the driver for each part takes about 0.1 ms. What this stream has cached in smaller pieces stays beside
-        the block until memory goes back.
+        A call of the driver for each part takes about 0.1 ms. What this stream has cached in smaller pieces stays
+        beside the block until memory goes back.
         """
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
         free_bytes = torch.cuda.mem_get_info(self.device)[0]
