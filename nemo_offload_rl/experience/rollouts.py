@@ -48,6 +48,7 @@ class _Open:
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
     earlier: list[Turn] = field(default_factory=list)
+    text: str = ""
     truncated: bool = False
     score: Score | None = None
 
@@ -132,9 +133,11 @@ class Rollouts:
     def _response(self, rollout: _Open, completion: Completion) -> Response:
         rollout.segments.append(Segment(token_ids=tuple(completion.token_ids), logprobs=tuple(completion.logprobs)))
         rollout.truncated = completion.finish_reason != "stop"
+        text = self._decode(completion.token_ids)
+        rollout.text += text
         return Response(
             prompt_text=rollout.prompt.text,
-            text=self._decode(completion.token_ids),
+            text=text,
             truncated=rollout.truncated,
             reference_answer=rollout.prompt.reference_answer,
             metadata=rollout.prompt.metadata,
@@ -159,6 +162,7 @@ class Rollouts:
         if num_tokens >= self._turns.max_tokens:
             return False
         rollout.segments.append(Segment(token_ids=token_ids, logprobs=None))
+        rollout.text += self._decode(token_ids)
         rollout.earlier.append(Turn(response.text, observation.text))
         return True
 
@@ -167,7 +171,7 @@ class Rollouts:
         return Rollout(
             prompt=rollout.prompt,
             segments=tuple(rollout.segments),
-            response_text=self._decode(rollout.tokens_after_prompt()),
+            response_text=rollout.text,
             reward=rollout.score.reward,
             correct=rollout.score.correct,
             truncated=rollout.truncated,

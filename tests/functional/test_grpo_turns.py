@@ -19,7 +19,7 @@ def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_lo
         "grpo.max_num_steps=2",
         "grpo.max_rollout_turns=2",
         "env.arithmetic.retry_message='= '",
-        "policy.max_total_sequence_length=56",
+        "policy.max_total_sequence_length=48",
         # So many that vLLM would compute prompts of the second turn in chunks.
         "grpo.num_prompts_per_step=32",
         "policy.train_global_batch_size=256",
@@ -29,6 +29,8 @@ def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_lo
         ENDS,
     )
     assert done.status == 0, done.stderr
+    # 16 of the prompt, 16 of each response, and 5 between them: the end, the two speakers and the message.
+    assert "2 turns can take 53 tokens" in done.stderr
     for step in (1, 2):
         record = read_metrics(tmp_path / "run")[step]
         assert 1.5 < record["train/mean_turns"] <= 2
