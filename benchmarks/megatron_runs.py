@@ -68,7 +68,7 @@ class Run:
 
 
 def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
-    """The command line of both benchmarks."""
+    """The command line of these benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.7B", choices=list(SHAPES))
     parser.add_argument("--lengths", default=lengths, help="tokens of a micro-batch, one row each; several by commas")
@@ -210,10 +210,20 @@ def make_worker(run: Run, variant: Variant) -> Any:
     return PolicyWorker(to_grpo_config(cfg).policy, process, keep_reference=False)
 
 
-def measure(worker: Any, run: Run, length: int) -> dict[str, Any]:
-    """Steps of `rows` micro-batches of one row each; the first ones warm up."""
+def random_batch(run: Run, length: int, generator: torch.Generator) -> Any:
+    """A `TrainBatch` of `run.rows` rows of `length` random tokens."""
     from nemo_offload_rl.data.batch import TrainBatch
 
+    return TrainBatch(
+        input_ids=torch.randint(0, SHAPES[run.shape].vocab, (run.rows, length), generator=generator),
+        input_lengths=torch.full((run.rows,), length),
+        token_mask=torch.ones(run.rows, length).index_fill_(1, torch.tensor([0]), 0.0),
+        sample_mask=torch.ones(run.rows),
+    )
+
+
+def measure(worker: Any, run: Run, length: int) -> dict[str, Any]:
+    """Steps of `rows` micro-batches of one row each; the first ones warm up."""
     generator = torch.Generator().manual_seed(length)
     on_gpu = run.device == "cuda"
     seconds, losses, peak_bytes, allocations = [], [], 0, []
@@ -221,12 +231,7 @@ def measure(worker: Any, run: Run, length: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
     for _ in range(run.warmup_steps + run.steps):
-        batch = TrainBatch(
-            input_ids=torch.randint(0, SHAPES[run.shape].vocab, (run.rows, length), generator=generator),
-            input_lengths=torch.full((run.rows,), length),
-            token_mask=torch.ones(run.rows, length).index_fill_(1, torch.tensor([0]), 0.0),
-            sample_mask=torch.ones(run.rows),
-        )
+        batch = random_batch(run, length, generator)
         worker.residency_reports()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
