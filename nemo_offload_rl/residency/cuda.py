@@ -134,9 +134,8 @@ class CudaDevice:
 
         Seen on an H200: the first leaving of Megatron's optimizer held its caller up for 0.13 s, all of its copies.
         """
-        for stream, staging in self._staging.items():
-            with torch.cuda.stream(stream):
-                torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])  # pyright: ignore[reportPrivateImportUsage]
+        staging = self._staging[self._out]
+        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])  # pyright: ignore[reportPrivateImportUsage]
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device == self.device
