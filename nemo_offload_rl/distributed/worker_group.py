@@ -172,10 +172,13 @@ class RayWorkerGroup:
         return self._values({rank: outcome})[0]
 
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        """See `WorkerGroup`. The arguments are put into the object store once, for all ranks."""
+        """See `WorkerGroup`.
+
+        Arguments travel with the call, those above Ray's limit of 100 kB by the object store. A `ray.put` once for all
+        ranks makes a small call take nearly twice as long (benchmarks/call_latency.py).
+        """
         self.wait_until_ready()
-        arguments = ray.put((args, kwargs))
-        return PendingCall(method, tuple(actor.call.remote(method, arguments) for actor in self._actors))
+        return PendingCall(method, tuple(actor.call.remote(method, (args, kwargs)) for actor in self._actors))
 
     def join(self, handle: PendingCall) -> list[Any]:
         """See `WorkerGroup`. What workers warned of meanwhile is logged here."""
