@@ -101,6 +101,24 @@ def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(make_w
         assert_close(full_grads(worker), expected_grads)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_gradients_reduced_once_a_step_are_those_reduced_after_every_micro_batch(folders, precision):
+    folder, _ = folders("qwen3-tied")
+    ends_uncounted = make_sparse_batch().select(range(7, -1, -1))  # its last two micro-batches count nothing
+    assert not ends_uncounted.token_mask[4:].mul(ends_uncounted.sample_mask[4:, None]).any()
+    for batch in (make_batch(), ends_uncounted):
+        grads, events = [], []
+        for reduces_each in (False, True):
+            with one_rank_worker(folder, precision=precision) as worker:
+                if reduces_each:
+                    worker._backend._fsdp_root.set_requires_gradient_sync = events.append
+                worker.prepare_for_training()
+                worker.forward_backward(batch, NLL())
+                grads.append(full_grads(worker))
+        assert events == [False, False, False, True]  # four micro-batches of two rows
+        assert_equal(*grads)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"logprob_chunk_size": 3}, {"sequence_packing": PACKING}], ids=lambda changes: "-".join(changes)
 )

@@ -7,7 +7,7 @@ calls every parameter is sharded: gathered copies would hold old weights after a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -204,12 +204,16 @@ class DTensorBackend:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, micro_batches: Iterable[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._model.train()
         totals = Totals(self._device)
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches, 1):
+            if self._rank_info.world_size == 1:
+                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
+                # end. With more ranks they would.
+                self._fsdp_root.set_requires_gradient_sync(number == len(micro_batches))
             logprobs_BS, batch = self._score(micro_batch)
             loss, metrics = loss_fn(logprobs_BS, batch, norm)
             loss.backward()
@@ -255,6 +259,7 @@ class DTensorBackend:
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
         self._reshard()
+        parallel.drop_unreduced_grads(self._fsdp_root)
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:

@@ -149,6 +149,19 @@ def gather(layer: nn.Module) -> None:
     cast(FSDPModule, layer).unshard(async_op=True)
 
 
+def drop_unreduced_grads(root: FSDPModule) -> None:
+    """Forget gradients that backward passes without reduction have left with the gathered parameters.
+
+    FSDP has no call for it, and would add them to the next step's.
+    """
+    for module in fsdp_modules(root):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
 def reshard_all(root: FSDPModule) -> None:
     """Free every gathered parameter, also where a forward or backward raised half-way.
 
