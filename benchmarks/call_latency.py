@@ -2,7 +2,7 @@
 
     python benchmarks/call_latency.py --json benchmarks/results/call_latency.json
 
-A step makes a dozen such calls between training and generation, one after the other. `with the call` is what
+A step makes about ten such calls between training and generation, one after the other. `with the call` is what
 `RayWorkerGroup` does; `by the object store` has the arguments put there first, for all workers together. Both in turn,
 on a local Ray cluster without GPUs.
 """

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from policy_cases import (
     NLL,
     ONE_RANK,
+    RaisesAt,
     assert_close,
     assert_equal,
     cycle,
@@ -117,6 +118,21 @@ def test_gradients_reduced_once_a_step_are_those_reduced_after_every_micro_batch
                 grads.append(full_grads(worker))
         assert events == [False, False, False, True]  # four micro-batches of two rows
         assert_equal(*grads)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_gradients_that_were_not_reduced_yet_are_given_up_with_the_step(folders, precision):
+    folder, _ = folders("qwen3-tied")
+    grads = []
+    for gives_up in (False, True):
+        with one_rank_worker(folder, precision=precision) as worker:
+            worker.prepare_for_training()
+            if gives_up:
+                with pytest.raises(ArithmeticError):
+                    worker.train(make_batch(seed=1), RaisesAt(call=3))
+            worker.forward_backward(make_batch(), NLL())
+            grads.append(full_grads(worker))
+    assert_equal(*grads)
 
 
 @pytest.mark.parametrize(
