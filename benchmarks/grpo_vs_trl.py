@@ -8,8 +8,9 @@ logprobs of the policy before the update, one optimizer step with micro-batches 
 colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
 the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians. A side that
 runs out of memory, or out of time (`--timeout-s`), is among `failed`, the second with the steps that it has done.
-Before them a process probes the link. Our side's transitions are told against it: the refit, and everything from the
-last token to the first kernel of training, over the time that the bytes moved take in plain pinned copies.
+Before them a process probes the link. Our side's transitions are told against it: the refit, and the driver's waiting
+between the last token and the first kernel of training, over the time that the bytes moved take in plain pinned copies;
+and all of the step that is neither the engine's nor a pass of the policy, scoring, collating and logging with it.
 """
 
 from __future__ import annotations
@@ -187,16 +188,20 @@ def run_link() -> dict[str, float]:
 def transition(record: dict[str, float], link: dict[str, float]) -> dict[str, float]:
     """Seconds of a step's two ways between training and generation, those of their bytes over the link, and the ratio.
 
-    Out: from the last optimizer step to the first prompt. Back: from the last token, scoring apart, to the first kernel
-    of training. For one worker: bytes are of all, and the link is one GPU's.
+    Out: from the last optimizer step to the first prompt. Back: what is waited for between the last token and the first
+    kernel of training, where the driver neither scores nor collates. `other` is the whole step less engine and passes.
+    For one worker: bytes are of all, and the link is one GPU's.
     """
+    busy_s = sum(record.get(f"timing/{name}_s", 0.0) for name in PHASES[2:]) - sum(record[name] for name in BACK)
     seconds = {"out_s": record[OUT], "back_s": sum(record[name] for name in BACK)}
     copies = {
         f"copies_{way}_s": record[f"residency/bytes_{moved}"] / 1e9 / link[probe] if link[probe] else 0.0
         for way, moved, probe in (("out", "out", "d2h"), ("back", "in", "h2d"))
     }
     ratio = sum(seconds.values()) / sum(copies.values()) if all(copies.values()) else 0.0
-    return seconds | copies | {"ratio": ratio, "of_step": sum(seconds.values()) / record["timing/total_s"]}
+    total_s = record["timing/total_s"]
+    other = {"other_s": total_s - busy_s, "other_ratio": (total_s - busy_s) / sum(copies.values()) if ratio else 0.0}
+    return seconds | copies | {"ratio": ratio, "of_step": sum(seconds.values()) / total_s} | other
 
 
 def _steps_file(folder: Path, side: str) -> Path:

@@ -3,7 +3,7 @@
 One step, in order (docs/step.md has the memory side of it):
 1. refit: where the policy was trained since the last one, its weights go to the engine;
 2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
-   turn follows; the engine sleeps after the last;
+   turn follows; beside the scoring of the last the engine goes to sleep and the policy comes back;
 3. logprobs: of the policy before the update, and of the frozen reference;
 4. advantages: within each group;
 5. training: one optimizer step for each global batch;
@@ -24,6 +24,7 @@ from nemo_offload_rl.algorithms.advantages import group_advantages
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.dynamic_sampling import sample_until_full
 from nemo_offload_rl.algorithms.grpo_metrics import sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.hand_back import HandBack
 from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
@@ -103,6 +104,7 @@ class GrpoTrainer:
         self._timer = PhaseTimer()
         # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
         self._engine_is_awake = False
+        self._hand_back: HandBack | None = None
         parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
@@ -135,9 +137,10 @@ class GrpoTrainer:
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
+        hand_back = self._end_generation()
         with timer.phase("logprobs"):
             with timer.phase("enter"):
-                parts.policy.prepare_for_lp_inference()
+                hand_back.wait_for_policy()
             prev_logprobs = parts.policy.get_logprobs(batch, counted_only=True)
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
@@ -194,15 +197,18 @@ class GrpoTrainer:
     # -- parts of a step -------------------------------------------------------------------------------------------
 
     def _sample(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """Rollouts to train on, the engine asleep afterwards; with dynamic sampling, what it cost."""
+        """Rollouts to train on, the way back to the policy begun; with dynamic sampling, what it cost."""
         settings = self._settings
-        draws = itertools.count()
+        draws, draws_once = itertools.count(), not settings.use_dynamic_sampling
 
         def draw() -> RolloutBatch:
             prompts, size = next(self._parts.loader), settings.num_generations_per_prompt
-            return self._rollouts(prompts, size, self._generation.sampling, f"{step}:{next(draws)}", "generation")
+            call = f"{step}:{next(draws)}"
+            return self._rollouts(prompts, size, self._generation.sampling, call, "generation", is_last=draws_once)
 
-        if settings.use_dynamic_sampling:
+        if draws_once:
+            rollouts, extra = draw(), {}
+        else:
             rollouts, stats = sample_until_full(
                 draw,
                 num_prompts=settings.num_prompts_per_step,
@@ -212,16 +218,22 @@ class GrpoTrainer:
                 "dynamic_sampling_batches": float(stats.num_batches),
                 "dynamic_sampling_constant_groups": float(stats.num_constant_groups),
             }
-        else:
-            rollouts, extra = draw(), {}
-        with self._timer.phase("generation"), self._timer.phase("sleep"):
-            self._rest_engine()
+        self._begin_hand_back()
         return rollouts, extra
 
     def _rollouts(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings, call: str, phase: str
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: SamplingSettings,
+        call: str,
+        phase: str,
+        is_last: bool = False,
     ) -> RolloutBatch:
-        """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward."""
+        """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward.
+
+        With `is_last` nobody wants the engine after the last turn, and the way back begins before that is scored.
+        """
         parts = self._parts
         rollouts = Rollouts(
             prompts, group_size=group_size, environments=parts.environments, decode=parts.decode, turns=parts.turns
@@ -236,6 +248,8 @@ class GrpoTrainer:
 
         while rollouts.under_way:
             completions = self._on_engine(generate)
+            if is_last and rollouts.in_last_turn:
+                self._begin_hand_back()
             with self._timer.phase("reward"):
                 rollouts.step(completions)
         return rollouts.batch()
@@ -262,6 +276,24 @@ class GrpoTrainer:
                 refit(self._parts.policy, self._parts.engine, self._timer)
             self._engine_is_awake = True
 
+    def _begin_hand_back(self) -> None:
+        """Have the engine go to sleep, if it shares devices, and the policy come back; it may be under way."""
+        if self._hand_back is None:
+            self._engine_is_awake = False
+            self._hand_back = HandBack(self._parts.policy, self._parts.engine if self._generation.colocated else None)
+
+    def _end_generation(self) -> HandBack:
+        """Wait until the engine sleeps; the rest of the way back."""
+        hand_back, self._hand_back = self._hand_back, None
+        assert hand_back is not None, "nothing was sampled"
+        with self._timer.phase("generation"), self._timer.phase("sleep"):
+            try:
+                hand_back.wait_for_engine()
+            except (WorkerDiedError, DeviceMemoryError) as error:
+                self._restart_engine(error)
+                return HandBack(self._parts.policy, None)
+        return hand_back
+
     def _rest_engine(self) -> None:
         """Put the engine to sleep, if it shares devices.
 
@@ -278,9 +310,12 @@ class GrpoTrainer:
             try:
                 return call()
             except (WorkerDiedError, DeviceMemoryError) as error:
-                self._engine_is_awake = False
-                with self._timer.phase("engine_restart"):
-                    self._parts.memory.set_owners(self._parts.restart_engine(error))
+                self._restart_engine(error)
+
+    def _restart_engine(self, error: UserError) -> None:
+        self._engine_is_awake = False
+        with self._timer.phase("engine_restart"):
+            self._parts.memory.set_owners(self._parts.restart_engine(error))
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings

@@ -104,6 +104,11 @@ class Rollouts:
         """Turns that have ended."""
         return self._num_turns
 
+    @property
+    def in_last_turn(self) -> bool:
+        """Whether no turn can follow the one that has not ended."""
+        return self._num_turns + 1 >= self._turns.max_turns
+
     def prompts(self) -> tuple[list[Sequence[int]], int]:
         """Token ids for the engine, and how many samples of each: in the first turn groups, then one by one."""
         if self._num_turns == 0:
