@@ -57,6 +57,7 @@ class PolicyWorker:
             made.callback(arenas.close)
             self._backend = build_backend(settings, process)
             made.callback(self._backend.close)
+            self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
             self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference, arenas, device)
             made.pop_all()  # `shutdown` ends them
         state_bytes = sum(size for name, size in self._group_bytes.items() if name != REFERENCE)

@@ -47,8 +47,8 @@ ON_GPU = (
 )
 
 
-def command(*overrides: str, config: Path = CPU_CONFIG) -> list[str]:
-    return [sys.executable, "examples/run_grpo.py", "--config", str(config), *SMALL, *overrides]
+def command(*overrides: str, config: Path = CPU_CONFIG, script: str = "examples/run_grpo.py") -> list[str]:
+    return [sys.executable, script, "--config", str(config), *SMALL, *overrides]
 
 
 def environment() -> dict[str, str]:
@@ -206,11 +206,11 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def run_grpo() -> Callable[..., Finished]:
-    """Run to the end: overrides, and `env` for more environment variables."""
+    """Run to the end: overrides, `env` for more environment variables, `script` for another than examples/run_grpo.py."""
 
-    def run(*overrides: str, config: Path = CPU_CONFIG, env: dict[str, str] | None = None) -> Finished:
+    def run(*overrides: str, config: Path = CPU_CONFIG, env: dict[str, str] | None = None, **script: str) -> Finished:
         done = subprocess.run(
-            command(*overrides, config=config),
+            command(*overrides, config=config, **script),
             cwd=ROOT,
             env={**environment(), **(env or {})},
             capture_output=True,

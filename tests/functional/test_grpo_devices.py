@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from supervised_cases import write_model
@@ -77,6 +79,25 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
     # Nothing is offloaded where engines have devices of their own.
     assert shared[STEPS]["residency/bytes_freed"] > 0
     assert apart[STEPS]["residency/bytes_freed"] == 0
+
+
+def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_number(
+    metrics_of, run_grpo, read_metrics, model_folder, tmp_path
+):
+    undisturbed = metrics_of("undisturbed")
+    log_dir, restart = tmp_path / "dying", "policy.generation.vllm_cfg.max_restarts=1"
+    options = (f"policy.model_name={model_folder}", *short_run(log_dir))
+    done = run_grpo(*options, restart, script="tests/dying_engine.py")
+    assert done.status == 0, done.stderr
+    assert re.search(r"vllm worker 0 died during finish_generation: .*, restarts left: 0\n", done.stderr)
+    dying = read_metrics(log_dir)
+    for step in range(1, STEPS + 1):
+        assert {name: dying[step][name] for name in SAME} == {name: undisturbed[step][name] for name in SAME}
+    restarted = [step for step, metrics in dying.items() if "timing/generation/sleep/engine_restart_s" in metrics]
+    assert restarted == [2]
+    ended = run_grpo(*options, script="tests/dying_engine.py")
+    assert ended.status == 2
+    assert ended.stderr.splitlines()[-1].startswith("error: vllm worker 0 died during finish_generation: process ")
 
 
 def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(metrics_of):

@@ -132,6 +132,14 @@ def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(f
     assert away.leftovers == STAGING
 
 
+def test_what_building_the_model_left_on_the_gpu_goes_before_the_first_generation(folder: Path) -> None:
+    with worker_of(gpu_settings(folder), GPU) as worker:
+        report = worker.offload_after_refit()
+        left = find_leftovers({}, (), torch.device("cuda:0"), from_bytes=MIB)
+        assert [str(leftover) for leftover in left] == STAGING
+        assert report.leftovers == []
+
+
 @pytest.mark.parametrize("flavour", ["masters", "precision-aware"])
 def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
     resident = run(gpu_settings(folder, colocated=False, **FLAVOURS[flavour]))
