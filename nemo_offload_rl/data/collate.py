@@ -136,7 +136,7 @@ def _pad_mask(masks: Sequence[Sequence[int]], width: int) -> Tensor:
 
 
 def _pad_rows(rows: Sequence[Sequence[float] | np.ndarray], width: int, fill: float, dtype: type[np.generic]) -> Tensor:
-    # Row by row into NumPy: five times as fast as a tensor of nested lists.
+    # Row by row into NumPy, which takes a list several times faster than torch takes nested ones.
     padded = np.full((len(rows), width), fill, dtype=dtype)
     for row, values in enumerate(rows):
         padded[row, : len(values)] = values

@@ -206,7 +206,7 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def run_grpo() -> Callable[..., Finished]:
-    """Run to the end: overrides, `env` for more environment variables, `script` for another than examples/run_grpo.py."""
+    """Run to the end: overrides, `env` for more environment variables, `script` for another than the launch script."""
 
     def run(*overrides: str, config: Path = CPU_CONFIG, env: dict[str, str] | None = None, **script: str) -> Finished:
         done = subprocess.run(
