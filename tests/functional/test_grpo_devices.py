@@ -49,22 +49,29 @@ def short_run(log_dir):
     )
 
 
-@pytest.fixture
-def metrics_of(model_folder, tmp_path, run_grpo, read_metrics):
+@pytest.fixture(scope="module")
+def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
     """Metrics of a short run with overrides, by step."""
 
-    def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
-        done = run_grpo(f"policy.model_name={model_folder}", *short_run(tmp_path / name), *overrides)
+    def run(*overrides: str) -> dict[int, dict[str, float]]:
+        log_dir = tmp_path_factory.mktemp("run")
+        done = run_grpo(f"policy.model_name={model_folder}", *short_run(log_dir), *overrides)
         assert done.status == 0, done.stderr
-        return read_metrics(tmp_path / name)
+        return read_metrics(log_dir)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(metrics_of):
+    """Metrics of a run in which policy and engine share the device and nothing happens, by step."""
+    return metrics_of()
 
 
 def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_same_numbers(
     metrics_of, start_grpo, read_metrics, tmp_path
 ):
-    apart = metrics_of("apart", *OWN_DEVICES, *LONG_RESPONSES)
+    apart = metrics_of(*OWN_DEVICES, *LONG_RESPONSES)
     run = start_grpo(*short_run(tmp_path / "shared"), *LONG_RESPONSES, "policy.generation.vllm_cfg.max_restarts=1")
     run.wait_for_step(1)
     dead = run.kill_engine_in_generation()
@@ -82,9 +89,8 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
 
 
 def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_number(
-    metrics_of, run_grpo, read_metrics, model_folder, tmp_path
+    undisturbed, run_grpo, read_metrics, model_folder, tmp_path
 ):
-    undisturbed = metrics_of("undisturbed")
     log_dir, restart = tmp_path / "dying", "policy.generation.vllm_cfg.max_restarts=1"
     options = (f"policy.model_name={model_folder}", *short_run(log_dir))
     done = run_grpo(*options, restart, script="tests/dying_engine.py")
@@ -100,14 +106,13 @@ def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_
     assert ended.stderr.splitlines()[-1].startswith("error: vllm worker 0 died during finish_generation: process ")
 
 
-def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(metrics_of):
-    sleeping = metrics_of("sleeping")
-    awake = metrics_of("awake", "policy.generation.vllm_cfg.enable_sleep_mode=false")
+def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(undisturbed, metrics_of):
+    awake = metrics_of("policy.generation.vllm_cfg.enable_sleep_mode=false")
     for step in range(1, STEPS + 1):
-        assert {name: awake[step][name] for name in SAME} == {name: sleeping[step][name] for name in SAME}
+        assert {name: awake[step][name] for name in SAME} == {name: undisturbed[step][name] for name in SAME}
         # The reference comes in the place of the parameters, and they come back.
         assert awake[step]["residency/bytes_freed"] == 0
-        assert 0 < awake[step]["residency/bytes_in"] < sleeping[step]["residency/bytes_in"]
+        assert 0 < awake[step]["residency/bytes_in"] < undisturbed[step]["residency/bytes_in"]
 
 
 @pytest.fixture
@@ -164,7 +169,7 @@ def most(steps: dict[int, dict[str, float]], name: str) -> float:
 @needs_gpus
 @pytest.mark.timeout(400)
 def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_of, on_gpu):
-    steps = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN)
+    steps = metrics_of(*on_gpu, MAX_MODEL_LEN)
     assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
     assert most(steps, "memory/generation_policy_gib") < 2
     assert most(steps, "memory/training_engine_gib") < 4
@@ -175,7 +180,7 @@ def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_o
 @needs_gpus
 @pytest.mark.timeout(400)
 def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of, on_gpu):
-    steps = metrics_of("gpu", *on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false")
+    steps = metrics_of(*on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false")
     assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
     assert steps[STEPS]["residency/bytes_freed"] == 0
     assert most(steps, "memory/training_engine_gib") > 20
