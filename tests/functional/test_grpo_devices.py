@@ -88,6 +88,12 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
     assert apart[STEPS]["residency/bytes_freed"] == 0
 
 
+def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(run_grpo, model_folder, tmp_path):
+    options = (*short_run(tmp_path / "run"), "grpo.max_num_steps=2")
+    done = run_grpo(f"policy.model_name={model_folder}", *options, script="tests/waiting_environment.py")
+    assert done.status == 0, done.stderr
+
+
 def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_number(
     undisturbed, run_grpo, read_metrics, model_folder, tmp_path
 ):
