@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,7 +92,7 @@ class CheckpointKeeper:
     def save(
         self, step: int, policy: Policy, loader: ShuffledLoader[Any], metrics: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Save, then drop the worst of more than `keep_top_k`; the newest is always kept.
+        """Save, then remove what `checkpoints_to_keep` does not name.
 
         With `async_save` only the copy of the state is waited for, and the end of the save before this one. Without
         `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
@@ -154,7 +155,7 @@ class CheckpointKeeper:
             replace_folder(pending.target)
         except (OSError, CheckpointError) as error:
             self._give_up(pending.target, error)
-        self._prune(newest=pending.record["step"])
+        self._prune()
 
     # -- going on
 
@@ -242,21 +243,44 @@ class CheckpointKeeper:
     def _finished(self) -> list[Checkpoint]:
         return [_read_record(self._folder / f"step_{step}") for step in self._steps()]
 
-    def _prune(self, newest: int) -> None:
-        settings = self._settings
-        if settings.keep_top_k is None:
-            return
-        sign = 1.0 if settings.higher_is_better else -1.0
+    def _prune(self) -> None:
+        finished = self._finished()
+        kept = checkpoints_to_keep(finished, self._settings)
+        for checkpoint in finished:
+            if checkpoint.step in kept:
+                continue
+            try:
+                # Its name goes first: a folder that is half removed must not look finished.
+                shutil.rmtree(checkpoint.folder.rename(partial_of(checkpoint.folder)))
+            except OSError as error:
+                logger.warning(
+                    "%s is beyond checkpointing.keep_top_k and cannot be removed (%s); remove it by hand",
+                    checkpoint.folder,
+                    error.strerror or error,
+                )
 
-        def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            is_measured = checkpoint.metric is not None and checkpoint.metric_name == settings.metric_name
-            return (sign * (checkpoint.metric or 0.0) if is_measured else float("-inf"), checkpoint.step)
 
-        others = sorted((entry for entry in self._finished() if entry.step != newest), key=rank, reverse=True)
-        for checkpoint in others[max(0, settings.keep_top_k - 1) :]:
-            # Its name goes first: a folder that is half removed must not look finished.
-            garbage = checkpoint.folder.rename(partial_of(checkpoint.folder))
-            shutil.rmtree(garbage)
+def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: CheckpointingSettings) -> set[int]:
+    """Steps of the checkpoints that stay on disk.
+
+    These are the best `keep_top_k` by the metric, the newest, and the newest that training can go on from: at most two
+    more than `keep_top_k`. A checkpoint whose metric is missing, not finite or of another name ranks behind all others;
+    of two that are equal the newer one ranks first.
+    """
+    if settings.keep_top_k is None:
+        return {entry.step for entry in checkpoints}
+    sign = 1.0 if settings.higher_is_better else -1.0
+
+    def rank(entry: Checkpoint) -> tuple[bool, float, int]:
+        metric = entry.metric if entry.metric_name == settings.metric_name else None
+        if metric is None or not math.isfinite(metric):
+            return False, 0.0, entry.step
+        return True, sign * metric, entry.step
+
+    kept = {entry.step for entry in sorted(checkpoints, key=rank, reverse=True)[: settings.keep_top_k]}
+    for steps in ([entry.step for entry in checkpoints], [e.step for e in checkpoints if e.has_optimizer]):
+        kept.update(sorted(steps)[-1:])
+    return kept
 
 
 def _read_record(folder: Path) -> Checkpoint:

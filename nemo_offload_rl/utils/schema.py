@@ -78,7 +78,14 @@ class CheckpointingConfig(TypedDict):
         doc("Metric that ranks checkpoints, as `val:accuracy` or `train:reward_mean`; null keeps the latest ones."),
     ]
     higher_is_better: Annotated[bool, doc("Whether a greater metric is the better one.")]
-    keep_top_k: Annotated[int | None, doc("How many checkpoints stay on disk; null keeps all.", ge=1)]
+    keep_top_k: Annotated[
+        int | None,
+        doc(
+            "How many of the best checkpoints stay on disk, beside the newest and the newest that has the optimizer; "
+            "null keeps all.",
+            ge=1,
+        ),
+    ]
     save_period: Annotated[int, doc("Save every so many steps.", ge=1)]
     save_optimizer: Annotated[bool, doc("Save the optimizer too. Without it a run can be used but not continued.")]
     save_consolidated: Annotated[

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.errors import CheckpointError, ConfigError
+from nemo_offload_rl.policy.checkpointing import recover_folders
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
 
@@ -51,7 +56,7 @@ class FullDiskPolicy(FilePolicy):
 
 
 def make_settings(folder: Path, **changes) -> CheckpointingSettings:
-    settings = CheckpointingSettings(
+    defaults = CheckpointingSettings(
         enabled=True,
         checkpoint_dir=str(folder),
         metric_name="val:accuracy",
@@ -62,7 +67,7 @@ def make_settings(folder: Path, **changes) -> CheckpointingSettings:
         save_consolidated=False,
         async_save=False,
     )
-    return replace(settings, **changes)
+    return replace(defaults, **changes)
 
 
 def make_loader() -> ShuffledLoader[int]:
@@ -84,24 +89,78 @@ def test_a_checkpoint_is_due_at_every_period_and_at_the_end_and_never_when_switc
     assert not CheckpointKeeper(make_settings(tmp_path, enabled=False)).is_due(10, is_last=True)
 
 
-def test_the_best_and_the_newest_are_kept(tmp_path):
-    keeper = CheckpointKeeper(make_settings(tmp_path))
-    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.6)):
+def test_the_best_stays_however_many_worse_ones_follow(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=1))
+    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.4)):
         save(keeper, step, accuracy)
-    assert kept(tmp_path) == {"step_20", "step_40"}
+    assert kept(tmp_path) == {"step_1", "step_3"}
 
 
 def test_a_lesser_metric_is_better_when_told_so_and_an_unmeasured_one_is_the_worst(tmp_path):
-    settings = make_settings(tmp_path, metric_name="train:loss", higher_is_better=False)
-    keeper = CheckpointKeeper(settings)
+    keeper = CheckpointKeeper(make_settings(tmp_path, metric_name="train:loss", higher_is_better=False))
     for step in (10, 20, 30):  # the loss is the step
         save(keeper, step, None)
-    assert kept(tmp_path) == {"step_10", "step_30"}
+    assert kept(tmp_path) == {"step_10", "step_20", "step_30"}
+    save(keeper, 40, None)
+    assert kept(tmp_path) == {"step_10", "step_20", "step_40"}
 
     keeper = CheckpointKeeper(make_settings(tmp_path / "val"))
-    for step, accuracy in ((10, 0.1), (20, None), (30, 0.2)):
+    for step, accuracy in ((10, 0.1), (20, None), (30, math.nan), (40, 0.2)):
         save(keeper, step, accuracy)
-    assert kept(tmp_path / "val") == {"step_10", "step_30"}
+    assert kept(tmp_path / "val") == {"step_10", "step_40"}
+
+
+METRICS = st.none() | st.just(math.nan) | st.sampled_from([0.0, 0.5, -1.0]) | st.floats()
+
+
+@st.composite
+def histories(draw):
+    """Saves of one folder: metric, whether with the optimizer, and whether a process was killed in it before."""
+    saves = draw(st.lists(st.tuples(METRICS, st.booleans(), st.booleans()), min_size=1, max_size=9))
+    return [(step, *entry) for step, entry in enumerate(saves, start=1)]
+
+
+@given(history=histories(), limit=st.integers(1, 4), higher=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_measured_no_better_checkpoint_is_removed_while_a_worse_one_stays(history, limit, higher):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = make_settings(folder, keep_top_k=limit, higher_is_better=higher)
+        for step, metric, with_optimizer, is_killed in history:
+            keeper = CheckpointKeeper(replace(options, save_optimizer=with_optimizer))
+            if is_killed:  # in the next save: what it wrote is removed by the start after it
+                (folder / f"step_{step}.partial" / "policy").mkdir(parents=True)
+                recover_folders(folder, "step_*")
+            save(keeper, step, metric)
+        on_disk = {int(entry.removeprefix("step_")) for entry in kept(folder)}
+
+    def goodness(entry):
+        step, metric, *_ = entry
+        if metric is None or not math.isfinite(metric):
+            return (0, 0.0, step)
+        return (1, metric if higher else -metric, step)
+
+    # By hand, one removal at a time, as the process saw it: what was removed never comes back.
+    expected: list[tuple] = []
+    for entry in history:
+        expected.append(entry)
+        best = sorted(expected, key=goodness)[-limit:]
+        with_optimizer = [other for other in expected if other[2]]
+        expected = [other for other in expected if other in best or other is entry or other in with_optimizer[-1:]]
+    assert on_disk == {step for step, *_ in expected}
+    # And against the whole history: the best ones that were ever saved are there.
+    assert {step for step, *_ in sorted(history, key=goodness)[-limit:]} <= on_disk
+    assert history[-1][0] in on_disk
+    assert len(on_disk) <= limit + 2
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_ends_nothing(tmp_path, caplog):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=1))
+    save(keeper, 10, 0.5)
+    (tmp_path / "step_10.partial").write_text("in the way")
+    save(keeper, 20, 0.9)
+    assert "step_10 is beyond checkpointing.keep_top_k and cannot be removed (Not a directory)" in caplog.text
+    assert {"step_10", "step_20"} <= kept(tmp_path)
 
 
 def test_without_a_metric_the_newest_are_kept_and_without_a_limit_all(tmp_path):
