@@ -396,12 +396,6 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert not different, different
 
 
-def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def shard(batch: TrainBatch, worker: PolicyWorker) -> TrainBatch:
     """This rank's rows of one global batch."""
     info = worker._backend.rank_info

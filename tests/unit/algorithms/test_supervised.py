@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from closeness import assert_close
 from supervised_cases import Run, dpo, results, sft, write_model, write_rows
 from tiny_models import make_qwen3, make_tokenizer
 from torch import Tensor
@@ -91,17 +92,17 @@ def plain_dpo(model, rows) -> Tensor:
 def test_losses_of_sft_equal_those_of_plain_training(folder, sft_run):
     rows = splits(folder)
     losses = [record["train/loss"] for record in sft_run[1:]]
-    assert losses == pytest.approx(plain_training(batches(rows.train, 4), nll), rel=1e-4)
+    assert_close(losses, plain_training(batches(rows.train, 4), nll))
     with torch.no_grad():
         before = nll(make_qwen3(0), rows.validation).item()
-    assert sft_run[0]["validation/loss"] == pytest.approx(before, rel=1e-5)
-    assert sft_run[0]["validation/perplexity"] == pytest.approx(math.exp(before), rel=1e-4)
+    assert_close(sft_run[0]["validation/loss"], before)
+    assert_close(sft_run[0]["validation/perplexity"], math.exp(before))
     assert sft_run[4]["validation/loss"] < before
 
 
 def test_losses_of_dpo_equal_those_of_plain_training(folder, dpo_run):
     losses = [record["train/loss"] for record in dpo_run[1:]]
-    assert losses == pytest.approx(plain_training(batches(splits(folder).train, 4), plain_dpo), rel=1e-4)
+    assert_close(losses, plain_training(batches(splits(folder).train, 4), plain_dpo))
     assert dpo_run[0]["validation/loss"] == pytest.approx(math.log(2))
     assert dpo_run[0]["validation/accuracy"] == 0.0  # no pair is told apart yet
     assert dpo_run[4]["validation/accuracy"] > 0.5
@@ -202,7 +203,7 @@ def test_averages_label_smoothing_and_the_sft_term_change_the_loss_as_they_shoul
         "dpo.max_num_steps=2",
         "checkpointing.enabled=false",
     )
-    assert records[1]["train/loss"] == pytest.approx(math.log(2) + 0.5 * records[1]["train/sft_loss"], rel=1e-5)
+    assert_close(records[1]["train/loss"], math.log(2) + 0.5 * records[1]["train/sft_loss"])
     assert records[2]["train/rewards_margin_mean"] < dpo_run[2]["train/rewards_margin_mean"]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from closeness import assert_close
 from policy_cases import NLL, RaisesAt, make_batch, make_settings
 from tiny_models import qwen3_config, save_model_folder
 from transformers import AutoModelForCausalLM
@@ -61,7 +62,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
             logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
             assert completion.token_ids == logits.argmax(-1).tolist()
             expected = logits.log_softmax(-1).max(-1).values
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+            assert_close(torch.tensor(completion.logprobs), expected)
         answers.append([completion.token_ids for completion in completions])
         together = engine.generate(prompts * 2, sampled, num_samples=2)
         assert [len(samples) for samples in together] == [2] * 6

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from closeness import assert_close
 from tiny_models import make_qwen3, make_tokenizer, qwen3_config
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -65,7 +66,7 @@ def assert_greedy_matches(pair: Pair, model: Qwen3ForCausalLM) -> None:
         logits = logits_of_response(model, prompt, completion.token_ids)
         assert completion.token_ids == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1).max(-1).values
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        assert_close(torch.tensor(completion.logprobs), expected)
 
 
 def test_an_engine_with_dummy_weights_refuses_to_generate(pairs: dict[bool, Pair]) -> None:
@@ -97,7 +98,7 @@ def test_behaviour_logprobs_are_those_at_the_sampling_temperature(pair: Pair, te
         logits = logits_of_response(make_qwen3(1), prompt, completion.token_ids)
         logprobs = (logits / temperature).log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        assert_close(torch.tensor(completion.logprobs), expected)
 
 
 def test_behaviour_logprobs_are_those_after_truncation(pair: Pair) -> None:
@@ -107,7 +108,7 @@ def test_behaviour_logprobs_are_those_after_truncation(pair: Pair) -> None:
         kept = logits >= logits.topk(5).values[:, -1:]
         logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        assert_close(torch.tensor(completion.logprobs), expected)
 
 
 def test_a_seed_repeats_a_call_and_gives_every_sample_its_own_draws(pair: Pair) -> None:

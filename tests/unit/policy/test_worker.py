@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
+from closeness import assert_close
 from megatron.core import parallel_state
 from policy_cases import (
     NLL,
     ONE_RANK,
     RaisesAt,
-    assert_close,
     assert_equal,
     cycle,
     full_grads,
@@ -61,12 +61,12 @@ def test_loss_gradients_and_logprobs_equal_hugging_faces(make_worker, folders, f
     expected_loss, expected_grads = hf_loss_and_grads(model, batch)
     with make_worker(folder) as worker:
         worker.prepare_for_lp_inference()
-        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach(), rtol=0, atol=1e-5)
+        assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach())
         worker.prepare_for_training()
         loss, metrics = worker.forward_backward(batch, NLL())
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert_close(loss, expected_loss)
         assert metrics["tokens"] == float((batch.token_mask * batch.sample_mask[:, None]).sum())
-        assert metrics["logprob_min"] == pytest.approx(hf_lowest(model, batch), rel=1e-5)
+        assert_close(metrics["logprob_min"], hf_lowest(model, batch))
         assert_close(full_grads(worker), expected_grads)
 
 
@@ -96,7 +96,7 @@ def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(make_w
     _, expected_grads = hf_loss_and_grads(model, batch)
     with make_worker(folder, **changes) as worker:
         worker.prepare_for_lp_inference()
-        torch.testing.assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach(), rtol=0, atol=1e-5)
+        assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach())
         worker.prepare_for_training()
         worker.forward_backward(batch, NLL())
         assert_close(full_grads(worker), expected_grads)
@@ -153,7 +153,7 @@ def test_logits_are_computed_for_counted_tokens_only_and_gradients_are_those_of_
         hook = output_layer(worker).register_forward_pre_hook(lambda _, args: sizes.append(args[0][..., 0].numel()))
         worker.prepare_for_lp_inference()
         counted = worker.get_logprobs(batch, counted_only=True)
-        torch.testing.assert_close(counted, hf_logprobs(model, batch).detach() * is_counted, rtol=0, atol=1e-5)
+        assert_close(counted, hf_logprobs(model, batch).detach() * is_counted)
         assert sum(sizes) == is_counted.sum()
         worker.prepare_for_training()
         sizes.clear()
@@ -161,12 +161,12 @@ def test_logits_are_computed_for_counted_tokens_only_and_gradients_are_those_of_
         # Backward computes the chunks' logits again.
         assert sum(sizes) == is_counted.sum() * (2 if "logprob_chunk_size" in changes else 1)
         hook.remove()
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        assert metrics["logprob_min"] == pytest.approx(hf_lowest(model, batch), rel=1e-5)
+        assert_close(loss, expected_loss)
+        assert_close(metrics["logprob_min"], hf_lowest(model, batch))
         # A mean over few tokens has gradients above 1, where Hugging Face's own are 2e-6 from those in float64.
-        assert_close(full_grads(worker), expected_grads, atol=4e-6)
+        assert_close(full_grads(worker), expected_grads)
         worker.zero_grad()
-        assert worker.evaluate(batch, NLL()).loss == [pytest.approx(expected_loss, rel=1e-6)]
+        assert_close(worker.evaluate(batch, NLL()).loss, [expected_loss])
 
 
 def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backend, folders):
@@ -194,11 +194,11 @@ def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backe
         worker.prepare_for_training()
         result = worker.train(batch, NLL())
         assert result.learning_rate == pytest.approx(rates)
-        assert result.grad_norm == pytest.approx(norms, rel=1e-5)
-        assert result.loss == pytest.approx(losses, rel=1e-5)
+        assert_close(result.grad_norm, norms)
+        assert_close(result.loss, losses)
         assert len(result.metrics["tokens"]) == 3
         # Adam divides by a small number where a gradient is near 0.
-        assert_close(full_params(worker), dict(model.state_dict()), atol=3e-5)
+        assert_close(full_params(worker), dict(model.state_dict()))
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(make_worker, folders):
@@ -209,7 +209,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(make_worker, folders):
     is_real = torch.arange(1, 14) < batch.input_lengths[:, None]
     with make_worker(folder, logprob_temperature=0.6) as worker:
         worker.prepare_for_lp_inference()
-        torch.testing.assert_close(worker.get_logprobs(batch)[:, 1:], expected * is_real, rtol=0, atol=1e-5)
+        assert_close(worker.get_logprobs(batch)[:, 1:], expected * is_real)
 
 
 def test_bfloat16_is_for_compute_only(folders):
@@ -234,7 +234,7 @@ def test_evaluate_gives_the_loss_and_leaves_no_gradient(make_worker, folders):
     with make_worker(folder) as worker:
         worker.prepare_for_lp_inference()
         result = worker.evaluate(batch, NLL())
-        assert result.loss == pytest.approx([expected_loss], rel=1e-6)
+        assert_close(result.loss, [expected_loss])
         assert not has_grads(worker)
 
 

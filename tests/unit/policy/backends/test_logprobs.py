@@ -1,5 +1,6 @@
 import pytest
 import torch
+from closeness import assert_close
 
 from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs, token_logprobs
 
@@ -19,8 +20,8 @@ def test_logprobs_and_their_gradient_equal_a_whole_log_softmax(temperature, scal
     found = token_logprobs(logits, targets, temperature, WHOLE)
     (found_grad,) = torch.autograd.grad(found, logits, upstream)
 
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected)
+    assert_close(found_grad, expected_grad)
 
 
 def test_logprobs_of_bfloat16_logits_are_computed_in_float32():
@@ -30,7 +31,7 @@ def test_logprobs_of_bfloat16_logits_are_computed_in_float32():
     expected = logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     found = token_logprobs(logits, targets, 1.0, WHOLE)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
@@ -53,8 +54,8 @@ def test_chunks_give_the_same_logprobs_and_gradients_and_bound_the_positions_sco
     chunked, chunked_grads = run(chunk_size)
 
     assert max(widths) <= chunk_size
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
-    torch.testing.assert_close(chunked_grads, whole_grads, rtol=1e-5, atol=1e-6)
+    assert_close(chunked, whole)
+    assert_close(chunked_grads, whole_grads)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from closeness import assert_close
 from policy_cases import NLL, hf_logprobs, make_batch, one_rank_worker, save_family
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
@@ -30,7 +31,7 @@ def test_layers_with_a_sliding_window_keep_it(tmp_path: Path, changes: dict[str,
     assert (hf_logprobs(everywhere, batch) - expected).abs().max() > 0.1
     with one_rank_worker(tmp_path, hf_config_overrides=WINDOW, **changes) as worker:
         worker.prepare_for_lp_inference()
-        torch.testing.assert_close(worker.get_logprobs(batch), expected, rtol=0, atol=1e-5)
+        assert_close(worker.get_logprobs(batch), expected)
 
 
 def test_padded_rows_are_attended_without_a_look_at_their_positions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from closeness import assert_close
 from lora_cases import ALPHA, DIM, lora_worker
 from peft import LoraConfig, get_peft_model
 from policy_cases import NLL, assert_equal, full, full_params, make_batch, save_family
@@ -67,11 +68,11 @@ def test_logprobs_and_gradients_are_pefts(folder):
     weights = (batch.token_mask * batch.sample_mask.unsqueeze(1))[:, 1:]
     expected = -(picked * weights).sum() / weights.sum()
     expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_close(loss, expected.item())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found = gradients.pop(name.removeprefix("base_model.model."))
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+            assert_close(found, parameter.grad)
     assert not gradients
 
 

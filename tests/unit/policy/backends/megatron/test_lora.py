@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from closeness import assert_close
 from lora_cases import ALPHA, BFLOAT16, DIM, lora_worker, values_of
-from policy_cases import NLL, assert_close, assert_equal, hf_logprobs, make_batch, make_settings, save_family
+from policy_cases import NLL, assert_equal, hf_logprobs, make_batch, make_settings, save_family
 from resume_cases import train_steps, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -80,18 +81,18 @@ def test_logprobs_are_those_of_the_merged_model_and_gradients_follow_from_its_ow
         worker.prepare_for_lp_inference()
         logprobs = worker.get_logprobs(batch)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    torch.testing.assert_close(logprobs, hf_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
+    assert_close(logprobs, hf_logprobs(merged, batch))
     with make_worker(folder, lora={"enabled": False}) as worker:
         put_merged(worker, values)
         worker.prepare_for_training()
-        assert worker.forward_backward(batch, NLL())[0] == pytest.approx(loss, rel=1e-5)
+        assert_close(worker.forward_backward(batch, NLL())[0], loss)
         for name, parameter in parameters_of(worker).items():
             module, scale = name.removesuffix(".weight"), ALPHA / DIM
             if module + A in values:
                 of_a = scale * values[module + B].T @ parameter.main_grad
                 of_b = scale * parameter.main_grad @ values[module + A].T
-                torch.testing.assert_close(gradients.pop(module + A), of_a, rtol=1e-4, atol=1e-6)
-                torch.testing.assert_close(gradients.pop(module + B), of_b, rtol=1e-4, atol=1e-6)
+                assert_close(gradients.pop(module + A), of_a)
+                assert_close(gradients.pop(module + B), of_b)
         worker.zero_grad()
     assert not gradients
 
@@ -127,7 +128,7 @@ def test_recomputed_activations_give_every_adapter_its_gradient(folder, recomput
     results, expected = train()
     found, values = train(activation_checkpointing=True, **recompute)
     assert [result.grad_norm for result in found] == [pytest.approx(result.grad_norm) for result in results]
-    assert_close(values, expected, rtol=1e-5, atol=1e-6)
+    assert_close(values, expected)
 
 
 @pytest.mark.parametrize(

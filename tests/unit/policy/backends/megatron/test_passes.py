@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from closeness import assert_close
 from megatron_cpu_shim import megatron_on_cpu
 from policy_cases import PAD_ID, make_settings, make_sparse_batch, run_ranks
 
@@ -60,10 +61,10 @@ def check(process):
                 output_weight=None,
                 context=lay_out(batch, device=torch.device("cpu"), pack=False, sequence_parallel_size=2),
             )
-            torch.testing.assert_close(found_BS, expected_BS, rtol=0, atol=1e-5)
+            assert_close(found_BS, expected_BS)
             (found_BS * upstream_BS).sum().backward()
-            torch.testing.assert_close(mine_LRH.grad, hidden_LRH.grad.chunk(2)[process.rank], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(layer.weight.grad, weight_VH.grad.chunk(2)[process.rank], rtol=1e-5, atol=1e-6)
+            assert_close(mine_LRH.grad, hidden_LRH.grad.chunk(2)[process.rank])
+            assert_close(layer.weight.grad, weight_VH.grad.chunk(2)[process.rank])
         parallel.leave_model_parallel()
 
 
