@@ -109,7 +109,11 @@ class ClippedPGLossConfig(TypedDict):
         bool, doc("Average over all tokens of the global batch; false averages within each response first.")
     ]
     force_on_policy_ratio: Annotated[
-        bool, doc("The ratio is exactly 1 in value: the present logprobs stand for those before the step.")
+        bool,
+        doc(
+            "The ratio is exactly 1 in value: the training pass's own logprobs stand for those before the step, which "
+            "then need no pass of their own. Needs one update for each step."
+        ),
     ]
 
 

@@ -4,7 +4,7 @@ One step, in order (docs/step.md has the memory side of it):
 1. refit: where the policy was trained since the last one, its weights go to the engine;
 2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
    turn follows; beside the scoring of the last the engine goes to sleep and the policy comes back;
-3. logprobs: of the policy before the update, and of the frozen reference;
+3. logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
 4. advantages: within each group;
 5. training: one optimizer step for each global batch;
 6. validation, when due: refit, greedy answers to held-out prompts; a checkpoint, when due.
@@ -137,11 +137,7 @@ class GrpoTrainer:
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
-        hand_back = self._end_generation()
-        with timer.phase("logprobs"):
-            with timer.phase("enter"):
-                hand_back.wait_for_policy()
-            prev_logprobs = parts.policy.get_logprobs(batch, counted_only=True)
+        prev_logprobs = self._prev_logprobs(batch, self._end_generation())
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
         with timer.phase("advantages"):
@@ -263,6 +259,14 @@ class GrpoTrainer:
         """[B] rewards after scaling and shaping."""
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
         return shape_rewards(scaled, rollouts.longest_responses(), self._settings.reward_shaping)
+
+    def _prev_logprobs(self, batch: TrainBatch, hand_back: HandBack) -> Tensor | None:
+        """[B, S] of the policy, which is back then; None, without a pass, where the loss does not read them."""
+        reads = self._loss.reads_prev_logprobs
+        with self._timer.phase("logprobs" if reads else "training"):
+            with self._timer.phase("enter"):
+                hand_back.wait_for_policy()
+            return self._parts.policy.get_logprobs(batch, counted_only=True) if reads else None
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         if not self._needs_reference:

@@ -27,12 +27,13 @@ def train_metrics(
     num_trained = sum(lengths)
     about_rollouts = rollout_metrics(rollouts)
     mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
+    scored = {"logprob_tokens_per_s": num_trained / seconds["logprobs"]} if "logprobs" in seconds else {}
     return {
         "reward_mean": about_rollouts.pop("reward"),
         **about_rollouts,
         **update_metrics(result),
         "generation_tokens_per_s": num_sampled / seconds["generation"],
-        "logprob_tokens_per_s": num_trained / seconds["logprobs"],
+        **scored,
         "training_tokens_per_s": num_trained / seconds["training"],
         **mfu,
     }

@@ -90,7 +90,7 @@ class PolicyGradientBatch(TrainBatch):
 
     Attributes:
         advantages: the same value on every token of a response, or per token.
-        prev_logprobs: logprobs of the policy before this step's updates.
+        prev_logprobs: logprobs of the policy before this step's updates (zeros when unused).
         generation_logprobs: logprobs that the sampler used (temperature and truncation included).
         reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
     """

@@ -42,25 +42,26 @@ class SampledBatch(TrainBatch):
     generation_logprobs: Tensor
 
     def with_policy_gradient_inputs(
-        self, *, advantages: Tensor, prev_logprobs: Tensor, reference_logprobs: Tensor | None
+        self, *, advantages: Tensor, prev_logprobs: Tensor | None, reference_logprobs: Tensor | None
     ) -> PolicyGradientBatch:
         """The batch that the policy-gradient loss takes.
 
         Args:
             advantages: [B] one per sample, or [B, S] one per token.
-            prev_logprobs: [B, S] of the policy before the step's updates.
+            prev_logprobs: [B, S] of the policy before the step's updates, or None for zeros.
             reference_logprobs: [B, S], or None for zeros.
         """
         per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(self.token_mask)
+        zeros = torch.zeros_like(self.generation_logprobs)
         return PolicyGradientBatch(
             input_ids=self.input_ids,
             input_lengths=self.input_lengths,
             token_mask=self.token_mask,
             sample_mask=self.sample_mask,
             advantages=per_token.to(torch.float32).contiguous(),
-            prev_logprobs=prev_logprobs,
+            prev_logprobs=zeros if prev_logprobs is None else prev_logprobs,
             generation_logprobs=self.generation_logprobs,
-            reference_logprobs=torch.zeros_like(prev_logprobs) if reference_logprobs is None else reference_logprobs,
+            reference_logprobs=zeros if reference_logprobs is None else reference_logprobs,
         )
 
 

@@ -26,6 +26,8 @@ def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_lo
         "policy.train_micro_batch_size=128",
         "logger.num_val_samples_to_print=16",
         "policy.generation.val_temperature=1.0",
+        # One update a step, so that the loss has no use for the logprobs before it.
+        "loss_fn.force_on_policy_ratio=true",
         ENDS,
     )
     assert done.status == 0, done.stderr
@@ -36,6 +38,8 @@ def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_lo
         assert 1.5 < record["train/mean_turns"] <= 2
         assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
         assert record["train/grad_norm"] > 1e-3
+        assert record["train/probs_ratio_min"] == record["train/probs_ratio_max"] == 1.0
+        assert not [name for name in record if name.startswith("timing/logprobs") or "logprob_tokens" in name]
     # What was said, what it was told, and what it said then.
     assert re.search(r"^  wrong  '<user>.*' -> '[^']+= [^']+', expected", done.stdout, re.MULTILINE), done.stdout
 

@@ -31,11 +31,16 @@ class ClippedPGLoss:
 
     settings: ClippedPGLossSettings
 
+    @property
+    def reads_prev_logprobs(self) -> bool:
+        """Whether `prev_logprobs` of a batch count; where they do not, no pass has to compute them."""
+        return not self.settings.force_on_policy_ratio
+
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch; see `LossFn`. `batch` has to be a `PolicyGradientBatch`."""
         assert isinstance(batch, PolicyGradientBatch), type(batch)
         mask_BS = batch.loss_mask
-        terms = _Terms.of(logprobs_BS, batch, mask_BS, force_on_policy=self.settings.force_on_policy_ratio)
+        terms = _Terms.of(logprobs_BS, batch, mask_BS, reads_prev=self.reads_prev_logprobs)
         ratio_BS = self._ratio(terms, mask_BS)
         clipped_BS = ratio_BS.clamp(1 - self.settings.ratio_clip_min, 1 + self.settings.ratio_clip_max)
         sampler_weight_BS = self._sampler_weight(terms, mask_BS)
@@ -110,7 +115,7 @@ class ClippedPGLoss:
 class _Terms:
     """Logprobs and their differences, [B, S], 0 wherever the loss does not look.
 
-    `force_on_policy` takes the present logprobs, without gradient, for those before the step.
+    Without `reads_prev` the present logprobs, without gradient, stand for those before the step.
     """
 
     logprobs: Tensor
@@ -120,9 +125,9 @@ class _Terms:
     prev_over_sampler: Tensor
 
     @staticmethod
-    def of(logprobs_BS: Tensor, batch: PolicyGradientBatch, mask_BS: Tensor, *, force_on_policy: bool) -> _Terms:
+    def of(logprobs_BS: Tensor, batch: PolicyGradientBatch, mask_BS: Tensor, *, reads_prev: bool) -> _Terms:
         now = zero_where_masked(logprobs_BS, mask_BS)
-        prev = now.detach() if force_on_policy else zero_where_masked(batch.prev_logprobs, mask_BS)
+        prev = zero_where_masked(batch.prev_logprobs, mask_BS) if reads_prev else now.detach()
         sampler = zero_where_masked(batch.generation_logprobs, mask_BS)
         return _Terms(
             logprobs=now,
