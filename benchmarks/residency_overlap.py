@@ -109,6 +109,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         max_total_sequence_length=args.length,
         make_sequence_length_divisible_by=1,
         max_grad_norm=1.0,
+        max_skipped_updates=5,
         optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}),
         scheduler=(),
         dynamic_batching=off,

@@ -24,5 +24,9 @@ class WorkerDiedError(UserError):
     """A worker process ended while the driver needed it; the message names the worker, its phase and the cause."""
 
 
+class NonFiniteGradientsError(UserError):
+    """Too many updates in a row had gradients that are not finite; the message has the key that bounds them."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be written or read; the message has its path and the reason."""

@@ -38,6 +38,7 @@ from nemo_offload_rl.policy.settings import (
     PolicySettings,
 )
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency import local_tensor
 from nemo_offload_rl.utils.config import load_config
 
 ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
@@ -77,6 +78,20 @@ class RaisesAt:
         if self.seen == self.call:
             raise ArithmeticError("a bad loss")
         return NLL()(logprobs_BS, batch, norm)
+
+
+@dataclass
+class Poisoned:
+    """NLL whose `call`-th micro-batch is multiplied by what is not finite."""
+
+    factor: float
+    call: int = 1
+    seen: int = 0
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        self.seen += 1
+        loss, metrics = NLL()(logprobs_BS, batch, norm)
+        return loss * self.factor if self.seen == self.call else loss, metrics
 
 
 def make_settings(
@@ -151,6 +166,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         max_total_sequence_length=32,
         make_sequence_length_divisible_by=1,
         max_grad_norm=None,
+        max_skipped_updates=5,
         optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.1}),
         scheduler=(),
         dynamic_batching=off,
@@ -350,6 +366,17 @@ def grad_norm(worker: PolicyWorker) -> float:
         backend._optimizer.prepare_grads()
         return float(backend._optimizer.get_grad_norm())
     return float(global_grad_norm(backend._trainable(), backend._tp_rank, backend.device))
+
+
+@torch.no_grad()
+def poison_grads(worker: PolicyWorker) -> None:
+    """Have all gradients of this rank be NaN."""
+    if is_megatron(worker):
+        grads = [buffer.grad_data for chunk in worker._backend._chunks for buffer in chunk.buffers]
+    else:
+        grads = [local_tensor(parameter.grad) for _, parameter in worker._backend._parameters]
+    for grad in grads:
+        grad.fill_(float("nan"))
 
 
 def has_grads(worker: PolicyWorker) -> bool:

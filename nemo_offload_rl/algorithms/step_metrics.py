@@ -14,15 +14,19 @@ logger = logging.getLogger(__name__)
 def update_metrics(result: TrainResult) -> dict[str, float]:
     """Loss, gradient norm, learning rate and what the loss measured, over the step's optimizer steps.
 
-    Means; the extremes of what ends in `_min` and `_max`; the last learning rate.
+    Means; the extremes of what ends in `_min` and `_max`; the last learning rate. Of updates that were skipped nothing
+    is in them, unless all of the step were.
     """
+    num_steps = len(result.loss)
+    applied = [step for step in range(num_steps) if not (result.is_skipped and result.is_skipped[step])]
+    measured = {**result.metrics, "loss": result.loss, "grad_norm": result.grad_norm}
     metrics = {
-        "loss": _mean(result.loss),
-        "grad_norm": _mean(result.grad_norm),
-        "learning_rate": result.learning_rate[-1],
+        name: _reduce(name, [values[step] for step in applied or range(num_steps)]) for name, values in measured.items()
     }
-    metrics.update({name: _reduce(name, values) for name, values in result.metrics.items() if name != "loss"})
-    return metrics
+    return metrics | {
+        "learning_rate": result.learning_rate[-1],
+        "skipped_updates": float(num_steps - len(applied)),
+    }
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:

@@ -155,6 +155,14 @@ class TrainedPolicyConfig(TypedDict):
         ),
     ]
     max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]
+    max_skipped_updates: Annotated[
+        int,
+        doc(
+            "An update whose gradient norm is not finite is skipped by all workers and leaves parameters, optimizer "
+            "and schedule as they were; more than this many in a row end the run.",
+            ge=0,
+        ),
+    ]
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[
         list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")

@@ -36,12 +36,21 @@ class LossFn(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one call of `train` gives back; one entry per optimizer step in each list."""
+    """What one call of `train` gives back; one entry per optimizer step in each list.
+
+    Attributes:
+        loss: Of each global batch.
+        grad_norm: Before clipping.
+        learning_rate: Of each update.
+        metrics: What the loss measured.
+        is_skipped: The gradient norm was not finite, so that nothing was updated; empty where nothing was to be.
+    """
 
     loss: list[float]
     grad_norm: list[float]
     learning_rate: list[float]
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    is_skipped: list[bool] = field(default_factory=list)
 
 
 class WorkerGroup(Protocol):

@@ -222,6 +222,7 @@ class PolicySettings:
     make_sequence_length_divisible_by: int
     deterministic: bool
     max_grad_norm: float | None
+    max_skipped_updates: int
     optimizer: OptimizerSettings | None  # of the DTensor backend
     scheduler: tuple[SchedulerSettings, ...]
     dynamic_batching: BatchingSettings

@@ -30,6 +30,7 @@ from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
 from nemo_offload_rl.residency import REFERENCE, Phase, ResidencyManager, TransitionReport, make_device
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
@@ -62,6 +63,7 @@ class PolicyWorker:
             made.pop_all()  # `shutdown` ends them
         state_bytes = sum(size for name, size in self._group_bytes.items() if name != REFERENCE)
         self._saver = CheckpointSaver(self.residency, state_bytes)
+        self._skipped = SkippedUpdates(settings.max_skipped_updates)
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
         self._sends_to_other_devices = False
@@ -128,8 +130,11 @@ class PolicyWorker:
             result.loss.append(loss)
             result.grad_norm.append(step.grad_norm)
             result.learning_rate.append(step.learning_rate)
+            result.is_skipped.append(step.is_skipped)
             for name, value in metrics.items():
                 result.metrics.setdefault(name, []).append(value)
+        if self._backend.rank_info.rank == 0:
+            warn_of_skipped(result)
         return result
 
     def _rows_per_step(self) -> int:
@@ -160,12 +165,17 @@ class PolicyWorker:
             raise
 
     def optim_step(self) -> StepResult:
-        """Use the gradients; closes the training step."""
+        """Use the gradients, or skip the update where they are not finite; closes the training step.
+
+        Raises:
+            NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
+        """
         with self.residency.during(Phase.OPTIM_STEP):
             # Before the update: an update that fails half-way has written too.
             self.residency.mark_written("params", "optimizer")
             result = self._backend.optim_step(self.residency.streamed())
         self.residency.step_closed()
+        self._skipped.count(result)
         return result
 
     def zero_grad(self) -> None:

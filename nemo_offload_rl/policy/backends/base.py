@@ -48,10 +48,19 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: the gradient norm before clipping and the learning rate that was used."""
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: Norm of all gradients before clipping.
+        learning_rate: What the update was scheduled with.
+        is_skipped: The norm was not finite, so parameters, optimizer states and the schedule are as they were.
+        lowers_loss_scale: It was skipped because float16 gradients overflowed, and the next loss is scaled less.
+    """
 
     grad_norm: float
     learning_rate: float
+    is_skipped: bool = False
+    lowers_loss_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,9 @@ class PolicyBackend(Protocol):
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update, advance the schedule and drop the gradients.
+
+        If the norm of the gradients is not finite, every rank skips the update: gradients are dropped, nothing else
+        changes, and nothing of `streamed` is asked for.
 
         Args:
             streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.

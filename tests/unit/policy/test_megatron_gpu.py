@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import make_batch, make_settings, worker_of
+from policy_cases import Poisoned, make_batch, make_settings, worker_of
 from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -147,6 +148,25 @@ def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
     assert streamed.values == resident.values
     assert torch.equal(streamed.weights, resident.weights)
     assert streamed.leftovers == STAGING
+
+
+@pytest.mark.parametrize("flavour", [*FLAVOURS, "streamed"])
+def test_an_update_with_gradients_that_are_not_finite_leaves_no_trace(folder: Path, flavour: str) -> None:
+    changes = {**PRECISION_AWARE, **STREAMED} if flavour == "streamed" else FLAVOURS[flavour]
+
+    def trained(*, poisoned: bool) -> list[Any]:
+        with worker_of(gpu_settings(folder, **changes), GPU) as worker:
+            results = []
+            for seed in range(3):
+                worker.prepare_for_training()
+                if poisoned:
+                    assert worker.train(make_batch(seed=9), Poisoned(math.nan)).is_skipped == [True]
+                    worker.offload_after_refit()
+                    worker.prepare_for_training()
+                results.append(worker.train(make_batch(seed=seed), NLLLoss()))
+            return results
+
+    assert trained(poisoned=True) == trained(poisoned=False)
 
 
 @pytest.mark.parametrize("flavour", ["masters", "precision-aware", "on the CPU", "half on the CPU"])

@@ -23,6 +23,7 @@ from policy_cases import (
     make_batch,
     make_settings,
     make_sparse_batch,
+    poison_grads,
     run_ranks,
     save_family,
     shard,
@@ -100,6 +101,10 @@ def goes_on_bit_by_bit(process, folder, **changes):
             worker.get_reference_logprobs(shard(batches[0], worker))
         hook.remove()
         worker.prepare_for_training()
+        worker.forward_backward(shard(batches[2], worker), NLL())
+        if process.rank == process.world_size - 1:
+            poison_grads(worker)  # after they were reduced: the other ranks see none of it
+        assert worker.optim_step().is_skipped
         assert worker.train(shard(batches[1], worker), NLL()) == results[1]
         worker.offload_after_refit()
         worker.save_checkpoint(saved)

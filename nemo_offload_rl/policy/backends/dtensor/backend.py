@@ -7,6 +7,7 @@ calls every parameter is sharded: gathered copies would hold old weights after a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -263,17 +264,20 @@ class DTensorBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update, advance the schedule and drop the gradients."""
+        """Clip, update, advance the schedule and drop the gradients; skipped if their norm is not finite."""
         norm = optim.global_grad_norm(self._trainable(), self._tp_rank, self._device)
-        if self._settings.max_grad_norm is not None:
-            factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            optim.scale_grads(self._trainable(), factor)
+        grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        self._parts.step(self._optimizer, streamed)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self._settings.max_grad_norm is not None:
+                factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+                optim.scale_grads(self._trainable(), factor)
+            self._parts.step(self._optimizer, streamed)
+            if self._scheduler is not None:
+                self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=float(norm), learning_rate=learning_rate)
+        return StepResult(grad_norm, learning_rate, is_skipped=not is_finite)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""

@@ -7,7 +7,6 @@ batch are in Megatron's flat buffers from `forward_backward` to `optim_step`.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,7 +76,7 @@ class MegatronBackend:
         parallel.seed_everything(settings.seed)
         self._model = build_model(settings, cfg)
         self._chunks = self._model.chunks
-        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks)
+        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks, self._device)
         self._scheduler = optim.build_scheduler(cfg.scheduler, cfg.optimizer, self._optimizer)
         sizes = state.state_bytes(
             self._chunks,
@@ -170,11 +169,11 @@ class MegatronBackend:
         self._optimizer.zero_grad()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update, advance the schedule and zero the gradients."""
+        """Clip, update, advance the schedule and zero the gradients; skipped if their norm is not finite."""
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         with self._streamed.streaming(iter(streamed)):
-            is_updated, grad_norm, _ = self._optimizer.step()
-        if is_updated:  # else float16 gradients have overflown, and the loss scale was lowered instead
+            is_updated, _, _ = self._optimizer.step()
+        if is_updated:
             self._scheduler.step(1)
         self.drop_grads()
         if self._cfg.distributed_data_parallel_config.overlap_param_gather:
@@ -184,7 +183,12 @@ class MegatronBackend:
                     chunk.start_param_sync(force_sync=True)
         if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return StepResult(grad_norm=math.inf if grad_norm is None else float(grad_norm), learning_rate=learning_rate)
+        return StepResult(
+            float(self._optimizer.grad_norm),
+            learning_rate,
+            is_skipped=not is_updated,
+            lowers_loss_scale=self._optimizer.lowers_loss_scale,
+        )
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -15,7 +17,52 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.settings import MegatronOptimizerSettings, MegatronSchedulerSettings, PolicySettings
 
 
-def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerSettings, chunks: Sequence[Any]) -> Any:
+class GuardedOptimizer(ChainedOptimizer):
+    """Megatron's optimizer, whose step is skipped by all ranks where any of them finds a norm that is not finite.
+
+    Megatron skips a step for gradients of float16 only, looks at them in groups of ranks that need not be all, and
+    compares norms with a threshold that NaN is never above. Here `step` returns `(False, None, None)`, before anything
+    was clipped or updated, as it does for float16.
+
+    Args:
+        optimizers: What the chain consists of.
+        device: Where the ranks' findings are reduced.
+
+    Attributes:
+        grad_norm: Of the last step, before clipping; a float, or a 0-dim tensor.
+        lowers_loss_scale: The last step was skipped because float16 gradients overflowed, and the scale was lowered.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], device: torch.device) -> None:
+        super().__init__(list(optimizers))
+        self._device = device
+        self.grad_norm: Any = 0.0
+        self.lowers_loss_scale = False
+
+    def prepare_grads(self) -> bool:
+        """Unscale the gradients and compute their norm; whether any rank's are not finite."""
+        has_overflown = super().prepare_grads()
+        self.grad_norm = super().get_grad_norm()
+        is_bad = has_overflown or not math.isfinite(float(self.grad_norm))
+        # The norms' own reductions may leave ranks out, and the loss scales' do.
+        found = torch.tensor([is_bad, has_overflown], dtype=torch.int32, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        is_bad_anywhere, has_overflown_anywhere = (bool(value) for value in found.tolist())
+        self.lowers_loss_scale = has_overflown_anywhere and self._scale_is_above_its_minimum()
+        return is_bad_anywhere
+
+    def get_grad_norm(self) -> Any:
+        """What `prepare_grads` found, which comes first in a step."""
+        return self.grad_norm
+
+    def _scale_is_above_its_minimum(self) -> bool:
+        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]
+        return all(float(s.scale) > float(s.min_scale) for s in scalers if isinstance(s, DynamicGradScaler))
+
+
+def build_optimizer(
+    settings: PolicySettings, cfg: MegatronOptimizerSettings, chunks: Sequence[Any], device: torch.device
+) -> GuardedOptimizer:
     """Megatron's optimizer over the model's trainable parameters."""
     dtype = COMPUTE_DTYPES[settings.precision]
     config = OptimizerConfig(
@@ -38,7 +85,8 @@ def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerSettings, ch
         optimizer_offload_fraction=cfg.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=cfg.overlap_cpu_optimizer_d2h_h2d,
     )
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    built = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    return GuardedOptimizer(sub_optimizers(built), device)
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:

@@ -1,0 +1,60 @@
+"""Updates that are skipped because the norm of their gradients is not finite: counted, told, and bounded.
+
+A NaN or an infinity in one gradient would be in every parameter after the update. verl and Megatron-LM (for float16)
+skip such an update too. It leaves parameters, optimizer states and the schedule as they were, so training goes on as if
+the batch had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from nemo_offload_rl.errors import NonFiniteGradientsError
+from nemo_offload_rl.policy.backends.base import StepResult
+from nemo_offload_rl.policy.interfaces import TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+class SkippedUpdates:
+    """Counts skipped updates in a row. Every rank counts the same, since they skip together.
+
+    Args:
+        max_in_a_row: More than so many end the run.
+    """
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+
+    def count(self, step: StepResult) -> None:
+        """Take note of an update.
+
+        One that lowers the loss scale of float16 is not counted: that is how the scale is found.
+
+        Raises:
+            NonFiniteGradientsError: It is one too many.
+        """
+        if not step.is_skipped:
+            self._in_a_row = 0
+        elif not step.lowers_loss_scale:
+            self._in_a_row += 1
+        if self._in_a_row > self._max_in_a_row:
+            raise NonFiniteGradientsError(
+                f"{self._in_a_row} updates in a row had a gradient norm that is not finite (the last: "
+                f"{step.grad_norm}), more than policy.max_skipped_updates={self._max_in_a_row}; none of them was "
+                "applied. Look at train/loss and at the data of these steps, lower the learning rate, and resume from "
+                "the last checkpoint, or raise the limit."
+            )
+
+
+def warn_of_skipped(result: TrainResult) -> None:
+    """One warning for all skipped updates of a step."""
+    norms = [str(norm) for norm, is_skipped in zip(result.grad_norm, result.is_skipped, strict=True) if is_skipped]
+    if norms:
+        logger.warning(
+            "%d of %d updates skipped: gradient norm %s; parameters, optimizer and schedule are as before",
+            len(norms),
+            len(result.is_skipped),
+            ", ".join(norms),
+        )
