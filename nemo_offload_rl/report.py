@@ -237,16 +237,22 @@ def _draw_phases(axes: Axes, metrics: Metrics) -> bool:
 
 
 def _draw_residency(axes: Axes, metrics: Metrics) -> bool:
-    labels = {"bytes_out": "to the host", "bytes_in": "to the device", "bytes_freed": "dropped without a copy"}
     measured = metrics.names("residency/bytes_")
     steps = [step for step, values in metrics.by_step.items() if any(name in values for name in measured)]
     if not steps:
         return False
-    layers = {label: _values_at(metrics, f"residency/{name}", steps) for name, label in labels.items()}
+    layers = residency_layers(metrics, steps)
     divisor, unit = _byte_unit(max(max(layer) for layer in layers.values()))
     _stack(axes, steps, {label: [value / divisor for value in layer] for label, layer in layers.items()})
     axes.set_ylabel(f"{unit} per step")
     return True
+
+
+def residency_layers(metrics: Metrics, steps: Sequence[int]) -> dict[str, list[float]]:
+    """Bytes of `steps` by what happened to them, each byte once: `bytes_freed` has those that were copied first too."""
+    out, into, freed = (_values_at(metrics, f"residency/bytes_{name}", steps) for name in ("out", "in", "freed"))
+    dropped = [max(0.0, all_freed - copied) for all_freed, copied in zip(freed, out, strict=True)]
+    return {"to the host": out, "to the device": into, "freed without a copy": dropped}
 
 
 def _stack(axes: Axes, steps: Sequence[int], layers: Mapping[str, Sequence[float]]) -> None:
@@ -279,7 +285,7 @@ _PICTURES = (
     ("reward", "Reward of the rollouts", _draw_reward),
     ("kl", "KL to the reference policy", _draw_kl),
     ("phases", "Seconds by phase", _draw_phases),
-    ("residency", "Bytes moved by the residency manager", _draw_residency),
+    ("residency", "Bytes moved and freed by the residency manager", _draw_residency),
 )
 
 _PAGE = """<!doctype html>

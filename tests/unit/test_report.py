@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from nemo_offload_rl.errors import DataError
-from nemo_offload_rl.report import main, read_metrics, summary, write_report
+from nemo_offload_rl.report import main, read_metrics, residency_layers, summary, write_report
 from nemo_offload_rl.utils.cli import run_main
 
 
@@ -82,6 +82,17 @@ def test_a_run_without_rewards_shows_its_losses_and_margins(tmp_path: Path) -> N
     rows = dict(summary(read_metrics(tmp_path)))
     assert rows["held-out loss"] == "2.000 to 1.250 (best 1.250)"
     assert rows["trained tokens per second, median"] == "100"
+
+
+def test_a_byte_that_was_copied_before_it_was_freed_is_drawn_once(tmp_path: Path) -> None:
+    # Step 1 copies 100 of 160 freed bytes first; step 2 streams 30 bytes out without freeing anything.
+    records = [
+        {"step": 1, "residency/bytes_out": 100, "residency/bytes_in": 7, "residency/bytes_freed": 160},
+        {"step": 2, "residency/bytes_out": 30, "residency/bytes_in": 0, "residency/bytes_freed": 0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    layers = residency_layers(read_metrics(tmp_path), [1, 2])
+    assert layers == {"to the host": [100, 30], "to the device": [7, 0], "freed without a copy": [60, 0]}
 
 
 def test_many_steps_are_drawn_as_areas(tmp_path: Path) -> None:
