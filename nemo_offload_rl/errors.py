@@ -30,3 +30,7 @@ class NonFiniteGradientsError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be written or read; the message has its path and the reason."""
+
+
+class AgreementError(UserError):
+    """Engine and policy give the same tokens different probabilities: they are not the same model."""

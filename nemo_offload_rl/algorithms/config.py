@@ -39,7 +39,9 @@ class GrpoSectionConfig(TypedDict):
     max_rollout_turns: Annotated[
         int, doc("Most turns of the policy in a rollout; environments may answer it between them.", ge=1)
     ]
-    max_num_epochs: Annotated[int, doc("Stop after so many passes over the training prompts.", ge=1)]
+    max_num_epochs: Annotated[
+        int, doc("Stop after so many passes over the training prompts, those of dynamic sampling counted.", ge=1)
+    ]
     max_num_steps: Annotated[int, doc("Stop after so many steps, whichever comes first.", ge=1)]
     normalize_rewards: Annotated[bool, doc("Divide advantages by the group's standard deviation of rewards.")]
     use_leave_one_out_baseline: Annotated[
@@ -71,6 +73,14 @@ class GrpoSectionConfig(TypedDict):
     ]
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
+    max_token_mult_prob_error: Annotated[
+        float | None,
+        doc(
+            "Most that engine and policy may differ in the probabilities of what was sampled: a step whose "
+            "`train/token_mult_prob_error` is above it ends the run; 1 is agreement, null is no limit.",
+            gt=1,
+        ),
+    ]
     seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
@@ -13,42 +14,55 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSamplingStats:
-    """What one step's sampling cost: batches drawn, groups seen in them, and groups kept out for equal rewards."""
+class SampledGroups:
+    """The groups of one step.
 
-    num_batches: int
-    num_groups: int
-    num_constant_groups: int
+    Attributes:
+        trained: Those that the policy is trained on.
+        sampled: All that were sampled, the trained ones among them: what metrics of rollouts are about.
+        num_batches: Generation batches that they came in.
+    """
+
+    trained: RolloutBatch
+    sampled: RolloutBatch
+    num_batches: int = 1
+
+    @staticmethod
+    def all_of(batch: RolloutBatch) -> SampledGroups:
+        """A step that trains on everything it samples."""
+        return SampledGroups(trained=batch, sampled=batch)
 
 
-def sample_until_full(
-    draw: Callable[[], RolloutBatch], *, num_prompts: int, max_batches: int
-) -> tuple[RolloutBatch, DynamicSamplingStats]:
-    """Draw batches until `num_prompts` groups with differing rewards are there; later ones are left over and dropped.
+def sample_until_full(batches: Iterator[RolloutBatch], *, num_prompts: int, max_batches: int) -> SampledGroups | None:
+    """Draw batches until `num_prompts` groups with differing rewards are there; further ones are not trained on.
 
     Args:
-        draw: Generates and scores one batch of fresh prompts.
+        batches: Each generates and scores fresh prompts; ends with the data.
         num_prompts: Groups that the step needs.
         max_batches: Batches to try.
+
+    Returns:
+        None where the data ended before the step was full.
 
     Raises:
         DataError: `max_batches` batches did not give enough groups.
     """
+    sampled: list[RolloutBatch] = []
     kept: list[RolloutBatch] = []
-    num_kept = num_groups = num_constant = 0
-    for num_batches in range(1, max_batches + 1):
-        batch = draw()
-        useful = drop_constant_groups(batch)
-        num_groups += batch.num_prompts
-        num_constant += batch.num_prompts - useful.num_prompts
-        num_kept += useful.num_prompts
-        kept.append(useful)
+    num_kept = 0
+    for batch in islice(batches, max_batches):
+        sampled.append(batch)
+        kept.append(drop_constant_groups(batch))
+        num_kept += kept[-1].num_prompts
         if num_kept >= num_prompts:
-            stats = DynamicSamplingStats(
-                num_batches=num_batches, num_groups=num_groups, num_constant_groups=num_constant
+            return SampledGroups(
+                trained=RolloutBatch.concatenate(kept).select_groups(range(num_prompts)),
+                sampled=RolloutBatch.concatenate(sampled),
+                num_batches=len(sampled),
             )
-            return RolloutBatch.concatenate(kept).select_groups(range(num_prompts)), stats
-        logger.info("dynamic sampling: %d of %d groups after %d batches", num_kept, num_prompts, num_batches)
+        logger.info("dynamic sampling: %d of %d groups after %d batches", num_kept, num_prompts, len(sampled))
+    if len(sampled) < max_batches:
+        return None
     raise DataError(
         f"dynamic sampling found {num_kept} of {num_prompts} groups with differing rewards in {max_batches} batches: "
         f"the prompts are too easy or too hard; change the data, or raise grpo.dynamic_sampling_max_gen_batches"

@@ -7,23 +7,28 @@ One step, in order (docs/step.md has the memory side of it):
 3. logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
 4. advantages: within each group;
 5. training: one optimizer step for each global batch;
-6. validation, when due: refit, greedy answers to held-out prompts; a checkpoint, when due.
+6. validation, when due: refit, answers to held-out prompts; a checkpoint, when due.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import group_advantages
+from nemo_offload_rl.algorithms.agreement import disagreement
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
-from nemo_offload_rl.algorithms.dynamic_sampling import sample_until_full
-from nemo_offload_rl.algorithms.grpo_metrics import sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
+from nemo_offload_rl.algorithms.grpo_metrics import (
+    dynamic_sampling_metrics,
+    sample_lines,
+    train_metrics,
+    validation_metrics,
+)
 from nemo_offload_rl.algorithms.hand_back import HandBack
 from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
@@ -33,7 +38,7 @@ from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
+from nemo_offload_rl.errors import AgreementError, DataError, DeviceMemoryError, UserError, WorkerDiedError
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
@@ -105,6 +110,7 @@ class GrpoTrainer:
         # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
         self._engine_is_awake = False
         self._hand_back: HandBack | None = None
+        self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
         parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
@@ -123,54 +129,41 @@ class GrpoTrainer:
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
             self._logger.commit()
             self._progress.note(f"held-out accuracy before training: {accuracy:.1%}")
-        while step < last_step:
+        while step < last_step and self._parts.loader.num_batches_left:
+            if not self.step(step + 1, last_step):
+                self._end_early(step)
+                break
             step += 1
-            self.step(step, is_last=step == last_step)
             self._parts.checkpoints.poll()
         self._parts.checkpoints.finish()
 
-    def step(self, step: int, is_last: bool) -> None:
-        """One step of the file header."""
-        parts, timer = self._parts, self._timer
-        rollouts, sampling = self._sample(step)
-        rewards = self._training_rewards(rollouts)
-        mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
-        batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
-
-        prev_logprobs = self._prev_logprobs(batch, self._end_generation())
-        with timer.phase("reference_logprobs"):
-            reference_logprobs = self._reference_logprobs(batch)
-        with timer.phase("advantages"):
-            advantages = group_advantages(
-                rewards.reshape(rollouts.num_prompts, rollouts.group_size),
-                leave_one_out=self._settings.use_leave_one_out_baseline,
-                normalize=self._settings.normalize_rewards,
-            ).flatten()
-            training_batch = batch.with_policy_gradient_inputs(
-                advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
-            )
-        with timer.phase("training"):
-            with timer.phase("enter"):
-                parts.policy.prepare_for_training()
-            result = parts.policy.train(training_batch, self._loss)
-
-        about_step = train_metrics(rollouts, result, timer.seconds(), parts.speed) | sampling
-        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
-        if parts.checkpoints.is_due(step, is_last):
-            with timer.phase("checkpoint"):
-                if parts.checkpoints.exports_weights:
-                    self._rest_engine()
-                parts.checkpoints.save(step, parts.policy, parts.loader, {"train": about_step, "val": validation})
-        seconds = timer.drain()
+    def step(self, step: int, last_step: int) -> bool:
+        """One step of the file header; False, and nothing is trained, where the data ended before the step was full."""
+        parts, timer, where = self._parts, self._timer, self._parts.loader.state_dict()
+        groups = self._sample(step)
+        if groups is None:
+            parts.loader.load_state_dict(where)  # a longer run begins this step anew
+            return False
+        is_last = step == last_step or not parts.loader.num_batches_left
+        about_step = self._train(groups)
         self._logger.log(step, about_step, "train")
+        self._check_agreement(step, about_step["token_mult_prob_error"])
+        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
+        self._about_last_step = {"train": about_step, "val": validation}
+        try:
+            if parts.checkpoints.is_due(step, is_last):
+                self._save(step)
+        finally:  # a save that fails leaves the step's metrics to whoever looks for the cause
+            seconds = timer.drain()
+            self._logger.log(step, timing_metrics(seconds), "timing")
+            self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
-        self._logger.log(step, timing_metrics(seconds), "timing")
-        self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.commit()
         figures = {"reward": f"{about_step['reward_mean']:.3f}"}
         if validation:
             figures["accuracy"] = f"{validation['accuracy']:.1%}"
         self._progress.step_done(step, figures, seconds)
+        return True
 
     def validate(self, step: int) -> dict[str, float]:
         """Answer held-out prompts with the present weights; logs the metrics, shows samples, returns the metrics."""
@@ -192,30 +185,88 @@ class GrpoTrainer:
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
-    def _sample(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """Rollouts to train on, the way back to the policy begun; with dynamic sampling, what it cost."""
+    def _sample(self, step: int) -> SampledGroups | None:
+        """Rollouts to train on, the way back to the policy begun; None where the data ended before a step was full."""
         settings = self._settings
-        draws, draws_once = itertools.count(), not settings.use_dynamic_sampling
+        draws_once = not settings.use_dynamic_sampling
 
-        def draw() -> RolloutBatch:
-            prompts, size = next(self._parts.loader), settings.num_generations_per_prompt
-            call = f"{step}:{next(draws)}"
-            return self._rollouts(prompts, size, self._generation.sampling, call, "generation", is_last=draws_once)
+        def batches() -> Iterator[RolloutBatch]:
+            for draw, prompts in enumerate(self._parts.loader):
+                call, size = f"{step}:{draw}", settings.num_generations_per_prompt
+                yield self._rollouts(prompts, size, self._generation.sampling, call, "generation", is_last=draws_once)
 
         if draws_once:
-            rollouts, extra = draw(), {}
+            groups = SampledGroups.all_of(next(batches()))
         else:
-            rollouts, stats = sample_until_full(
-                draw,
-                num_prompts=settings.num_prompts_per_step,
-                max_batches=settings.dynamic_sampling_max_gen_batches,
+            max_batches = settings.dynamic_sampling_max_gen_batches
+            groups = sample_until_full(batches(), num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
+        if groups is not None:
+            self._begin_hand_back()
+        return groups
+
+    def _train(self, groups: SampledGroups) -> dict[str, float]:
+        """Logprobs, advantages and training; the step's metrics."""
+        parts, timer, rollouts = self._parts, self._timer, groups.trained
+        rewards = self._training_rewards(rollouts)
+        mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
+        batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
+
+        prev_logprobs = self._prev_logprobs(batch, self._end_generation())
+        with timer.phase("reference_logprobs"):
+            reference_logprobs = self._reference_logprobs(batch)
+        with timer.phase("advantages"):
+            advantages = group_advantages(
+                rewards.reshape(rollouts.num_prompts, rollouts.group_size),
+                leave_one_out=self._settings.use_leave_one_out_baseline,
+                normalize=self._settings.normalize_rewards,
+            ).flatten()
+            training_batch = batch.with_policy_gradient_inputs(
+                advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
             )
-            extra = {
-                "dynamic_sampling_batches": float(stats.num_batches),
-                "dynamic_sampling_constant_groups": float(stats.num_constant_groups),
-            }
-        self._begin_hand_back()
-        return rollouts, extra
+        with timer.phase("training"):
+            with timer.phase("enter"):
+                parts.policy.prepare_for_training()
+            result = parts.policy.train(training_batch, self._loss)
+        return train_metrics(groups, rewards, advantages, result, timer.seconds(), parts.speed) | (
+            dynamic_sampling_metrics(groups) if self._settings.use_dynamic_sampling else {}
+        )
+
+    def _check_agreement(self, step: int, error: float) -> None:
+        """End a run whose engine and policy are two different models; the checkpoints that there are stay."""
+        message = disagreement(step, error, self._settings.max_token_mult_prob_error, self._generation.sampling)
+        if message is not None:
+            self._parts.checkpoints.finish()
+            raise AgreementError(message)
+
+    def _save(self, step: int) -> None:
+        parts = self._parts
+        with self._timer.phase("checkpoint"):
+            if parts.checkpoints.exports_weights:
+                self._rest_engine()
+            parts.checkpoints.save(step, parts.policy, parts.loader, self._about_last_step)
+
+    def _end_early(self, step: int) -> None:
+        """The data ended within the step after `step`: what belongs to a run's last step is done for `step`."""
+        if step == 0:
+            raise DataError(
+                "the training data ended before dynamic sampling had filled the first step; raise grpo.max_num_epochs, "
+                "lower num_prompts_per_step, or change the data"
+            )
+        logger.warning(
+            "grpo.max_num_epochs=%d passes over the data ended within step %d, which dynamic sampling could not fill: "
+            "the run ends with step %d",
+            self._settings.max_num_epochs,
+            step + 1,
+            step,
+        )
+        if not self._about_last_step:
+            return  # a resumed run that trained nothing
+        if self._validation_is_due(step, True) and not self._validation_is_due(step, False):
+            self._about_last_step = {**self._about_last_step, "val": self.validate(step)}
+            self._logger.commit()
+        checkpoints = self._parts.checkpoints
+        if checkpoints.is_due(step, True) and not checkpoints.is_due(step, False):
+            self._save(step)
 
     def _rollouts(
         self,

@@ -59,10 +59,10 @@ def run_grpo(config: GrpoConfig) -> None:
         shuffle=config.data.shuffle,
         seed=config.grpo.seed,
         parts=prompts.parts,
+        num_epochs=config.grpo.max_num_epochs,
     )
-    num_steps = min(config.grpo.max_num_steps, config.grpo.max_num_epochs * loader.batches_per_epoch)
     checkpoints = CheckpointKeeper(config.checkpointing)
-    resume_from = resume_point(checkpoints, num_steps, "grpo.max_num_steps")
+    resume_from, num_steps = resume_point(checkpoints, loader, config.grpo.max_num_steps, "grpo")
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.errors import ConfigError
 
 
-def resume_point(checkpoints: CheckpointKeeper, num_steps: int, key: str) -> Checkpoint | None:
-    """The checkpoint that a run of `num_steps` steps goes on from; None to begin with the first step.
+def resume_point(
+    checkpoints: CheckpointKeeper, loader: ShuffledLoader[Any], max_num_steps: int, section: str
+) -> tuple[Checkpoint | None, int]:
+    """The checkpoint that a run goes on from, None to begin with the first step; and the number of its last step.
+
+    Steps and data both bound a run. A step takes one batch of data, or more with dynamic sampling: then the run may
+    end before that last step.
 
     Args:
         checkpoints: Where to look.
-        num_steps: Number of the last step.
-        key: The setting that would make the run longer, for the message.
+        loader: The training data with its number of epochs; left where the checkpoint was taken.
+        max_num_steps: Bound of the steps.
+        section: Of the keys that bound the run: `grpo`, `sft` or `dpo`.
 
     Raises:
         ConfigError: The newest checkpoint is the end of this run already.
         CheckpointError: It cannot be continued.
+        DataError: It was taken in other data.
     """
     newest = checkpoints.newest()
-    if newest is not None and newest.step >= num_steps:
+    if newest is None:
+        return None, min(max_num_steps, loader.num_batches_left)
+    loader.load_state_dict(newest.loader)
+    key = "max_num_steps" if newest.step >= max_num_steps else "max_num_epochs"
+    last_step = min(max_num_steps, newest.step + loader.num_batches_left)
+    if newest.step >= last_step:
         raise ConfigError(
-            f"{newest.folder} is as far as this run of {num_steps} steps goes; raise {key} to go on, or change "
-            "checkpointing.checkpoint_dir to start anew"
+            f"{newest.folder} is as far as this run of {last_step} steps goes; raise {section}.{key} to go on, or "
+            "change checkpointing.checkpoint_dir to start anew"
         )
-    return newest
+    return newest, last_step

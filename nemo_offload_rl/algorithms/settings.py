@@ -53,6 +53,7 @@ class GrpoSettings:
     batch_multiplier: float
     reward_shaping: RewardShapingSettings
     reward_scaling: RewardScalingSettings
+    max_token_mult_prob_error: float | None  # None: no limit
     seed: int
 
 

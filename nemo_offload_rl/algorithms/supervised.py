@@ -160,16 +160,18 @@ class SupervisedTrainer:
             result = parts.policy.train(batch, parts.recipe.loss)
 
         about_step = update_metrics(result) | parts.recipe.data_metrics(batch, timer.seconds()["training"])
-        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
-        if parts.checkpoints.is_due(step, is_last):
-            with timer.phase("checkpoint"):
-                metrics = {"train": about_step, "val": validation}
-                parts.checkpoints.save(step, parts.policy, parts.loader, metrics)
-        seconds = timer.drain()
         self._logger.log(step, about_step, "train")
+        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
+        try:
+            if parts.checkpoints.is_due(step, is_last):
+                with timer.phase("checkpoint"):
+                    metrics = {"train": about_step, "val": validation}
+                    parts.checkpoints.save(step, parts.policy, parts.loader, metrics)
+        finally:  # a save that fails leaves the step's metrics to whoever looks for the cause
+            seconds = timer.drain()
+            self._logger.log(step, timing_metrics(seconds), "timing")
+            self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
-        self._logger.log(step, timing_metrics(seconds), "timing")
-        self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.commit()
         self._progress.step_done(step, parts.recipe.figures(about_step, validation), seconds)
 

@@ -129,10 +129,10 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
         shuffle=config.data.shuffle,
         seed=settings.seed,
         parts=run.parts,
+        num_epochs=settings.max_num_epochs,
     )
-    num_steps = min(settings.max_num_steps, settings.max_num_epochs * loader.batches_per_epoch)
     checkpoints = CheckpointKeeper(config.checkpointing)
-    resume_from = resume_point(checkpoints, num_steps, f"{name}.max_num_steps or max_num_epochs")
+    resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         policy = stack.enter_context(start_policy(config, keep_reference))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
+from nemo_offload_rl.data.data_set_names import data_set_names
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.hub import load_open_math_instruct_2
 from nemo_offload_rl.data.processors import (
@@ -77,6 +78,13 @@ def load_prompts(
     Raises:
         DataError: A data set is empty, or a row cannot be used; a prompt longer than the limit, for example.
     """
+    sources = [
+        source
+        for section in (settings.train, settings.validation)
+        if section is not None
+        for source, _ in MixtureSettings.parts(section)
+    ]
+    names = {id(source): name for source, name in zip(sources, data_set_names(sources), strict=True)}
 
     def load(source: DatasetSettings) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
         encoder = PromptEncoder(
@@ -85,6 +93,7 @@ def load_prompts(
             templates=load_templates(source.task),
             max_input_seq_length=settings.max_input_seq_length,
             chat_template_kwargs=dict(chat_template_kwargs or {}),
+            data_set=names[id(source)],
         )
         return load_rows(source), lambda rows: encode_prompts(encoder, rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
@@ -21,7 +22,7 @@ class LoaderState(TypedDict):
 
 
 class ShuffledLoader[T]:
-    """Endless batches of a fixed size; each epoch has its own order, given by the seed and the epoch's number.
+    """Batches of a fixed size; each epoch has its own order, given by the seed and the epoch's number.
 
     The items that are left when an epoch has fewer than a batch of them are skipped in that epoch.
 
@@ -31,13 +32,21 @@ class ShuffledLoader[T]:
         shuffle: False keeps the order of `items` in every epoch.
         seed: Seed of the order.
         parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
+        num_epochs: Epochs after which the batches end; None for no end.
 
     Raises:
         DataError: There are fewer items than one batch.
     """
 
     def __init__(
-        self, items: Sequence[T], *, batch_size: int, shuffle: bool, seed: int, parts: Sequence[Part] = ()
+        self,
+        items: Sequence[T],
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        parts: Sequence[Part] = (),
+        num_epochs: int | None = None,
     ) -> None:
         if len(items) < batch_size:
             raise DataError(
@@ -48,6 +57,7 @@ class ShuffledLoader[T]:
         self._shuffle = shuffle
         self._seed = seed
         self._parts = parts
+        self._num_epochs = num_epochs
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -56,6 +66,8 @@ class ShuffledLoader[T]:
         return self
 
     def __next__(self) -> list[T]:
+        if self.num_batches_left == 0:
+            raise StopIteration
         if self._position + self._batch_size > len(self._items):
             self._epoch += 1
             self._position = 0
@@ -78,6 +90,14 @@ class ShuffledLoader[T]:
     def batches_per_epoch(self) -> int:
         """Full batches of one epoch."""
         return len(self._items) // self._batch_size
+
+    @property
+    def num_batches_left(self) -> int:
+        """Batches to come until the last epoch is over; `sys.maxsize` where there is no last one."""
+        if self._num_epochs is None:
+            return sys.maxsize
+        in_this_epoch = (len(self._items) - self._position) // self._batch_size
+        return max(0, in_this_epoch + (self._num_epochs - self._epoch - 1) * self.batches_per_epoch)
 
     def state_dict(self) -> LoaderState:
         """Where the loader stands: the next batch after `load_state_dict` is the one that would come next here."""

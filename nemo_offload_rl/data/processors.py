@@ -90,6 +90,7 @@ class PromptEncoder:
         templates: The prompt files' contents.
         max_input_seq_length: Longest prompt allowed, in tokens.
         chat_template_kwargs: Extra variables for the chat template.
+        data_set: What metrics call the data set.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -97,6 +98,7 @@ class PromptEncoder:
     templates: PromptTemplates
     max_input_seq_length: int
     chat_template_kwargs: Mapping[str, Any]
+    data_set: str
 
     def prompt(self, row: Row) -> Prompt:
         """Render and tokenize one row.
@@ -121,6 +123,7 @@ class PromptEncoder:
             reference_answer=row.answer,
             env_name=self.task.env_name,
             metadata=row.metadata,
+            data_set=self.data_set,
         )
 
 

@@ -39,6 +39,7 @@ class Prompt:
         reference_answer: What the environment compares responses with.
         env_name: The environment that scores the responses.
         metadata: The row's metadata.
+        data_set: Where the row comes from, as metrics name it.
     """
 
     token_ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class Prompt:
     reference_answer: str
     env_name: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    data_set: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

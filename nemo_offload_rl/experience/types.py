@@ -123,6 +123,10 @@ class RolloutBatch:
         """[B] bool."""
         return torch.tensor([rollout.truncated for rollout in self.rollouts], dtype=torch.bool)
 
+    def prompt_lengths(self) -> Tensor:
+        """[B] int64: tokens of the prompts."""
+        return torch.tensor([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=torch.int64)
+
     def response_lengths(self) -> Tensor:
         """[B] int64: tokens that the policy sampled."""
         return torch.tensor([rollout.num_response_tokens for rollout in self.rollouts], dtype=torch.int64)

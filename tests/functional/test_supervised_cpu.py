@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented_metrics import documented
 from supervised_cases import (
     DPO_DATA,
     DPO_KEYS,
@@ -46,13 +47,6 @@ def launch(folder: Path, algorithm: str, *overrides: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def documented(*headings: str) -> set[str]:
-    """Names in the tables below headings of docs/metrics.md."""
-    text = (ROOT / "docs/metrics.md").read_text()
-    sections = [re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0] for heading in headings]
-    return {name for section in sections for name in re.findall(r"^\| `([a-z0-9_/]+)` \|", section, flags=re.MULTILINE)}
 
 
 @pytest.fixture(scope="module")

@@ -32,15 +32,21 @@ def test_groups_with_equal_rewards_are_dropped_whole():
     assert names(kept) == ["1", "4"]
 
 
-def test_batches_are_drawn_until_the_step_is_full_and_the_rest_is_left_over():
+def test_batches_are_drawn_until_the_step_is_full_and_the_rest_is_sampled_but_not_trained_on():
     batches = iter(
         [make_batch([[0, 0], [1, 0]], "a"), make_batch([[1, 1], [0, 0]], "b"), make_batch([[1, 0], [0, 1]], "c")]
     )
-    step, stats = sample_until_full(lambda: next(batches), num_prompts=2, max_batches=5)
-    assert names(step) == ["a1", "c0"]
-    assert (stats.num_batches, stats.num_groups, stats.num_constant_groups) == (3, 6, 3)
+    groups = sample_until_full(batches, num_prompts=2, max_batches=5)
+    assert groups is not None
+    assert names(groups.trained) == ["a1", "c0"]
+    assert names(groups.sampled) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert groups.num_batches == 3
+
+
+def test_data_that_end_before_the_step_is_full_give_no_step():
+    assert sample_until_full(iter([make_batch([[1, 0], [1, 1]])] * 2), num_prompts=3, max_batches=3) is None
 
 
 def test_too_few_useful_groups_are_an_error_that_says_how_many_there_were():
     with pytest.raises(DataError, match="found 3 of 4 groups with differing rewards in 3 batches"):
-        sample_until_full(lambda: make_batch([[1, 0], [1, 1]]), num_prompts=4, max_batches=3)
+        sample_until_full(iter([make_batch([[1, 0], [1, 1]])] * 9), num_prompts=4, max_batches=3)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from nemo_offload_rl.algorithms.grpo_metrics import sample_lines, train_metrics, validation_metrics
+from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.algorithms.grpo_metrics import (
+    dynamic_sampling_metrics,
+    sample_lines,
+    train_metrics,
+    validation_metrics,
+)
 from nemo_offload_rl.algorithms.step_metrics import residency_metrics
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
@@ -44,21 +51,48 @@ def test_metrics_of_several_optimizer_steps_are_means_and_extremes_stay_extremes
         learning_rate=[0.1, 0.2],
         metrics={"kl": [0.0, 0.5], "probs_ratio_min": [0.9, 0.7], "probs_ratio_max": [1.1, 1.5], "loss": [1.0, 3.0]},
     )
-    metrics = train_metrics(ROLLOUTS, result, {"generation": 2.0, "logprobs": 1.0, "training": 4.0})
+    metrics = train_metrics(
+        SampledGroups.all_of(ROLLOUTS),
+        torch.tensor([0.5, -0.5, 0.0, 0.0]),
+        torch.tensor([2.0, -1.0, 0.0, 0.0]),
+        result,
+        {"generation": 2.0, "logprobs": 1.0, "training": 4.0},
+    )
     assert metrics["loss"] == 2.0
     assert metrics["grad_norm"] == 3.0
     assert metrics["learning_rate"] == 0.2
     assert metrics["kl"] == 0.25
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (0.7, 1.5)
     assert metrics["reward_mean"] == metrics["accuracy"] == 0.25
+    assert metrics["reward_std"] == 0.5
+    assert (metrics["shaped_reward_mean"], metrics["shaped_reward_min"], metrics["shaped_reward_max"]) == (0, -0.5, 0.5)
+    assert (metrics["advantage_mean"], metrics["advantage_min"], metrics["advantage_max"]) == (0.25, -1.0, 2.0)
     assert metrics["pass_rate"] == metrics["constant_group_rate"] == 0.5
+    assert metrics["mean_prompt_tokens"] == metrics["max_prompt_tokens"] == 3
+    assert metrics["num_tokens"] == 8 + 4 * 3
     assert metrics["generation_tokens_per_s"] == (1 + 3 + 2 + 2) / 2.0
     assert metrics["training_tokens_per_s"] == (8 + 4 * 3) / 4.0
 
 
+def test_rates_of_generation_count_what_dynamic_sampling_does_not_train_on():
+    groups = SampledGroups(trained=ROLLOUTS.select_groups([0]), sampled=ROLLOUTS, num_batches=2)
+    result = TrainResult(loss=[1.0], grad_norm=[1.0], learning_rate=[0.1])
+    seconds = {"generation": 2.0, "logprobs": 1.0, "training": 4.0}
+    metrics = train_metrics(groups, torch.zeros(2), torch.zeros(2), result, seconds)
+    assert metrics["generation_tokens_per_s"] == (1 + 3 + 2 + 2) / 2.0
+    assert metrics["training_tokens_per_s"] == (4 + 2 * 3) / 4.0
+    assert metrics["reward_mean"] == 0.25
+    assert dynamic_sampling_metrics(groups) == {
+        "dynamic_sampling_batches": 2.0,
+        "dynamic_sampling_constant_groups": 1.0,
+        "filtered_reward_mean": 0.5,
+        "filtered_accuracy": 0.5,
+    }
+
+
 def test_a_validation_reports_accuracy_reward_length_and_truncation():
     expected = {"accuracy": 0.25, "reward": 0.25, "mean_response_tokens": 2.0, "truncation_rate": 0.25}
-    assert validation_metrics(ROLLOUTS) == pytest.approx(expected)
+    assert validation_metrics(ROLLOUTS) == pytest.approx(expected | {"pass_at_2": 0.5})
 
 
 def test_samples_are_one_line_for_each_prompt_with_the_verdict():

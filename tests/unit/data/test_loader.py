@@ -30,6 +30,33 @@ def test_without_shuffling_every_epoch_keeps_the_order_and_skips_the_incomplete_
 
 
 @settings(max_examples=50, deadline=None)
+@given(
+    num_items=st.integers(3, 14), batch_size=st.integers(1, 3), num_epochs=st.integers(1, 4), taken=st.integers(0, 9)
+)
+def test_batches_end_with_the_last_epoch_also_where_the_batch_size_changes_on_the_way(
+    num_items, batch_size, num_epochs, taken
+):
+    def make(size: int, epochs: int | None) -> ShuffledLoader[int]:
+        return ShuffledLoader(range(num_items), batch_size=size, shuffle=True, seed=1, num_epochs=epochs)
+
+    whole = make(batch_size, num_epochs)
+    assert whole.num_batches_left == num_epochs * (num_items // batch_size)
+    first = make(batch_size, None)
+    for _ in range(taken):
+        next(first)
+    rest = make(1, num_epochs)
+    rest.load_state_dict(first.state_dict())
+    expected = rest.num_batches_left
+    items = [batch[0] for batch in rest]
+    assert len(items) == expected == max(0, num_epochs * num_items - first.epoch * num_items - first_position(first))
+    assert rest.num_batches_left == 0
+
+
+def first_position(loader: ShuffledLoader[int]) -> int:
+    return loader.state_dict()["position"]
+
+
+@settings(max_examples=50, deadline=None)
 @given(num_before=st.integers(0, 12), num_after=st.integers(1, 8), seed=st.integers(0, 9))
 def test_a_loader_restored_from_its_state_goes_on_with_the_same_batches(num_before, num_after, seed):
     loader = make_loader(seed=seed)

@@ -1,15 +1,21 @@
 """Rollouts with a scripted engine: the engine itself is tested with vLLM elsewhere."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn
 from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.experience.metrics import rollout_metrics
+from nemo_offload_rl.experience.metrics import pass_at_powers_of_two, rollout_metrics
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.generation.interfaces import Completion
@@ -204,13 +210,43 @@ def test_metrics_are_those_counted_by_hand():
     metrics = rollout_metrics(make_batch())
     assert metrics == pytest.approx(
         {
-            "reward": 4 / 6,
+            "reward_mean": 4 / 6,
+            "reward_std": math.sqrt((4 * (1 / 3) ** 2 + 2 * (2 / 3) ** 2) / 5),
+            "reward_min": 0.0,
+            "reward_max": 1.0,
             "accuracy": 4 / 6,
+            "mean_prompt_tokens": 4.0,
+            "max_prompt_tokens": 4.0,
             "mean_response_tokens": 17 / 6,
             "max_response_tokens": 7,
             "mean_turns": 1.0,
             "truncation_rate": 1 / 6,
             "constant_group_rate": 1 / 3,
             "pass_rate": 1.0,
+            "pass_at_2": 1.0,
         }
     )
+
+
+@given(group_size=st.integers(1, 9), counts=st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_pass_at_k_is_the_share_of_subsets_of_k_responses_with_a_correct_one(group_size, counts):
+    counts = [min(count, group_size) for count in counts]
+    found = pass_at_powers_of_two(torch.tensor(counts), group_size)
+    assert list(found) == [f"pass_at_{k}" for k in (2, 4, 8) if k <= group_size]
+    for name, value in found.items():
+        subsets = list(combinations(range(group_size), int(name.removeprefix("pass_at_"))))
+        shares = [sum(any(row < count for row in subset) for subset in subsets) / len(subsets) for count in counts]
+        assert value == pytest.approx(sum(shares) / len(shares))
+
+
+def test_a_mixture_reports_each_of_its_data_sets():
+    batch = make_batch()
+    rollouts = [
+        replace(rollout, prompt=replace(rollout.prompt, data_set="easy" if row < 4 else "hard"))
+        for row, rollout in enumerate(batch.rollouts)
+    ]
+    metrics = rollout_metrics(RolloutBatch(rollouts=tuple(rollouts), group_size=2))
+    names = [name for name in metrics if "/" in name]
+    assert {name: metrics[name] for name in names} == {
+        "reward_mean/easy": 0.5, "accuracy/easy": 0.5, "reward_mean/hard": 1.0, "accuracy/hard": 1.0,
+    }  # fmt: skip
