@@ -18,7 +18,7 @@ from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
-from nemo_offload_rl.weight_sync.errors import RefitError
+from nemo_offload_rl.weight_sync.errors import RefitError, listed
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
@@ -109,9 +109,11 @@ class VllmEngineBase(ABC):
         """See `GenerationEngine`.
 
         Raises:
-            RefitError: Weights never came; the message names them.
+            RefitError: Weights never came, or came and were not used; the message names them.
         """
-        _raise_first(self._rpc("refit_finish", ()), RefitError)
+        answers = self._rpc("refit_finish", ())
+        _raise_first([answer for answer in answers if isinstance(answer, str)], RefitError)
+        _check_all_was_read(answers)
         if not self._reset_prefix_cache():
             raise RefitError("vLLM kept its prefix cache, because requests are running")
         self._weights_valid = True
@@ -191,6 +193,27 @@ def _raise_first(messages: Sequence[str | None], kind: type[Exception]) -> None:
     for message in messages:
         if message is not None:
             raise kind(message)
+
+
+def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    """Every tensor was read as a whole, by one worker or by all together: vLLM ignores what it does not know.
+
+    Args:
+        partly_read: For each worker, by name, the elements that it read and those of the tensor, where it read less.
+
+    Raises:
+        RefitError: The engine's model is another one.
+    """
+    unread: list[str] = []
+    for name in set.intersection(*(set(tensors) for tensors in partly_read)):
+        num_read = sum(tensors[name][0] for tensors in partly_read)
+        if num_read < partly_read[0][name][1]:
+            unread.append(name)
+    if unread:
+        raise RefitError(
+            f"The engine used nothing, or only a part, of {listed(unread)}: its model has no weights of that name and "
+            "size; do settings of the engine (policy.generation.vllm_kwargs) make it another model?"
+        )
 
 
 def _first_line(error: BaseException) -> str:

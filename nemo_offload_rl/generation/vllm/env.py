@@ -22,6 +22,7 @@ def vllm_cpu_env() -> dict[str, str]:
         **_quiet_env(),
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_SGL_KERNEL": "0",  # it packs weights after loading
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -1,40 +1,71 @@
-"""What happens to a bucket inside vLLM's worker process: tensors are copied into the model and ticked off.
+"""What happens to a bucket inside vLLM's worker process: tensors are copied into the model, and every write counted.
 
 `model.load_weights` is used rather than vLLM's layerwise reload, which keeps references to the tensors until a layer is
-complete: with reused buffers that corrupts weights without an error. The checks here cover what `load_weights` accepts
-in silence: parameters that never came, and parts of a fused parameter (q of qkv) that never came.
+complete: with reused buffers that corrupts weights without an error. What `load_weights` accepts in silence (a missing
+tensor, a missing expert, a tensor that it ignores or takes a part of) is found by counting: every element of every
+parameter has to be written, every element of every tensor to be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.generation.vllm.missing_weights import missing_weights
+from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, merged
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclReceiver
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
+
+type _TensorKind = tuple[str, tuple[int, ...], torch.dtype]
+"""What decides where vLLM loads a tensor: name, shape and type."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    spans: tuple[Span, ...]
+    num_read: int  # elements, at most those of the tensor
+
+
+@dataclass
+class SeenLoads:
+    """Where each tensor went when it was loaded for the first time; it goes there each time.
+
+    Recording costs about as much as loading, so that it is done once for each tensor and engine.
+    """
+
+    addresses: tuple[int, ...] = ()
+    loads: dict[_TensorKind, _Load] = field(default_factory=dict)
+
+    def keep_for(self, model: nn.Module) -> None:
+        """Forget everything if a parameter lies elsewhere by now."""
+        addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
+        if addresses != self.addresses:
+            self.addresses, self.loads = addresses, {}
 
 
 class RefitSession:
     """One refit of one vLLM worker: load every bucket, then `finish`.
 
     Args:
-        model: vLLM's model; it has `load_weights` and, with fused parameters, `packed_modules_mapping`.
+        model: vLLM's model; it has `load_weights`.
+        seen: What earlier refits of this model have recorded.
         group: The communicator over which buckets come, where engine and policy do not share devices.
     """
 
-    def __init__(self, model: nn.Module, group: NcclGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, seen: SeenLoads, group: NcclGroup | None = None) -> None:
         self._group = group
         self._model: Any = model
-        self._packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        self._parameters = {name for name, _ in model.named_parameters()}
-        self._received: set[str] = set()
-        self._loaded: set[str] = set()
+        self._seen = seen
+        seen.keep_for(model)
+        self._received: dict[str, _TensorKind] = {}
         self._receiver: SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver | None = None
 
     def load(self, bucket: WeightBucket) -> None:
@@ -43,17 +74,17 @@ class RefitSession:
         Raises:
             RefitError: The model has no such tensor, or one of another shape.
         """
-        names = [piece.name for piece in bucket.slices]
-        twice = self._received.intersection(names)
+        kinds = {piece.name: _kind(piece) for piece in bucket.slices}
+        twice = self._received.keys() & kinds.keys()
         if twice:
             raise RefitError(f"These tensors came twice in one refit: {listed(twice)}")
-        ignored = [name for name in names if self._would_be_ignored(name)]
-        if ignored:
-            raise RefitError(f"The engine's model has no {listed(ignored)}")
-        self._received.update(names)
+        self._received |= kinds
         current: list[str] = []
+        recorder = None if self._seen.loads.keys() >= set(kinds.values()) else WriteRecorder()
         try:
-            self._loaded.update(self._model.load_weights(self._observed(bucket, current)))
+            tensors = self._tensors(bucket)
+            with recorder or nullcontext():
+                self._model.load_weights(self._observed(tensors, current, recorder))
         except (ValueError, AssertionError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RefitError(f"The engine cannot load {listed(current[-1:])}: {reason}") from error
@@ -61,19 +92,27 @@ class RefitSession:
             # The copies are only asked for so far, and the sender refills the buffer once this has returned.
             torch.cuda.synchronize()
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, tuple[int, int]]:
         """End the refit.
 
+        Returns:
+            Of tensors that this worker read in part: the elements it read, and all. Its other parts may be other
+            workers'.
+
         Raises:
-            RefitError: Parameters, or parts of fused parameters, never came.
+            RefitError: Elements of parameters were not written.
         """
         self.close()
-        missing = (self._parameters - self._loaded) | self._missing_parts()
+        loads = {name: self._seen.loads[kind] for name, kind in self._received.items()}
+        written = merged(span for load in loads.values() for span in load.spans)
+        missing = missing_weights(self._model, written)
         if missing:
             raise RefitError(
                 f"The refit left these weights of the engine as they were: {listed(missing)}. The policy has none of "
                 "that name; do settings of the engine (policy.generation.vllm_kwargs) make it another model?"
             )
+        sizes = {name: torch.Size(shape).numel() for name, shape, _ in self._received.values()}
+        return {name: (load.num_read, sizes[name]) for name, load in loads.items() if load.num_read < sizes[name]}
 
     def close(self) -> None:
         """Let go of the sender's buffers."""
@@ -81,12 +120,21 @@ class RefitSession:
             self._receiver.close()
             self._receiver = None
 
-    def _observed(self, bucket: WeightBucket, current: list[str]) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
         if self._receiver is None:
             self._receiver = self._new_receiver(bucket.transport)
-        for name, tensor in self._receiver.tensors(bucket):
+        return list(self._receiver.tensors(bucket))
+
+    def _observed(
+        self, tensors: list[tuple[str, Tensor]], current: list[str], recorder: WriteRecorder | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hands out one tensor after the other; vLLM has loaded one when it asks for the next."""
+        for name, tensor in tensors:
             current.append(name)
             yield name, tensor
+            if recorder is not None:
+                spans, num_read = recorder.take()
+                self._seen.loads[self._received[name]] = _Load(spans, min(num_read, tensor.numel()))
 
     def _new_receiver(self, transport: str) -> SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver:
         if transport == CudaIpcSender.transport:
@@ -95,25 +143,6 @@ class RefitSession:
             return NcclReceiver(self._group)
         return SharedMemoryReceiver()
 
-    def _would_be_ignored(self, name: str) -> bool:
-        # load_weights drops unknown biases (GPTQ checkpoints have some); for us they mean another architecture.
-        return name.endswith(".bias") and self._fused_name(name) not in self._parameters
 
-    def _fused_name(self, name: str) -> str:
-        for fused, parts in self._packed.items():
-            for part in parts:
-                if f".{part}." in name:
-                    return name.replace(f".{part}.", f".{fused}.")
-        return name
-
-    def _missing_parts(self) -> set[str]:
-        missing: set[str] = set()
-        for parameter in self._loaded:
-            for fused, parts in self._packed.items():
-                if f".{fused}." not in parameter:
-                    continue
-                expected = {parameter.replace(f".{fused}.", f".{part}.") for part in parts}
-                # A checkpoint that stores the parameter fused sends it under its own name.
-                if expected & self._received:
-                    missing |= expected - self._received
-        return missing
+def _kind(piece: TensorSlice) -> _TensorKind:
+    return piece.name, piece.shape, piece.dtype

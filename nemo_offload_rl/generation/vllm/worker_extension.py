@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
-from nemo_offload_rl.generation.vllm.weight_loading import RefitSession
+from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
@@ -25,6 +25,7 @@ class RefitExtension:
     rank: int
     device: torch.device
     _refit_session: RefitSession | None = None
+    _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
@@ -37,7 +38,8 @@ class RefitExtension:
         bucket = bucket_from_wire(wire)
         if bucket.index == 0 or self._refit_session is None:
             self.refit_abort()
-            self._refit_session = RefitSession(self.model_runner.model, self._refit_group)
+            self._refit_loads = self._refit_loads or SeenLoads()
+            self._refit_session = RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
         try:
             self._refit_session.load(bucket)
         except RefitError as error:
@@ -45,16 +47,15 @@ class RefitExtension:
             return str(error)
         return None
 
-    def refit_finish(self) -> str | None:
-        """Close the refit and say what is missing, if anything."""
+    def refit_finish(self) -> str | dict[str, tuple[int, int]]:
+        """Close the refit: say what is missing, or what was read in part (`RefitSession.finish`)."""
         session, self._refit_session = self._refit_session, None
         if session is None:
             return "No weights came before the refit was finished"
         try:
-            session.finish()
+            return session.finish()
         except RefitError as error:
             return str(error)
-        return None
 
     def wait_for_room(self, tags: list[str], timeout_s: float, process_names: list[list[Any]]) -> str | None:
         """Wait until waking `tags` fits; a message after `timeout_s`. Names are [process id, name] each."""

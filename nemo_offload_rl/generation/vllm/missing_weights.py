@@ -1,0 +1,68 @@
+"""Which weights of vLLM's model a refit did not write, by the names under which the policy would have sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from nemo_offload_rl.generation.vllm.write_recorder import Span, gaps
+
+
+def missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
+    """Names of all weights of which at least one element lies in none of the spans.
+
+    Args:
+        model: vLLM's model, this worker's shard of it.
+        written: Merged spans.
+    """
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    modules = dict(model.named_modules())
+    missing: list[str] = []
+    # Tied parameters are one parameter and come once.
+    for name, parameter in model.named_parameters():
+        holes = gaps(parameter, written)
+        if holes:
+            place, _, own_name = name.rpartition(".")
+            parts = list(_parts(modules[place], place, own_name, parameter, packed))
+            missing += [part for part, span in parts if _overlap(span, holes)] or [name]
+    return missing
+
+
+def _parts(
+    module: nn.Module, place: str, own_name: str, parameter: nn.Parameter, packed: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Span]]:
+    """Name and memory of each of the policy's tensors that share a fused parameter; nothing where it is not fused."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    if not parameter.is_contiguous():
+        return
+    row_bytes = parameter.stride(0) * parameter.element_size() if parameter.dim() else 0
+    start = parameter.data_ptr()
+    if isinstance(module, RoutedExperts) and parameter.dim() == 3:
+        gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+        names = [gate, up] if own_name.startswith("w13") else [down]
+        for expert, local in _local_experts(module):
+            begin, num_bytes = start + local * row_bytes, row_bytes // len(names)
+            for index, name in enumerate(names):
+                span = (begin + index * num_bytes, begin + (index + 1) * num_bytes)
+                yield f"{module.layer_name}.{expert}.{name}.weight", span
+    elif isinstance(module, ColumnParallelLinear):
+        parent, _, fused = place.rpartition(".")
+        names = packed.get(fused, ())
+        if len(names) == len(module.output_partition_sizes):
+            for name, num_rows in zip(names, module.output_partition_sizes, strict=True):
+                yield f"{parent}.{name}.{own_name}", (start, start + num_rows * row_bytes)
+                start += num_rows * row_bytes
+
+
+def _local_experts(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """(number in the model, number in this worker) of each expert that this worker holds."""
+    experts = module.expert_map
+    places = range(module.global_num_experts) if experts is None else experts.tolist()  # type: ignore[union-attr]
+    return ((expert, local) for expert, local in enumerate(places) if local >= 0)
+
+
+def _overlap(span: Span, holes: list[Span]) -> bool:
+    return any(begin < span[1] and span[0] < end for begin, end in holes)

@@ -1,0 +1,88 @@
+"""Which memory the loading of a tensor writes, counted in bytes of the parameters' own storage.
+
+vLLM fuses, pads, shards and renames what it loads; names tell little about what was written. Every loader ends in a
+copy or a fill, which is seen here whatever called it, with the address it went to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+type Span = tuple[int, int]
+"""Addresses of memory, from the first byte to the one after the last."""
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = frozenset({torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default})
+
+
+class WriteRecorder(TorchDispatchMode):
+    """While active, notes where copies and fills go (fills pad vocabularies). Other kinds of writing count as none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[Span] = []
+        self._num_read = 0
+
+    def take(self) -> tuple[tuple[Span, ...], int]:
+        """The spans written since the last call, and how many elements copies have read for them."""
+        taken = tuple(merged(self._spans)), self._num_read
+        self._spans, self._num_read = [], 0
+        return taken
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        if func is _COPY:
+            self._spans.extend(spans_of(args[0]))
+            self._num_read += args[1].numel()
+        elif func in _FILLS:
+            self._spans.extend(spans_of(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def spans_of(tensor: Tensor) -> Iterator[Span]:
+    """The memory of a tensor's elements; a strided view has one span for each of its contiguous parts."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        begin = tensor.data_ptr()
+        yield begin, begin + tensor.numel() * tensor.element_size()
+    else:
+        for part in tensor.unbind():
+            yield from spans_of(part)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same memory in disjoint spans, in order, none touching the next."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def gaps(tensor: Tensor, written: list[Span]) -> list[Span]:
+    """The parts of a tensor's memory that lie in none of the spans.
+
+    Args:
+        tensor: A parameter.
+        written: Merged spans.
+    """
+    missing: list[Span] = []
+    for position, end in spans_of(tensor):
+        for begin, stop in written[max(bisect_right(written, (position, position)) - 1, 0) :]:
+            if begin >= end or position >= end:
+                break
+            if begin > position:
+                missing.append((position, begin))
+            position = max(position, stop)
+        if position < end:
+            missing.append((position, end))
+    return missing
