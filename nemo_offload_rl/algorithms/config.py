@@ -92,19 +92,31 @@ class ClippedPGLossConfig(TypedDict):
         float, doc("Weight of the KL term to the reference policy; 0 skips the reference logprobs.", ge=0)
     ]
     reference_policy_kl_type: Annotated[
-        Literal["k1", "k2", "k3"], doc("Estimator of the KL, see http://joschu.net/blog/kl-approx.html.")
+        Literal["k1", "k2", "k3", "k1+", "k3+"],
+        doc(
+            "Estimator of the KL. k1+ and k3+ have the value of k1 and k3 and the gradient of the KL, as k2 has; "
+            "k1 has none in expectation, k3 another one (docs/metrics.md, estimators of the KL)."
+        ),
     ]
     kl_input_clamp_value: Annotated[
-        float | None, doc("Clamp on the logprob difference before the estimator; null for none.", gt=0)
+        float | None,
+        doc("Clamp on the logprob difference before the estimator; null for 20, as of every log-ratio.", gt=0, le=20),
     ]
-    kl_output_clamp_value: Annotated[float | None, doc("Clamp on the estimate per token; null for none.", gt=0)]
+    kl_output_clamp_value: Annotated[
+        float | None,
+        doc("Clamp on the estimate per token; null for none. k1+ and k3+ keep their gradient beyond it.", gt=0),
+    ]
     ratio_clip_min: Annotated[float, doc("The probability ratio is clipped from below at 1 minus this.", ge=0, le=1)]
     ratio_clip_max: Annotated[float, doc("The probability ratio is clipped from above at 1 plus this.", ge=0)]
     ratio_clip_c: Annotated[
         float | None, doc("Dual-clip bound for negative advantages (arXiv 1912.09729), above 1; null for none.", gt=1)
     ]
     use_on_policy_kl_approximation: Annotated[
-        bool, doc("Weight the KL estimate by the current over the sampling probability, so that it is on-policy.")
+        bool,
+        doc(
+            "Weight the KL estimate by the current over the sampling probability, so that it is on-policy; k1 and k3 "
+            "then have the gradient of the KL too."
+        ),
     ]
     use_importance_sampling_correction: Annotated[
         bool, doc("Weight tokens by the policy's over the sampler's probability, for the two are not the same program.")

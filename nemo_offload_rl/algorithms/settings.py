@@ -62,7 +62,7 @@ class ClippedPGLossSettings:
     """The keys `loss_fn.*`."""
 
     reference_policy_kl_penalty: float
-    reference_policy_kl_type: str  # "k1", "k2" or "k3"
+    reference_policy_kl_type: str  # "k1", "k2", "k3", "k1+" or "k3+"
     kl_input_clamp_value: float | None
     kl_output_clamp_value: float | None
     ratio_clip_min: float

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.losses.kl import estimate_kl
 from nemo_offload_rl.algorithms.losses.reduce import (
+    bounded,
     sequence_mean,
     sequence_mean_share,
     token_mean_share,
@@ -42,68 +43,90 @@ class ClippedPGLoss:
         mask_BS = batch.loss_mask
         terms = _Terms.of(logprobs_BS, batch, mask_BS, reads_prev=self.reads_prev_logprobs)
         ratio_BS = self._ratio(terms, mask_BS)
-        clipped_BS = ratio_BS.clamp(1 - self.settings.ratio_clip_min, 1 + self.settings.ratio_clip_max)
-        sampler_weight_BS = self._sampler_weight(terms, mask_BS)
-        actor_BS = sampler_weight_BS * self._pessimistic(ratio_BS, clipped_BS, batch.advantages)
-        kl_BS = self._kl(terms)
-
-        actor_loss = self._mean_share(actor_BS, mask_BS, norm)
-        kl = self._mean_share(kl_BS, mask_BS, norm)
+        clipped = self._clip(ratio_BS, batch.advantages)
+        weight_BS = self._sampler_weight(terms)
+        corrected_BS = clipped.loss
+        if self.settings.use_importance_sampling_correction:
+            corrected_BS = corrected_BS * self._truncated(weight_BS)
+        actor_loss = self._mean_share(corrected_BS, mask_BS, norm)
+        kl = self._mean_share(self._kl(terms), mask_BS, norm)
         loss = actor_loss + self.settings.reference_policy_kl_penalty * kl
         metrics = {
             "loss": loss,
             "actor_loss": actor_loss,
             "kl": kl,
             "probs_ratio": token_mean_share(ratio_BS, mask_BS, norm),
-            "clip_fraction": token_mean_share((ratio_BS != clipped_BS).float(), mask_BS, norm),
-            "sampling_importance_ratio": token_mean_share(terms.prev_over_sampler.exp(), mask_BS, norm),
-            "approx_entropy": token_mean_share(-terms.logprobs, mask_BS, norm),
-            "token_mult_prob_error": token_mean_share(terms.prev_over_sampler.abs().exp(), mask_BS, norm),
             **_extremes("probs_ratio", ratio_BS, mask_BS),
+            "clip_fraction": token_mean_share(clipped.is_clipped.float(), mask_BS, norm),
+            "dual_clip_fraction": token_mean_share(clipped.is_dual_clipped.float(), mask_BS, norm),
+            **self._sampler_metrics(terms, weight_BS, mask_BS, norm),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _ratio(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
         """[B, S]: probability now over probability before the step, for each token or for its whole sequence."""
-        log_ratio_BS = terms.now_over_prev
+        log_ratio_BS = terms.logprobs - terms.prev_logprobs
         if self.settings.sequence_level_importance_ratios:
             # The same value on every token: averaged over the sequence's tokens it gives that sequence's loss once.
             log_ratio_BS = sequence_mean(log_ratio_BS, mask_BS)[:, None].expand_as(log_ratio_BS)
-        return log_ratio_BS.exp()
+        return bounded(log_ratio_BS).exp()
 
-    def _pessimistic(self, ratio_BS: Tensor, clipped_BS: Tensor, advantages_BS: Tensor) -> Tensor:
-        """[B, S]: the larger of clipped and unclipped loss, with the dual clip's bound where advantages are < 0."""
-        loss_BS = torch.maximum(-advantages_BS * ratio_BS, -advantages_BS * clipped_BS)
+    def _clip(self, ratio_BS: Tensor, advantages_BS: Tensor) -> _Clipped:
+        """The larger of clipped and unclipped loss, with the dual clip's bound where advantages are below 0."""
+        clipped_ratio_BS = ratio_BS.clamp(1 - self.settings.ratio_clip_min, 1 + self.settings.ratio_clip_max)
+        plain_BS, clipped_BS = -advantages_BS * ratio_BS, -advantages_BS * clipped_ratio_BS
+        loss_BS, is_clipped_BS = torch.maximum(plain_BS, clipped_BS), clipped_BS > plain_BS
         if self.settings.ratio_clip_c is None:
-            return loss_BS
-        bounded_BS = torch.minimum(loss_BS, -advantages_BS * self.settings.ratio_clip_c)
-        return torch.where(advantages_BS < 0, bounded_BS, loss_BS)
+            return _Clipped(loss_BS, is_clipped_BS, torch.zeros_like(is_clipped_BS))
+        bound_BS = -advantages_BS * self.settings.ratio_clip_c
+        is_bounded_BS = (advantages_BS < 0) & (loss_BS > bound_BS)
+        return _Clipped(torch.where(is_bounded_BS, bound_BS, loss_BS), is_clipped_BS, is_bounded_BS)
 
-    def _sampler_weight(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
-        """[B, S] without gradient: the policy's over the sampler's probability, truncated; ones when switched off."""
-        if not self.settings.use_importance_sampling_correction:
-            return torch.ones_like(mask_BS)
-        log_weight_BS = terms.prev_over_sampler
+    def _sampler_weight(self, terms: _Terms) -> Tensor:
+        """[B, S] without gradient: the policy's over the sampler's probability, of each token or its whole sequence."""
+        log_weight_BS = terms.prev_logprobs - terms.sampler_logprobs
         if self.settings.sequence_level_importance_ratios:
             log_weight_BS = log_weight_BS.sum(dim=1, keepdim=True).expand_as(log_weight_BS)
-        weight_BS = log_weight_BS.exp()
+        return bounded(log_weight_BS).exp()
+
+    def _truncated(self, weight_BS: Tensor) -> Tensor:
         bound = self.settings.truncated_importance_sampling_ratio
         return weight_BS if bound is None else weight_BS.clamp(max=bound)
 
+    def _sampler_metrics(self, terms: _Terms, weight_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
+        """What compares policy and sampler; formulas and names are NeMo-RL's. `weight_BS` is not yet truncated."""
+        settings, now, prev, sampler = (
+            self.settings,
+            terms.logprobs.detach(),
+            terms.prev_logprobs,
+            terms.sampler_logprobs,
+        )
+        applied_mean_share = sequence_mean_share if settings.sequence_level_importance_ratios else token_mean_share
+        values_BS = {
+            "approx_entropy": -bounded(now - sampler).exp() * now,
+            "token_mult_prob_error": bounded((prev - sampler).abs()).exp(),
+            "gen_kl_error": estimate_kl(sampler, prev, estimator="k3", input_clamp=None, output_clamp=None),
+        }
+        if settings.truncated_importance_sampling_ratio is not None:
+            values_BS["is_oob_ratio"] = (weight_BS > settings.truncated_importance_sampling_ratio).float()
+        return {
+            "sampling_importance_ratio": applied_mean_share(self._truncated(weight_BS), mask_BS, norm),
+            **{name: token_mean_share(value_BS, mask_BS, norm) for name, value_BS in values_BS.items()},
+        }
+
     def _kl(self, terms: _Terms) -> Tensor:
         """[B, S]: estimate of KL(policy || reference); zeros, without reading the reference, when it has no weight."""
-        if self.settings.reference_policy_kl_penalty == 0:
+        settings = self.settings
+        if settings.reference_policy_kl_penalty == 0:
             return torch.zeros_like(terms.logprobs)
-        kl_BS = estimate_kl(
+        return estimate_kl(
             terms.logprobs,
             terms.reference_logprobs,
-            estimator=self.settings.reference_policy_kl_type,
-            input_clamp=self.settings.kl_input_clamp_value,
-            output_clamp=self.settings.kl_output_clamp_value,
+            estimator=settings.reference_policy_kl_type,
+            input_clamp=settings.kl_input_clamp_value,
+            output_clamp=settings.kl_output_clamp_value,
+            sampler_logprobs=terms.sampler_logprobs if settings.use_on_policy_kl_approximation else None,
         )
-        if self.settings.use_on_policy_kl_approximation:
-            kl_BS = kl_BS * terms.now_over_sampler.detach().exp()
-        return kl_BS
 
     def _mean_share(self, values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
         if self.settings.token_level_loss:
@@ -112,29 +135,34 @@ class ClippedPGLoss:
 
 
 @dataclass(frozen=True)
+class _Clipped:
+    """The policy-gradient loss of each token, [B, S], and which tokens got it from which bound."""
+
+    loss: Tensor
+    is_clipped: Tensor
+    is_dual_clipped: Tensor
+
+
+@dataclass(frozen=True)
 class _Terms:
-    """Logprobs and their differences, [B, S], 0 wherever the loss does not look.
+    """Logprobs, [B, S], 0 wherever the loss does not look.
 
     Without `reads_prev` the present logprobs, without gradient, stand for those before the step.
     """
 
     logprobs: Tensor
+    prev_logprobs: Tensor
+    sampler_logprobs: Tensor
     reference_logprobs: Tensor
-    now_over_prev: Tensor
-    now_over_sampler: Tensor
-    prev_over_sampler: Tensor
 
     @staticmethod
     def of(logprobs_BS: Tensor, batch: PolicyGradientBatch, mask_BS: Tensor, *, reads_prev: bool) -> _Terms:
         now = zero_where_masked(logprobs_BS, mask_BS)
-        prev = zero_where_masked(batch.prev_logprobs, mask_BS) if reads_prev else now.detach()
-        sampler = zero_where_masked(batch.generation_logprobs, mask_BS)
         return _Terms(
             logprobs=now,
+            prev_logprobs=zero_where_masked(batch.prev_logprobs, mask_BS) if reads_prev else now.detach(),
+            sampler_logprobs=zero_where_masked(batch.generation_logprobs, mask_BS),
             reference_logprobs=zero_where_masked(batch.reference_logprobs, mask_BS),
-            now_over_prev=now - prev,
-            now_over_sampler=now - sampler,
-            prev_over_sampler=prev - sampler,
         )
 
 

@@ -1,10 +1,21 @@
-"""From values per token to one micro-batch's share of a global mean. Shape suffixes: B samples, S positions."""
+"""From values per token to one micro-batch's share of a global mean, and the bound of log-ratios.
+
+Shape suffixes: B samples, S positions.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm
+
+# As in verl. A ratio of exp(20) was clipped or truncated long before; its products and squares are finite in float32.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded(log_ratio: Tensor, bound: float = MAX_LOG_RATIO) -> Tensor:
+    """The logarithm of a ratio of probabilities within +-`bound`, constant beyond: ratio and gradient are finite."""
+    return log_ratio.clamp(-bound, bound)
 
 
 def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
 import math
+import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.advantages import group_advantages, leave_one_out_baseline
 
@@ -45,3 +49,48 @@ def test_a_group_of_equal_rewards_gives_exactly_zero_even_where_its_mean_is_roun
 def test_a_group_of_one_gives_zero_and_no_nan(leave_one_out):
     advantages = group_advantages(torch.tensor([[3.0]]), leave_one_out=leave_one_out, normalize=True)
     assert advantages.tolist() == [[0.0]]
+
+
+def advantages_by_hand(rewards: list[float], leave_one_out: bool, normalize: bool) -> list[float]:
+    """One group in plain numbers."""
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    spread = statistics.stdev(rewards) + 1e-6 if normalize else 1.0
+    advantages = []
+    for index, reward in enumerate(rewards):
+        compared = [*rewards[:index], *rewards[index + 1 :]] if leave_one_out else rewards
+        advantages.append((reward - statistics.fmean(compared)) / spread)
+    return advantages
+
+
+GROUPS = st.integers(2, 7).flatmap(
+    lambda size: st.lists(
+        st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=size, max_size=size), min_size=1, max_size=4
+    )
+)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_group_of_any_size_has_the_advantages_computed_in_plain_numbers(leave_one_out, normalize):
+    @hypothesis_settings(max_examples=100, deadline=None)
+    @given(groups=GROUPS)
+    def check(groups):
+        found = group_advantages(torch.tensor(groups), leave_one_out=leave_one_out, normalize=normalize)
+        for row, rewards in zip(found.tolist(), groups, strict=True):
+            assert row == pytest.approx(advantages_by_hand(rewards, leave_one_out, normalize), rel=1e-4, abs=1e-5)
+
+    check()
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=6),
+    leave_one_out=st.booleans(),
+    normalize=st.booleans(),
+)
+def test_finite_rewards_give_finite_advantages(rewards, leave_one_out, normalize):
+    found = group_advantages(torch.tensor([rewards]), leave_one_out=leave_one_out, normalize=normalize)
+    assert torch.isfinite(found).all()
+    if normalize and not leave_one_out:
+        assert found.abs().max() <= len(rewards) ** 0.5

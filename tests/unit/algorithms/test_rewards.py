@@ -1,4 +1,7 @@
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import RewardScalingSettings, RewardShapingSettings
@@ -34,3 +37,30 @@ def test_overlong_filtering_masks_truncated_samples_only():
     truncated = torch.tensor([True, False, True])
     assert overlong_sample_mask(truncated, filtering=True).tolist() == [0.0, 1.0, 0.0]
     assert overlong_sample_mask(truncated, filtering=False).tolist() == [1.0, 1.0, 1.0]
+
+
+REWARDS = st.floats(-1e6, 1e6, width=32)
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(reward=REWARDS, other=REWARDS, low=st.integers(-5, 5), width=st.integers(1, 5), to=st.integers(-5, 5))
+def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward, other, low, width, to):
+    settings = RewardScalingSettings(
+        enabled=True, source_min=low, source_max=low + width, target_min=to, target_max=to + 3
+    )
+    first, second = scale_rewards(torch.tensor([reward, other]), settings).tolist()
+    clipped = min(max(reward, low), low + width)
+    assert abs(first - (to + 3 * (clipped - low) / width)) < 1e-5
+    assert (first - second) * (reward - other) >= 0
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(length=st.integers(0, 50), buffer=st.integers(1, 20), limit=st.integers(21, 40), penalty=st.integers(0, 4))
+def test_the_length_penalty_is_dapos_formula_up_to_the_limit_and_full_beyond(length, buffer, limit, penalty):
+    settings = RewardShapingSettings(
+        enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty, max_response_length=limit
+    )
+    # Equation 13: 0, then a line, then -1 beyond the limit.
+    expected = min(max(length - (limit - buffer), 0) / buffer, 1.0)
+    (shaped,) = shape_rewards(torch.tensor([2.0]), torch.tensor([length]), settings).tolist()
+    assert abs(shaped - (2.0 - penalty * expected)) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from tiny_models import make_qwen3, make_tokenizer
 from torch import Tensor
 
@@ -102,6 +106,69 @@ def test_loss_and_metrics_follow_the_formula(changes):
     assert float(metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"]) == pytest.approx(
         expected["rewards_margin_mean"], rel=1e-6
     )
+
+
+KEYS = {
+    "reference_policy_kl_penalty": [0.1, 2.0],
+    "preference_loss_weight": [0.0, 0.5],
+    "preference_average_log_probs": [False, True],
+    "label_smoothing": [0.0, 0.2],
+    "sft_loss_weight": [0.0, 0.3],
+    "sft_average_log_probs": [False, True],
+}
+
+
+def gradient_by_hand(logprobs: Tensor, batch: PreferenceBatch, settings: DpoSettings) -> Tensor:
+    """Derivative of the loss by each logprob, written down: that of -log sigmoid(m) is sigmoid(m) - 1."""
+    slopes = torch.zeros_like(logprobs)
+    kept = [row for row in range(0, len(batch), 2) if batch.sample_mask[row]]
+    for row in kept:
+        counts = batch.token_mask[row : row + 2].sum(dim=1).tolist()
+        ratios = (logprobs * batch.token_mask).sum(dim=1)[row : row + 2] - batch.reference_sums[row : row + 2]
+        per_token = [1 / count for count in counts] if settings.preference_average_log_probs else [1.0, 1.0]
+        beta = settings.reference_policy_kl_penalty
+        margin = beta * (float(ratios[0]) * per_token[0] - float(ratios[1]) * per_token[1])
+        of_margin = 1 / (1 + math.exp(-margin)) - 1 + settings.label_smoothing
+        sft = settings.sft_loss_weight * (1 / counts[0] if settings.sft_average_log_probs else 1.0)
+        preference = settings.preference_loss_weight * of_margin * beta
+        slopes[row] = (preference * per_token[0] - sft) * batch.token_mask[row] / len(kept)
+        slopes[row + 1] = -preference * per_token[1] * batch.token_mask[row + 1] / len(kept)
+    return slopes
+
+
+def test_loss_and_gradient_follow_the_formula_for_all_combinations_of_keys():
+    logprobs, batch = make_batch()
+    logprobs = logprobs.double().requires_grad_()
+    for values in itertools.product(*KEYS.values()):
+        settings = replace(PLAIN, **dict(zip(KEYS, values, strict=True)))
+        loss, _ = DpoLoss(settings)(logprobs, batch, norm_of(batch))
+        assert float(loss) == pytest.approx(by_formula(logprobs.detach(), batch, settings)["loss"], rel=1e-6), settings
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        expected = gradient_by_hand(logprobs.detach(), batch, settings)
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9, msg=str(settings))
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**100), 0.0, width=32) | st.floats(-50.0, 0.0, width=32), min_size=6, max_size=6),
+    mask=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),
+    references=st.tuples(st.floats(-1e30, 0.0), st.floats(-1e30, 0.0)),
+    settings=st.builds(replace, st.just(PLAIN), **{key: st.sampled_from(values) for key, values in KEYS.items()}),
+)
+def test_finite_logprobs_give_a_finite_loss_and_gradient_whatever_the_masks(values, mask, references, settings):
+    logprobs = torch.tensor(values).view(2, 3).requires_grad_()
+    batch = PreferenceBatch(
+        input_ids=torch.zeros(2, 3, dtype=torch.int64),
+        input_lengths=torch.tensor([3, 3]),
+        token_mask=torch.tensor(mask).view(2, 3),
+        sample_mask=torch.ones(2),
+        reference_sums=torch.tensor(references, dtype=torch.float64),
+    )
+    loss, _ = DpoLoss(settings)(logprobs, batch, norm_of(batch))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+    assert not gradient[batch.loss_mask == 0].any()
 
 
 def test_micro_batches_sum_to_the_whole_and_dropped_pairs_have_no_gradient():
