@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from forked import context
 from megatron_cpu_shim import megatron_on_cpu
 from tiny_models import VOCAB_SIZE, qwen3_config, save_model_folder
 from torch import Tensor
@@ -439,12 +441,21 @@ def run_ranks(world_size: int, tmp_path: Path, check: Callable[..., None], *args
     With `device="cuda"` each of them has a GPU of its own.
     """
     path = check.__code__.co_filename
-    mp.spawn(_rank_main, (world_size, str(tmp_path), path, check.__name__, args, device), nprocs=world_size)
+    shared = (world_size, str(tmp_path), path, check.__name__, args, device, dict(os.environ))
+    mp.start_processes(_rank_main, shared, nprocs=world_size, start_method=context().get_start_method())
 
 
 def _rank_main(
-    rank: int, world_size: int, tmp_path: str, path: str, name: str, args: tuple[Any, ...], device: str
+    rank: int,
+    world_size: int,
+    tmp_path: str,
+    path: str,
+    name: str,
+    args: tuple[Any, ...],
+    device: str,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("rank_checks", path)
     assert spec is not None and spec.loader is not None

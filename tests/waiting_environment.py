@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from pathlib import Path
+
+from one_process_grpo import run_in_this_process
 
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.policy.policy import Policy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from run_grpo import main
-
-from nemo_offload_rl.utils.cli import run_main
 
 LIMIT_S = 30
 came_back = threading.Event()
@@ -40,4 +36,4 @@ def wait_and_score(environment, responses):
 if __name__ == "__main__":
     Policy.prepare_for_lp_inference = prepare_and_tell
     ArithmeticEnvironment.step = wait_and_score
-    run_main(main)
+    run_in_this_process()

@@ -21,9 +21,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(folder, model_folder, run_grpo):
+def run(folder, model_folder, launch_grpo):
     """Five steps, checkpoints after the second, fourth and fifth."""
-    done = run_grpo(
+    done = launch_grpo(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={folder / 'run'}",
         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
@@ -102,14 +102,14 @@ def test_the_report_is_written(run, folder):
 
 
 def test_a_resumed_run_with_other_residency_keys_goes_on_bitwise_as_the_uninterrupted_one(
-    metrics, folder, model_folder, run_grpo, read_metrics
+    metrics, folder, model_folder, run_in_one_process, read_metrics
 ):
     (folder / "resumed").mkdir()
     shutil.copy(folder / "run" / "metrics.jsonl", folder / "resumed" / "metrics.jsonl")
     lines = (folder / "resumed" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[:3]))
     shutil.copytree(folder / "checkpoints" / "step_2", folder / "resumed" / "checkpoints" / "step_2")
-    done = run_grpo(
+    done = run_in_one_process(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={folder / 'resumed'}",
         f"checkpointing.checkpoint_dir={folder / 'resumed' / 'checkpoints'}",
@@ -135,11 +135,11 @@ def test_a_resumed_run_with_other_residency_keys_goes_on_bitwise_as_the_uninterr
 
 
 def test_only_a_checkpoint_that_exports_weights_puts_an_engine_to_sleep_that_the_next_step_needs(
-    folder, model_folder, run_grpo, read_metrics
+    folder, model_folder, run_in_one_process, read_metrics
 ):
     records = {}
     for exports in ("false", "true"):
-        done = run_grpo(
+        done = run_in_one_process(
             f"policy.model_name={model_folder}",
             f"logger.log_dir={folder / f'exports_{exports}'}",
             f"checkpointing.checkpoint_dir={folder / f'checkpoints_{exports}'}",

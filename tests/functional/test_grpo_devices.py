@@ -8,6 +8,7 @@ import pytest
 import torch
 from supervised_cases import write_model
 
+ONE_PROCESS = "tests/one_process_grpo.py"
 STEPS = 8
 NUM_SAMPLES = 12
 OWN_DEVICES = (
@@ -53,9 +54,9 @@ def short_run(log_dir):
 def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
     """Metrics of a short run with overrides, by step."""
 
-    def run(*overrides: str) -> dict[int, dict[str, float]]:
+    def run(*overrides: str, **script: str) -> dict[int, dict[str, float]]:
         log_dir = tmp_path_factory.mktemp("run")
-        done = run_grpo(f"policy.model_name={model_folder}", *short_run(log_dir), *overrides)
+        done = run_grpo(f"policy.model_name={model_folder}", *short_run(log_dir), *overrides, **script)
         assert done.status == 0, done.stderr
         return read_metrics(log_dir)
 
@@ -65,7 +66,7 @@ def metrics_of(model_folder, tmp_path_factory, run_grpo, read_metrics):
 @pytest.fixture(scope="module")
 def undisturbed(metrics_of):
     """Metrics of a run in which policy and engine share the device and nothing happens, by step."""
-    return metrics_of()
+    return metrics_of(script=ONE_PROCESS)
 
 
 def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_same_numbers(
@@ -78,7 +79,7 @@ def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_s
     run.wait_for_step(STEPS - 1)
     status, _, alive = run.wait(60)
     assert (status, alive) == (0, [])
-    assert f"vllm worker 0 died during generate: process {dead.pid}" in run.stderr.read_text()
+    assert f"vllm worker 0 died during generate: process {dead.pid}" in run.script.stderr.read_text()
     shared = read_metrics(tmp_path / "shared")
     for step in range(1, STEPS + 1):
         assert {name: shared[step][name] for name in SAME} == {name: apart[step][name] for name in SAME}
@@ -113,7 +114,7 @@ def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_
 
 
 def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(undisturbed, metrics_of):
-    awake = metrics_of("policy.generation.vllm_cfg.enable_sleep_mode=false")
+    awake = metrics_of("policy.generation.vllm_cfg.enable_sleep_mode=false", script=ONE_PROCESS)
     for step in range(1, STEPS + 1):
         assert {name: awake[step][name] for name in SAME} == {name: undisturbed[step][name] for name in SAME}
         # The reference comes in the place of the parameters, and they come back.
@@ -129,7 +130,7 @@ def trained(tmp_path, run_grpo, read_metrics, greedy_answers):
     the weights before training. The model has wide logits, so that greedy choices are clear.
     """
 
-    def run(*overrides: str, characters: int) -> tuple[dict[int, dict[str, float]], float, float]:
+    def run(*overrides: str, characters: int, **script: str) -> tuple[dict[int, dict[str, float]], float, float]:
         write_model(tmp_path / "wide")
         done = run_grpo(
             f"policy.model_name={tmp_path / 'wide'}",
@@ -141,6 +142,7 @@ def trained(tmp_path, run_grpo, read_metrics, greedy_answers):
             "checkpointing.save_period=100",
             "checkpointing.save_consolidated=true",
             *overrides,
+            **script,
         )
         assert done.status == 0, done.stderr
         samples = tmp_path / "run" / "samples" / f"step_{STEPS}.txt"
@@ -156,7 +158,7 @@ def trained(tmp_path, run_grpo, read_metrics, greedy_answers):
 
 
 def test_after_training_the_engine_answers_as_hugging_face_does_with_the_exported_weights(trained):
-    _, after, before = trained(*DTENSOR, characters=16)
+    _, after, before = trained(*DTENSOR, characters=16, script=ONE_PROCESS)
     assert after == 1
     assert before < 0.5
 

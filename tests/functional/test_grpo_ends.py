@@ -35,16 +35,20 @@ def test_a_killed_engine_is_started_again_while_restarts_are_left_and_then_ends_
     first = running_grpo.engine()
     first.kill()
     running_grpo.wait_for_step(20)
-    (warning,) = [line for line in running_grpo.stderr.read_text().splitlines() if "starting the engine again" in line]
+    (warning,) = [
+        line for line in running_grpo.script.stderr.read_text().splitlines() if "starting the engine again" in line
+    ]
     assert re.search(rf"vllm worker 0 died during \w+: process {first.pid}: .*, restarts left: 0$", warning)
     second = running_grpo.engine()
     second.kill()
     assert_ends_with_the_cause(running_grpo, "vllm", second)
 
 
-def test_an_engine_of_another_model_ends_the_run_with_the_weights_that_it_did_not_get(run_grpo, model_folder, tmp_path):
+def test_an_engine_of_another_model_ends_the_run_with_the_weights_that_it_did_not_get(
+    run_in_one_process, model_folder, tmp_path
+):
     one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
-    done = run_grpo(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", one_layer_more)
+    done = run_in_one_process(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", one_layer_more)
     assert done.status == 2
     last_line = done.stderr.splitlines()[-1]
     assert last_line.startswith("error: The refit left these weights of the engine as they were: model.layers.3.")
@@ -54,12 +58,12 @@ def test_an_engine_of_another_model_ends_the_run_with_the_weights_that_it_did_no
 
 def test_ctrl_c_ends_the_run_as_interrupted(running_grpo):
     # A terminal sends the signal to the whole process group.
-    os.killpg(running_grpo.process.pid, signal.SIGINT)
+    os.killpg(running_grpo.script.pid, signal.SIGINT)
     assert running_grpo.wait(TIMEOUT_S) == (130, "interrupted", [])
 
 
 def test_sigterm_to_every_process_of_the_run_at_once_ends_it_without_waiting_for_rays_daemons(running_grpo):
-    os.killpg(running_grpo.process.pid, signal.SIGTERM)
+    os.killpg(running_grpo.script.pid, signal.SIGTERM)
     status, _, alive = running_grpo.wait(20)
     assert status != 0
     assert not alive

