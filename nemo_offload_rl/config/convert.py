@@ -41,6 +41,7 @@ _DATASETS: Mapping[str, type] = {
     "PreferenceDataset": PreferenceSettings,
 }
 _NO_RETRY = {"retry_message": None}
+_LEFT_OUT = {"split": None, "tool_key": "tools"}  # what a data set's keys mean where they are left out
 _NO_TASK = {"prompt_file": None, "system_prompt_file": None, "processor": None, "env_name": None}
 
 
@@ -136,7 +137,10 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
         tokenizer=freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
         generation=to_generation_settings(cfg["policy"]["generation"], cfg["policy"]["model_name"], seed),
         data=DataSettings(
-            max_input_seq_length=data["max_input_seq_length"], shuffle=data["shuffle"], **_train_and_validation(data)
+            max_input_seq_length=data["max_input_seq_length"],
+            add_bos=data["add_bos"],
+            shuffle=data["shuffle"],
+            **_train_and_validation(data),
         ),
         env={name: freeze(EnvSettings, _NO_RETRY | section, f"env.{name}") for name, section in cfg["env"].items()},
         logger=freeze(LoggerSettings, {"wandb": None, "mlflow": None, **cfg["logger"]}, "logger"),
@@ -258,6 +262,6 @@ def to_dataset_settings(section: Any, default: Mapping[str, Any], where: str) ->
     kind = _DATASETS[section["dataset_name"]]
     task = {**_NO_TASK, **default, **{key: value for key, value in section.items() if key in _NO_TASK}}
     own = {key: value for key, value in section.items() if key not in _NO_TASK and key != "dataset_name"}
-    if "split" not in own and any(field.name == "split" for field in dataclasses.fields(kind)):
-        own["split"] = None
-    return freeze(kind, {**own, "task": task}, where)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    left_out = {name: value for name, value in _LEFT_OUT.items() if name in fields}
+    return freeze(kind, {**left_out, **own, "task": task}, where)

@@ -26,7 +26,9 @@ class ArithmeticConfig(TaskKeys):
     num_digits: Annotated[int, doc("Digits of each operand, at most.", ge=1, le=9)]
     operators: Annotated[list[Literal["+", "-", "*"]], doc("Operators to draw from.", min_length=1)]
     size: Annotated[int, doc("Training problems, all different.", ge=1)]
-    holdout: Annotated[int, doc("Further problems for validation, none of which training sees.", ge=0)]
+    holdout: Annotated[
+        int, doc("Further problems for validation, none of which training sees, whatever its seed.", ge=0)
+    ]
     seed: Annotated[int, doc("Seed that picks the problems.", ge=0)]
 
 
@@ -43,8 +45,24 @@ class FileKeys(TypedDict):
     split: NotRequired[
         Annotated[str | None, doc("Split of a folder that has several; in a folder of files, how their names begin.")]
     ]
-    split_validation_size: Annotated[float, doc("Share of the rows kept for validation.", ge=0, lt=1)]
+    split_validation_size: Annotated[
+        float, doc("Share of the rows kept for validation; 0 in `data.validation`.", ge=0, lt=1)
+    ]
     seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
+
+
+class ToolKeys(TypedDict):
+    """Of a data set with conversations."""
+
+    tool_key: NotRequired[
+        Annotated[
+            str | None,
+            doc(
+                "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
+                "`tools`. null leaves tools out. Rows without the field have none."
+            ),
+        ]
+    ]
 
 
 @closed
@@ -62,12 +80,14 @@ class OpenMathInstruct2Config(TaskKeys):
 
     dataset_name: Annotated[Literal["OpenMathInstruct-2"], doc("This data set.")]
     split: Annotated[Literal["train", "train_1M", "train_2M", "train_5M"], doc("Split of the published data set.")]
-    split_validation_size: Annotated[float, doc("Share of the rows kept for validation.", ge=0, lt=1)]
+    split_validation_size: Annotated[
+        float, doc("Share of the rows kept for validation; 0 in `data.validation`.", ge=0, lt=1)
+    ]
     seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
 
 
 @closed
-class OpenAIFormatConfig(TaskKeys, FileKeys):
+class OpenAIFormatConfig(TaskKeys, ToolKeys, FileKeys):
     """`dataset_name: OpenAIFormatDataset`: a conversation in each row, a list of `role` and `content`."""
 
     dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("This data set.")]
@@ -75,7 +95,7 @@ class OpenAIFormatConfig(TaskKeys, FileKeys):
 
 
 @closed
-class BinaryPreferenceConfig(TaskKeys, FileKeys):
+class BinaryPreferenceConfig(TaskKeys, ToolKeys, FileKeys):
     """`dataset_name: BinaryPreferenceDataset`: a better and a worse response in each row, as text or messages."""
 
     dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("This data set.")]
@@ -88,7 +108,7 @@ class BinaryPreferenceConfig(TaskKeys, FileKeys):
 
 
 @closed
-class PreferenceConfig(TaskKeys, FileKeys):
+class PreferenceConfig(TaskKeys, ToolKeys, FileKeys):
     """`dataset_name: PreferenceDataset`: rows with `context` messages and `completions`, each with its `rank`.
 
     The completion of the lowest rank is the better one, that of the highest the worse one.
@@ -155,7 +175,13 @@ DpoDatasetConfig = Annotated[
 class DataDefaultConfig(TypedDict):
     """`data.default`: how rows become prompts, unless a data set says otherwise."""
 
-    prompt_file: Annotated[str | None, doc("Text file with `{}` where the problem goes; null sends the problem alone.")]
+    prompt_file: Annotated[
+        str | None,
+        doc(
+            "Text file with `{}` where the problem goes, and `{{` `}}` for literal braces; null sends the problem "
+            "alone."
+        ),
+    ]
     system_prompt_file: Annotated[str | None, doc("Text file of the system message; null for none.")]
     processor: Annotated[str, doc("Function that turns a row into messages, by name.")]
     env_name: Annotated[str, doc("Environment that scores the responses: a key of `env`.")]
@@ -166,11 +192,15 @@ class DataConfig(TypedDict):
     """`data`: prompts for training and validation."""
 
     max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
+    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
     shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
     train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` says which keys follow.")]
     validation: Annotated[
         DatasetConfig | None,
-        doc("Validation prompts, with the keys of `data.train`; null for the part that `train` keeps for validation."),
+        doc(
+            "Validation prompts, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
+            "validation; null for that part alone."
+        ),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
 
@@ -217,7 +247,10 @@ class SftDataConfig(SupervisedDataKeys):
     train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
     validation: Annotated[
         SftDatasetConfig | None,
-        doc("Validation data, with the keys of `data.train`; null for the part that `train` keeps for validation."),
+        doc(
+            "Validation data, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
+            "validation; null for that part alone."
+        ),
     ]
     default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
 
@@ -229,7 +262,10 @@ class DpoDataConfig(SupervisedDataKeys):
     train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
     validation: Annotated[
         DpoDatasetConfig | None,
-        doc("Validation data, with the keys of `data.train`; null for the part that `train` keeps for validation."),
+        doc(
+            "Validation data, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
+            "validation; null for that part alone."
+        ),
     ]
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
@@ -68,7 +69,7 @@ def load_rows(settings: DatasetSettings) -> Splits[Row]:
 def load_prompts(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
 ) -> Splits[Prompt]:
-    """Prompts for training, and for validation from `data.validation` or else from what `data.train` keeps aside.
+    """Prompts for training, and for validation what `data.train` keeps aside and all of `data.validation`.
 
     Args:
         settings: The keys `data.*`.
@@ -78,22 +79,16 @@ def load_prompts(
     Raises:
         DataError: A data set is empty, or a row cannot be used; a prompt longer than the limit, for example.
     """
-    sources = [
-        source
-        for section in (settings.train, settings.validation)
-        if section is not None
-        for source, _ in MixtureSettings.parts(section)
-    ]
-    names = {id(source): name for source, name in zip(sources, data_set_names(sources), strict=True)}
 
-    def load(source: DatasetSettings) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
+    def load(source: DatasetSettings, name: str) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
         encoder = PromptEncoder(
             tokenizer=tokenizer,
             task=source.task,
             templates=load_templates(source.task),
             max_input_seq_length=settings.max_input_seq_length,
+            add_bos=settings.add_bos,
             chat_template_kwargs=dict(chat_template_kwargs or {}),
-            data_set=names[id(source)],
+            data_set=name,
         )
         return load_rows(source), lambda rows: encode_prompts(encoder, rows)
 
@@ -116,11 +111,13 @@ def load_examples(
     limit = _LengthLimit(settings)
 
     def load(
-        source: DatasetSettings,
+        source: DatasetSettings, name: str
     ) -> tuple[Splits[Conversation], Callable[[Sequence[Conversation]], tuple[Example, ...]]]:
         def encode(rows: Sequence[Conversation]) -> tuple[Example, ...]:
-            examples = ((row, encoder.encode(row.messages, row.origin)) for row in rows)
-            return tuple(example for row, example in examples if limit.holds(row.origin, example))
+            examples = ((row, encoder.encode(row.messages, row.origin, tools=row.tools)) for row in rows)
+            return tuple(
+                replace(example, data_set=name) for row, example in examples if limit.holds(row.origin, example)
+            )
 
         return _conversations(source), encode
 
@@ -143,13 +140,13 @@ def load_example_pairs(
     limit = _LengthLimit(settings)
 
     def load(
-        source: DatasetSettings,
+        source: DatasetSettings, name: str
     ) -> tuple[Splits[PreferencePair], Callable[[Sequence[PreferencePair]], tuple[ExamplePair, ...]]]:
         assert isinstance(source, BinaryPreferenceSettings | PreferenceSettings), type(source)
         templates = load_templates(source.task)
 
         def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
-            pairs = ((row, _encode_pair(encoder, row, templates)) for row in rows)
+            pairs = ((row, _encode_pair(encoder, row, templates, name)) for row in rows)
             return tuple(pair for row, pair in pairs if limit.holds(row.origin, pair.chosen, pair.rejected))
 
         return load_pairs(source), encode
@@ -161,14 +158,25 @@ def load_example_pairs(
 
 def _load_splits[R, T](
     settings: DataSettings,
-    load: Callable[[DatasetSettings], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
+    load: Callable[[DatasetSettings, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
 ) -> Splits[T]:
-    """Rows of every data set, encoded; a mixture's are put one after the other, with its parts beside them."""
+    """Rows of every data set, encoded.
+
+    Training rows of a mixture are put one data set after the other, with its parts beside them. Validation rows are
+    taken from each data set in turn, so that a run that validates on the first of them sees every set.
+
+    Args:
+        settings: The keys `data.*`.
+        load: From a data set and its name to its rows and what encodes them.
+    """
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
     weights: list[float] = []
-    for source, weight in MixtureSettings.parts(settings.train):
-        rows, encode = load(source)
+    sources = MixtureSettings.parts(settings.train)
+    more = () if settings.validation is None else MixtureSettings.parts(settings.validation)
+    names = iter(data_set_names([source for source, _ in (*sources, *more)]))
+    for source, weight in sources:
+        rows, encode = load(source, next(names))
         encoded = encode(rows.train)
         if not encoded:
             raise DataError(
@@ -176,18 +184,26 @@ def _load_splits[R, T](
             )
         train.append(encoded)
         weights.append(weight)
-        if settings.validation is None:
-            validation.append(encode(rows.validation))
-    if settings.validation is not None:
-        for source, _ in MixtureSettings.parts(settings.validation):
-            rows, encode = load(source)
-            validation.append(encode(rows.validation or rows.train))
+        validation.append(encode(rows.validation))
+    for source, _ in more:
+        rows, encode = load(source, next(names))
+        # Of made-up problems those that training never sees; of anything else all rows.
+        is_made_up = isinstance(source, ArithmeticSettings)
+        validation.append(encode(rows.validation if is_made_up else (*rows.train, *rows.validation)))
+        if not validation[-1]:
+            raise DataError(f"data.validation has no rows{_where(source)}; add rows, or set data.validation to null")
     parts = tuple(Part(len(rows), weight) for rows, weight in zip(train, weights, strict=True))
     return Splits(
         train=tuple(row for rows in train for row in rows),
-        validation=tuple(row for rows in validation for row in rows),
+        validation=_in_turn(validation),
         parts=parts if isinstance(settings.train, MixtureSettings) else (),
     )
+
+
+def _in_turn[T](parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
+    """The first row of each part, then the second of each, and so on."""
+    longest = max(map(len, parts), default=0)
+    return tuple(part[index] for index in range(longest) for part in parts if index < len(part))
 
 
 def _where(source: DatasetSettings) -> str:
@@ -201,7 +217,7 @@ def _conversations(source: DatasetSettings) -> Splits[Conversation]:
         loaded = load_conversations(source)
 
         def finish(row: Conversation) -> Conversation:
-            return Conversation(messages=tuple(with_system_prompt(row.messages, templates)), origin=row.origin)
+            return replace(row, messages=tuple(with_system_prompt(row.messages, templates)))
 
         return Splits(
             train=tuple(finish(row) for row in loaded.train), validation=tuple(finish(row) for row in loaded.validation)
@@ -217,10 +233,10 @@ def _conversations(source: DatasetSettings) -> Splits[Conversation]:
     )
 
 
-def _encode_pair(encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates) -> ExamplePair:
+def _encode_pair(encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates, name: str) -> ExamplePair:
     prompt = with_system_prompt(row.prompt, templates)
     chosen, rejected = (
-        encoder.encode([*prompt, *response], row.origin, num_given=len(prompt))
+        replace(encoder.encode([*prompt, *response], row.origin, num_given=len(prompt), tools=row.tools), data_set=name)
         for response in (row.chosen, row.rejected)
     )
     return ExamplePair(chosen=chosen, rejected=rejected)

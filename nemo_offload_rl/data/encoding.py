@@ -8,14 +8,16 @@ one, which is checked; a template that shows a turn differently once others foll
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_offload_rl.data.records import Example, Message
+from nemo_offload_rl.data.records import Example, Message, Tools
+from nemo_offload_rl.data.tools import check_shown
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ def render(
         raise _template_error(origin, error) from error
 
 
+def missing_bos(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[int]:
+    """The begin token, where the tokenizer has one and the chat template has not written it; what goes before a text.
+
+    SFT, DPO and the prompts of rollouts all begin by it, so that the same conversation has the same tokens everywhere.
+    """
+    bos: Any = tokenizer.bos_token_id
+    return [bos] if isinstance(bos, int) and list(token_ids[:1]) != [bos] else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatEncoder:
     """Turns conversations into examples.
@@ -74,17 +85,25 @@ class ChatEncoder:
                 "tokenizer); set policy.tokenizer.name to one with a tokenizer.json"
             )
 
-    def encode(self, messages: Sequence[Message], origin: str, *, num_given: int = 0) -> Example:
+    def encode(
+        self, messages: Sequence[Message], origin: str, *, num_given: int = 0, tools: Tools | None = None
+    ) -> Example:
         """One example.
 
         Args:
             messages: The conversation.
             origin: Where it comes from, for error messages.
             num_given: So many messages at the beginning are not counted, whoever wrote them.
+            tools: What the assistant may call, for the chat template.
 
         Raises:
-            DataError: The template fails, or does not show which tokens are the assistant's, or none is.
+            DataError: The template fails, or does not show which tokens are the assistant's, or none is; or it leaves
+                out a tool or a call.
         """
+        if tools is not None:
+            with_tools = replace(self, chat_template_kwargs={**self.chat_template_kwargs, "tools": tools})
+            return with_tools.encode(messages, origin, num_given=num_given)
+        self._check_tools(messages, origin)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         skipped = sum(index < num_given for index in turns)
         counted = turns[-1:] if self.last_turn_only else turns[skipped:]
@@ -124,13 +143,35 @@ class ChatEncoder:
         """By rendering up to each counted turn and up to its end."""
         whole = self._render(messages, origin, add_generation_prompt=False)
         spans = list(self._spans(messages, whole, counted, origin))
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        begins = np.array([begin for begin, _ in encoded["offset_mapping"]], dtype=np.int64)
+        token_ids, begins = self._tokenize(whole, [begin for begin, _ in spans])
         mask = np.zeros(len(begins), dtype=bool)
         for begin, end in spans:
             # A token that begins before the turn was read by the assistant, not written.
             mask |= (begins >= begin) & (begins < end)
-        return np.array(encoded["input_ids"], dtype=np.int32), mask
+        return token_ids, mask
+
+    def _tokenize(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a text, and where in it each begins.
+
+        A rollout's prompt is tokenized without the response. So that training reads the same tokens, none crosses a
+        cut, the place where a turn of the assistant begins; but where the tokenizer cannot go on in the middle of a
+        text (some put a space before it), the text is tokenized as a whole.
+        """
+        token_ids, offsets = self._tokens(text, 0)
+        crossed = [cut for cut in cuts if any(begin < cut < end for begin, end in offsets)]
+        if crossed:
+            edges = [0, *crossed, len(text)]
+            pieces = [self._tokens(text[begin:end], begin) for begin, end in itertools.pairwise(edges)]
+            in_pieces = [token for tokens, _ in pieces for token in tokens]
+            if self.tokenizer.decode(in_pieces) == self.tokenizer.decode(token_ids):
+                token_ids, offsets = in_pieces, [place for _, places in pieces for place in places]
+        begins = np.array([begin for begin, _ in offsets], dtype=np.int64)
+        return np.array(token_ids, dtype=np.int32), begins
+
+    def _tokens(self, text: str, start: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and from where to where each goes, counted from `start` on."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], [(start + begin, start + end) for begin, end in encoded["offset_mapping"]]
 
     def _spans(
         self, messages: Sequence[Message], whole: str, counted: Sequence[int], origin: str
@@ -154,15 +195,19 @@ class ChatEncoder:
     def _with_ends(
         self, token_ids: np.ndarray, mask: np.ndarray, *, ends_counted: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        bos: Any = self.tokenizer.bos_token_id
         eos: Any = self.tokenizer.eos_token_id
-        if self.add_bos and isinstance(bos, int) and token_ids[:1].tolist() != [bos]:
+        if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids.tolist())):
             token_ids, mask = np.insert(token_ids, 0, bos), np.insert(mask, 0, False)
         # The template may write an end token that it does not count, or a line break after one.
         last_written = np.flatnonzero(mask)[-1:]
         if self.add_eos and ends_counted and last_written.size and eos not in token_ids[last_written[0] :]:
             token_ids, mask = np.append(token_ids, np.int32(eos)), np.append(mask, True)
         return token_ids, mask
+
+    def _check_tools(self, messages: Sequence[Message], origin: str) -> None:
+        tools = self.chat_template_kwargs.get("tools")
+        if tools is not None or any("tool_calls" in message for message in messages):
+            check_shown(self._render(messages, origin, add_generation_prompt=False), messages, tools, origin)
 
     def _render(self, messages: Sequence[Message], origin: str, *, add_generation_prompt: bool) -> str:
         return render(

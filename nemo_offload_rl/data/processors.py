@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.data.encoding import render
+from nemo_offload_rl.data.encoding import missing_bos, render
+from nemo_offload_rl.data.prompt_file import PromptFile, read_prompt_file, read_text_file
 from nemo_offload_rl.data.records import Message, Prompt, Row
 from nemo_offload_rl.data.settings import TaskSettings
 from nemo_offload_rl.errors import DataError
@@ -15,14 +15,12 @@ from nemo_offload_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PLACEHOLDER = "{}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplates:
-    """Contents of the prompt files; None where there is none. `prompt` has one `{}` where the question goes."""
+    """Contents of the prompt files; None where there is none."""
 
-    prompt: str | None
+    prompt: PromptFile | None
     system: str | None
 
 
@@ -33,8 +31,7 @@ def question_and_prompt_file(row: Row, templates: PromptTemplates) -> list[Messa
     """The system prompt, if any, and one user message: the question put into the prompt file."""
     question = row.question
     if templates.prompt is not None:
-        before, _, after = templates.prompt.partition(_PLACEHOLDER)
-        question = f"{before}{question}{after}"
+        question = templates.prompt.fill(question)
     user = {"role": "user", "content": question}
     if templates.system is None:
         return [user]
@@ -58,15 +55,14 @@ def load_templates(task: TaskSettings) -> PromptTemplates:
     """Read the prompt files.
 
     Raises:
-        DataError: A file is missing, or the prompt file does not have exactly one `{}`.
+        DataError: A file is missing, or the prompt file does not have exactly one place for the question.
     """
-    prompt = _read_template(task.prompt_file, "prompt_file")
-    if prompt is not None and prompt.count(_PLACEHOLDER) != 1:
-        raise DataError(
-            f"prompt file {task.prompt_file} has {prompt.count(_PLACEHOLDER)} places marked {{}}: the question goes to "
-            f"exactly one; mark it, or set prompt_file to null"
-        )
-    return PromptTemplates(prompt=prompt, system=_read_template(task.system_prompt_file, "system_prompt_file"))
+    return PromptTemplates(
+        prompt=None if task.prompt_file is None else read_prompt_file(task.prompt_file),
+        system=None
+        if task.system_prompt_file is None
+        else read_text_file(task.system_prompt_file, "system_prompt_file"),
+    )
 
 
 def processor_named(name: str | None) -> Processor:
@@ -89,6 +85,7 @@ class PromptEncoder:
         task: Processor, prompt files and environment.
         templates: The prompt files' contents.
         max_input_seq_length: Longest prompt allowed, in tokens.
+        add_bos: Begin with the begin token, where there is one and the template does not write it.
         chat_template_kwargs: Extra variables for the chat template.
         data_set: What metrics call the data set.
     """
@@ -97,6 +94,7 @@ class PromptEncoder:
     task: TaskSettings
     templates: PromptTemplates
     max_input_seq_length: int
+    add_bos: bool
     chat_template_kwargs: Mapping[str, Any]
     data_set: str
 
@@ -111,6 +109,8 @@ class PromptEncoder:
             self.tokenizer, messages, row.origin, add_generation_prompt=True, kwargs=self.chat_template_kwargs
         )
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids)):
+            token_ids, text = (*bos, *token_ids), f"{self.tokenizer.bos_token}{text}"
         if len(token_ids) > self.max_input_seq_length:
             raise DataError(
                 f"{row.origin}: the prompt has {len(token_ids)} tokens, more than data.max_input_seq_length="
@@ -130,12 +130,3 @@ class PromptEncoder:
 def encode_prompts(encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[Prompt, ...]:
     """Prompts of all rows, in their order."""
     return tuple(encoder.prompt(row) for row in rows)
-
-
-def _read_template(path: str | None, setting: str) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{setting} {path} cannot be read: {error.strerror}; correct the path or set null") from error

@@ -14,6 +14,8 @@ from typing import Any
 
 from nemo_offload_rl.errors import DataError
 
+_BYTE_ORDER_MARK = "\ufeff"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -46,13 +48,16 @@ def read_records(path: Path, split: str | None = None) -> list[Record]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    for number, line in enumerate(_text_of(path).splitlines(), start=1):
+    # Not splitlines: it also breaks lines at U+2028, U+0085 and the like, which JSON allows inside a string.
+    for number, line in enumerate(_text_of(path).split("\n"), start=1):
+        line = line.removeprefix(_BYTE_ORDER_MARK)  # of files that were put together from several
         if line.strip():
             origin = f"{path}:{number}"
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
-                fact = f"{origin} is not JSON ({error.msg}, column {error.colno})"
+            except (ValueError, RecursionError) as error:
+                where = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                fact = f"{origin} is not JSON ({_reason(error)}{where})"
                 raise DataError(f"{fact}; put one object on each line") from error
             yield _record(value, origin, "put one object on each line")
 
@@ -60,8 +65,10 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 def _read_json(path: Path) -> Iterator[Record]:
     try:
         values = json.loads(_text_of(path))
-    except json.JSONDecodeError as error:
-        fact = f"{path}:{error.lineno} is not JSON ({error.msg}, column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        where = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        fact = f"{path}{line} is not JSON ({_reason(error)}{where})"
         raise DataError(f"{fact}; write a list of objects, or name a .jsonl file") from error
     if not isinstance(values, list):
         raise DataError(f"{path} holds a JSON {type(values).__name__}; write a list of objects")
@@ -80,7 +87,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             f"data file {path} cannot be read as Parquet ({_first_line(error)}); check that it is whole"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield Record(row, f"{path}, row {number}")
+        yield _table_record(row, f"{path}, row {number}")
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
@@ -128,22 +135,49 @@ def _read_saved(folder: Path, split: str | None) -> list[Record]:
         loaded, where = loaded[split], f"{folder} ({split})"
     elif split is not None:
         raise DataError(f"data folder {folder} holds one data set without splits, not {split!r}; set `split` to null")
-    return [Record(dict(row), f"{where}, row {number}") for number, row in enumerate(loaded, start=1)]
+    return [_table_record(dict(row), f"{where}, row {number}") for number, row in enumerate(loaded, start=1)]
 
 
 def _record(value: Any, origin: str, mend: str) -> Record:
     if not isinstance(value, dict):
         raise DataError(f"{origin} holds a JSON {type(value).__name__}; {mend}")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        bad = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{origin} has half of a surrogate pair ({bad}), which is no text; take it out") from error
     return Record(value, origin)
+
+
+def _table_record(row: Mapping[str, Any], origin: str) -> Record:
+    return Record({key: _without_fillers(value) for key, value in row.items()}, origin)
+
+
+def _without_fillers(value: Any) -> Any:
+    """Tables give every object of a column every field, None where it had none: these go."""
+    if isinstance(value, Mapping):
+        return {key: _without_fillers(entry) for key, entry in value.items() if entry is not None}
+    return [_without_fillers(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # newline="": a lone carriage return is white space to JSON, not the end of a line.
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error.strerror}; correct `path` or its rights") from error
     except UnicodeDecodeError as error:
         raise DataError(f"data file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return error.msg
+        case RecursionError():
+            return "nested too deeply"
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 type Message = dict[str, Any]
-"""`role`, `content`, and whatever else a chat template reads."""
+"""`role`, `content`, and whatever else a chat template reads, as `tool_calls`."""
+
+type Tools = list[dict[str, Any]]
+"""Functions that the assistant may call, each a JSON schema, as chat templates read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +55,22 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, some of which are the assistant's; `origin` as in `Row`."""
+    """Messages, some of which are the assistant's, and the tools that it may call; `origin` as in `Row`."""
 
     messages: tuple[Message, ...]
     origin: str
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:
-    """A prompt and two ways to go on, the better and the worse; `origin` as in `Row`."""
+    """A prompt and two ways to go on, the better and the worse; `tools` and `origin` as in `Conversation`."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     origin: str
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,10 +80,12 @@ class Example:
     Attributes:
         token_ids: [T] int32.
         token_mask: [T] bool, True for tokens that the loss counts.
+        data_set: As in `Prompt`.
     """
 
     token_ids: np.ndarray
     token_mask: np.ndarray
+    data_set: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +94,11 @@ class ExamplePair:
 
     chosen: Example
     rejected: Example
+
+    @property
+    def data_set(self) -> str:
+        """As in `Prompt`."""
+        return self.chosen.data_set
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ class Splits[T]:
 
     Attributes:
         train: Rows to train on.
-        validation: Rows kept aside.
+        validation: Rows kept aside; of several data sets one of each in turn, so that the first rows are of all.
         parts: Of a mixture: the runs of `train` that its data sets gave, in order; () where there is no mixture.
     """
 

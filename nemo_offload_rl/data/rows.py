@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nemo_offload_rl.data.settings import (
     PreferenceSettings,
     ResponseDatasetSettings,
 )
+from nemo_offload_rl.data.tools import tools_of, with_tool_calls
 from nemo_offload_rl.errors import DataError
 
 
@@ -32,7 +34,7 @@ def load_responses(settings: ResponseDatasetSettings) -> Splits[Row]:
 def load_conversations(settings: OpenAIFormatSettings) -> Splits[Conversation]:
     """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
     records = read_records(Path(settings.path), settings.split)
-    rows = [conversation(record, settings.chat_key) for record in records]
+    rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
     return split_by(rows, lambda row: _opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
 
 
@@ -44,6 +46,8 @@ def load_pairs(settings: BinaryPreferenceSettings | PreferenceSettings) -> Split
     else:
         keys = settings.prompt_key, settings.chosen_key, settings.rejected_key
         rows = [binary_pair(record, *keys) for record in records]
+    pairs = zip(rows, records, strict=True)
+    rows = [replace(row, tools=tools_of(record, settings.tool_key)) for row, record in pairs]
     return split_by(rows, lambda row: repr(row.prompt), share=settings.split_validation_size, seed=settings.seed)
 
 
@@ -69,14 +73,14 @@ def response_row(record: Record, input_key: str, output_key: str) -> Row:
     )
 
 
-def conversation(record: Record, chat_key: str) -> Conversation:
-    """Messages of which at least one is the assistant's."""
+def conversation(record: Record, chat_key: str, tool_key: str | None) -> Conversation:
+    """Messages of which at least one is the assistant's, and the tools of the row where it has some."""
     messages = _messages(_field(record, chat_key, "chat_key"), chat_key, record.origin)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{record.origin}: no message is the assistant's, so there is nothing to learn; take the row out"
         )
-    return Conversation(messages=messages, origin=record.origin)
+    return Conversation(messages=messages, origin=record.origin, tools=tools_of(record, tool_key))
 
 
 def binary_pair(record: Record, prompt_key: str | None, chosen_key: str, rejected_key: str) -> PreferencePair:
@@ -159,8 +163,12 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
     for number, entry in enumerate(value, start=1):
         # Tables give every message every field, None where it had none.
         message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+        message = with_tool_calls(message, f"{origin}: message {number} of {key!r}")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both")
+            raise DataError(
+                f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both (beside "
+                "`tool_calls` there may be no `content`)"
+            )
         messages.append(message)
     return tuple(messages)
 

@@ -67,6 +67,7 @@ class OpenAIFormatSettings:
     path: str
     split: str | None
     chat_key: str
+    tool_key: str | None  # field with the tools that the assistant may call
     split_validation_size: float  # share of the rows kept for validation
     seed: int
 
@@ -81,6 +82,7 @@ class BinaryPreferenceSettings:
     prompt_key: str | None  # None: both responses are whole conversations
     chosen_key: str
     rejected_key: str
+    tool_key: str | None  # as above
     split_validation_size: float  # share of the rows kept for validation
     seed: int
 
@@ -92,6 +94,7 @@ class PreferenceSettings:
     task: TaskSettings
     path: str
     split: str | None
+    tool_key: str | None  # as above
     split_validation_size: float  # share of the rows kept for validation
     seed: int
 
@@ -128,7 +131,8 @@ class DataSettings:
     max_input_seq_length: int  # tokens of a prompt
     shuffle: bool
     train: DatasetSettings | MixtureSettings
-    validation: DatasetSettings | MixtureSettings | None  # None: the held-out part of `train`
+    validation: DatasetSettings | MixtureSettings | None  # beside the held-out part of `train`
+    add_bos: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,6 @@ class SupervisedDataSettings(DataSettings):
     """The keys `data.*` of SFT and DPO; `max_input_seq_length` counts the response too."""
 
     overlong_rows: str  # "error" or "drop"
-    add_bos: bool
     add_eos: bool
 
 
@@ -153,5 +156,5 @@ class TokenizerSettings:
     """The keys `policy.tokenizer.*`."""
 
     name: str
-    chat_template: str | None  # a Jinja template; None: the tokenizer's own
+    chat_template: str | None  # a Jinja template or a .jinja file; None or "default": the tokenizer's own
     chat_template_kwargs: Mapping[str, Any] | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.records import Example
@@ -21,7 +22,8 @@ def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
     """The tokenizer with a chat template, an end token and a padding token (the end token where it has none).
 
     Raises:
-        DataError: The folder has no tokenizer, or the tokenizer has no chat template or no end token.
+        DataError: The folder has no tokenizer, or the tokenizer has no chat template or no end token, or the one that
+            is set is no template.
     """
     from transformers import AutoTokenizer  # heavy
 
@@ -32,8 +34,8 @@ def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
             f"no tokenizer can be loaded from {settings.name} ({str(error).splitlines()[0]}); set "
             f"policy.tokenizer.name to a folder with tokenizer.json and tokenizer_config.json, or to a model on the hub"
         ) from error
-    if settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
+    if (template := _template_text(settings.chat_template)) is not None:
+        tokenizer.chat_template = template
     if tokenizer.chat_template is None:
         raise DataError(
             f"tokenizer {settings.name} has no chat template and prompts are built with one; set "
@@ -44,6 +46,26 @@ def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _template_text(given: str | None) -> str | None:
+    """What `policy.tokenizer.chat_template` means: a template's text; None for the tokenizer's own."""
+    if given is None or given.lower() == "default":
+        return None
+    text, where = given, f"policy.tokenizer.chat_template {given!r}"
+    if given.endswith(".jinja"):
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise DataError(f"{where} cannot be read: {error.strerror}; correct the path or set null") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} is not UTF-8 text (byte {error.start}); save it as UTF-8 or set null") from error
+    if "{{" not in text and "{%" not in text:
+        raise DataError(
+            f"{where} has no Jinja expression, so every prompt would be that text; write a template with {{{{ }}}}, "
+            "the path of a .jinja file, or `default` for the tokenizer's own"
+        )
+    return text
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,7 +16,13 @@ class TokenizerConfig(TypedDict):
     """`policy.tokenizer`."""
 
     name: Annotated[str, doc("Folder or hub name of the tokenizer.", min_length=1)]
-    chat_template: Annotated[str | None, doc("Jinja chat template; null for the tokenizer's own.")]
+    chat_template: Annotated[
+        str | None,
+        doc(
+            "Jinja chat template, or the path of a `.jinja` file that holds one; null or `default` for the tokenizer's "
+            "own. NeMo-RL's null, messages put one after the other, is a template of its own here."
+        ),
+    ]
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments of the chat template.")]
 
 

@@ -13,6 +13,8 @@ from nemo_offload_rl.config.schema import RunConfig
 type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, mend) or None."""
 
+_KEPT = ("holdout", "split_validation_size")
+
 
 @dataclass(frozen=True)
 class RuleSet[Config]:
@@ -62,8 +64,38 @@ def sources(section: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def holds_validation_rows(train: Any) -> bool:
     """Whether a part of the training data, mixtures included, is kept for validation."""
-    keys = ("holdout", "split_validation_size")
-    return any(source[key] > 0 for _, source in sources(train, "") for key in keys if key in source)
+    return any(source[key] > 0 for _, source in sources(train, "") for key in _KEPT if key in source)
+
+
+def no_validation_rows_problem(data: Mapping[str, Any], algorithm: str, section: Mapping[str, Any]) -> str | None:
+    """What is wrong where a run validates and its data keep nothing for that, for every algorithm."""
+    validates = section["val_period"] or section["val_at_start"] or section["val_at_end"]
+    if not validates or data["validation"] is not None or holds_validation_rows(data["train"]):
+        return None
+    keys = [
+        f"{place}.{key}" for place, source in sources(data["train"], "data.train") for key in _KEPT if key in source
+    ]
+    return (
+        f"data.validation is null and {' and '.join(keys[:2])}{' and others' if keys[2:] else ''} "
+        f"{'is' if len(keys) == 1 else 'are'} 0, so there is nothing to validate on; set one of them, or "
+        f"{algorithm}.val_period=0 {algorithm}.val_at_start=false {algorithm}.val_at_end=false"
+    )
+
+
+def validation_set_problem(data: Mapping[str, Any]) -> str | None:
+    """What contradicts that every row of `data.validation` is for validation, for every algorithm."""
+    for place, source in sources(data["validation"], "data.validation"):
+        if "holdout" in source and source["holdout"] == 0:
+            return (
+                f"{place}.holdout is 0, but of arithmetic only held-out problems are validated, which training never "
+                f"sees; set {place}.holdout to their number"
+            )
+        if "split_validation_size" in source and source["split_validation_size"] > 0:
+            return (
+                f"{place}.split_validation_size is {source['split_validation_size']}, but all rows of data.validation "
+                f"are for validation; set {place}.split_validation_size to 0"
+            )
+    return None
 
 
 def mixture_problem(data: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule, holds_validation_rows, mixture_problem, sources
+from nemo_offload_rl.config.rules.base import (
+    Rule,
+    mixture_problem,
+    no_validation_rows_problem,
+    sources,
+    validation_set_problem,
+)
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 
 
@@ -122,16 +128,12 @@ def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
 
 def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
     """A run that validates has prompts to validate on."""
-    grpo, data = cfg["grpo"], cfg["data"]
-    if data["validation"] is not None or not (grpo["val_period"] or grpo["val_at_start"] or grpo["val_at_end"]):
-        return None
-    if not holds_validation_rows(data["train"]):
-        key = "holdout" if "holdout" in data["train"] else "split_validation_size"
-        return (
-            f"data.validation is null and data.train.{key} is 0, so there is nothing to validate on; set one of "
-            "them, or grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
-        )
-    return None
+    return no_validation_rows_problem(cfg["data"], "grpo", cfg["grpo"])
+
+
+def validation_sets_are_used_whole(cfg: GrpoMasterConfig) -> str | None:
+    """A validation set keeps nothing back: all its rows are validated."""
+    return validation_set_problem(cfg["data"])
 
 
 def mixtures_of_prompts_have_their_weights(cfg: GrpoMasterConfig) -> str | None:
@@ -176,5 +178,6 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     engine_fits_a_host_of_its_own,
     every_environment_exists,
     validation_has_prompts,
+    validation_sets_are_used_whole,
     mixtures_of_prompts_have_their_weights,
 )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, holds_validation_rows, mixture_problem, sources
+from nemo_offload_rl.config.rules.base import (
+    Rule,
+    data_parallel_size,
+    mixture_problem,
+    no_validation_rows_problem,
+    sources,
+    validation_set_problem,
+)
 from nemo_offload_rl.config.schema import DpoMasterConfig, SftMasterConfig
 
 type _Config = SftMasterConfig | DpoMasterConfig
@@ -22,18 +29,7 @@ def longest_row_fits_the_policy(cfg: _Config) -> str | None:
 def validation_has_rows(cfg: _Config) -> str | None:
     """A run that validates has data to validate on."""
     name, section = ("sft", cfg["sft"]) if "sft" in cfg else ("dpo", cfg["dpo"])
-    data = cfg["data"]
-    if data["validation"] is not None or not (
-        section["val_period"] or section["val_at_start"] or section["val_at_end"]
-    ):
-        return None
-    if not holds_validation_rows(data["train"]):
-        key = "holdout" if "holdout" in data["train"] else "split_validation_size"
-        return (
-            f"data.validation is null and data.train.{key} is 0, so there is nothing to validate on; set one of "
-            f"them, or {name}.val_period=0 {name}.val_at_start=false {name}.val_at_end=false"
-        )
-    return None
+    return no_validation_rows_problem(cfg["data"], name, section)
 
 
 def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
@@ -46,6 +42,11 @@ def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
             f"the same share; make it a multiple of {size}"
         )
     return None
+
+
+def validation_sets_of_rows_are_used_whole(cfg: _Config) -> str | None:
+    """A validation set keeps nothing back: all its rows are validated."""
+    return validation_set_problem(cfg["data"])
 
 
 def mixtures_have_a_weight_for_each_data_set(cfg: _Config) -> str | None:
@@ -90,6 +91,7 @@ RULES: tuple[Rule[_Config], ...] = (
     longest_row_fits_the_policy,
     validation_has_rows,
     validation_batch_divides_over_workers,
+    validation_sets_of_rows_are_used_whole,
     mixtures_have_a_weight_for_each_data_set,
     data_sets_name_no_environment,
 )

@@ -25,6 +25,11 @@ from nemo_offload_rl.utils.config import load_config
 CPU = "tests/unit/config/cpu.yaml"
 PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
 
+KEEPS_NONE = "{dataset_name: arithmetic, seed: 1, num_digits: 1, operators: ['+'], size: 9, holdout: 0}"
+HALF_A_FILE = (
+    "{dataset_name: ResponseDataset, path: a.jsonl, input_key: q, output_key: a, split_validation_size: 0.5, seed: 1}"
+)
+
 # rule name -> overrides that break it, and words that its message must have
 BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "exactly_one_backend_is_enabled": [
@@ -127,7 +132,24 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["+policy.generation.vllm_kwargs.dtype=auto"], "use policy.generation.vllm_cfg.precision"),
     ],
     "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
-    "validation_has_prompts": [(["data.train.holdout=0"], "nothing to validate on")],
+    "validation_has_prompts": [
+        (["data.train.holdout=0"], "data.train.holdout is 0, so there is nothing to validate on"),
+        (
+            [
+                "~data.train",
+                f"+data.train={{dataset_name: mixture, weights: [1, 2], datasets: [{KEEPS_NONE}, {KEEPS_NONE}]}}",
+            ],
+            "data.train.datasets.0.holdout and data.train.datasets.1.holdout are 0",
+        ),
+    ],
+    "validation_sets_are_used_whole": [
+        ([f"data.validation={KEEPS_NONE}"], "data.validation.holdout is 0, but of arithmetic only held-out problems"),
+        ([f"data.validation={HALF_A_FILE}"], "set data.validation.split_validation_size to 0"),
+        (
+            [f"data.validation={{dataset_name: mixture, weights: [1], datasets: [{HALF_A_FILE}]}}"],
+            "data.validation.datasets.0.split_validation_size is 0.5, but all rows",
+        ),
+    ],
     "mixtures_of_prompts_have_their_weights": [
         (["~data.train", "+data.train={dataset_name: mixture, weights: [], datasets: []}"], "at least one"),
         (

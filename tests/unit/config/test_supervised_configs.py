@@ -29,6 +29,11 @@ CHATS = "{dataset_name: OpenAIFormatDataset, path: a.jsonl, chat_key: messages, 
 BROKEN: dict[str, tuple[Path, list[str], str]] = {
     "longest_row_fits_the_policy": (SFT, ["data.max_input_seq_length=4097"], "above policy.max_total_sequence_length"),
     "validation_has_rows": (SFT, ["data.train.split_validation_size=0"], "sft.val_period=0"),
+    "validation_sets_of_rows_are_used_whole": (
+        SFT,
+        [f"data.validation={CHATS.replace('_size: 0', '_size: 0.1')}"],
+        "set data.validation.split_validation_size to 0",
+    ),
     "validation_batch_divides_over_workers": (
         DPO,
         ["cluster.gpus_per_node=3", "policy.train_global_batch_size=129"],

@@ -31,7 +31,9 @@ TOKENIZER.chat_template = (
 
 
 def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_template_kwargs=None):
-    settings = DataSettings(max_input_seq_length=max_input_seq_length, shuffle=True, train=train, validation=validation)
+    settings = DataSettings(
+        max_input_seq_length=max_input_seq_length, add_bos=True, shuffle=True, train=train, validation=validation
+    )
     return load_prompts(settings, TOKENIZER, chat_template_kwargs)
 
 
@@ -61,14 +63,6 @@ def test_prompt_file_and_system_prompt_surround_the_question(tmp_path):
     assert first.text == 'Be brief. Solve what is 0? and answer as {"answer": ...}.>'
 
 
-@pytest.mark.parametrize(("template", "count"), [("no place", 0), ("{} and {}", 2)])
-def test_a_prompt_file_needs_exactly_one_place_for_the_question(tmp_path, template, count):
-    (tmp_path / "prompt.txt").write_text(template)
-    source = replace(ARITHMETIC, task=replace(TASK, prompt_file=str(tmp_path / "prompt.txt")))
-    with pytest.raises(DataError, match=rf"has {count} places marked \{{\}}"):
-        load(source)
-
-
 def test_a_missing_prompt_file_and_an_unknown_processor_are_errors():
     with pytest.raises(DataError, match=r"prompt_file nowhere\.txt cannot be read"):
         load(replace(ARITHMETIC, task=replace(TASK, prompt_file="nowhere.txt")))
@@ -83,9 +77,28 @@ def test_a_prompt_longer_than_the_limit_is_an_error_that_names_the_row(tmp_path)
         load(source, max_input_seq_length=10)
 
 
-def test_a_validation_set_of_its_own_is_used_whole(tmp_path):
-    prompts = load(ARITHMETIC, validation=write_jsonl(tmp_path / "v.jsonl", num_rows=3))
+def test_a_validation_set_of_its_own_is_used_whole_beside_what_the_training_data_keep(tmp_path):
+    own = write_jsonl(tmp_path / "v.jsonl", num_rows=3)
+    prompts = load(replace(ARITHMETIC, holdout=0), validation=own)
     assert [prompt.reference_answer for prompt in prompts.validation] == ["0", "1", "2"]
+    prompts = load(ARITHMETIC, validation=own)
+    held_out = [prompt.text for prompt in load(ARITHMETIC).validation]
+    assert [prompt.text for prompt in prompts.validation if prompt.data_set == "arithmetic"] == held_out
+    assert len(prompts.validation) == 5 + 3
+    problems = load(write_jsonl(tmp_path / "t.jsonl"), validation=ARITHMETIC).validation
+    assert [prompt.text for prompt in problems] == held_out, "not those that training may see"
+
+
+def test_every_data_set_of_a_mixture_is_among_the_first_validation_rows(tmp_path):
+    sizes = {"a": 2, "b": 40, "c": 3}
+    sources = tuple(write_jsonl(tmp_path / f"{name}.jsonl", num_rows=size) for name, size in sizes.items())
+    prompts = load(validation=MixtureSettings(datasets=sources, weights=(1.0, 1.0, 1.0)))
+    names = [prompt.data_set for prompt in prompts.validation]
+    assert names[:8] == ["arithmetic", "a", "b", "c"] * 2
+    assert {name: names.count(name) for name in sizes} == sizes
+    kept = load(MixtureSettings(datasets=(ARITHMETIC, replace(ARITHMETIC, operators=("-",))), weights=(1.0, 9.0)))
+    assert [prompt.data_set for prompt in kept.validation] == ["arithmetic_1", "arithmetic_2"] * 5
+    assert [prompt.data_set for prompt in kept.train] == ["arithmetic_1"] * 20 + ["arithmetic_2"] * 20
 
 
 def test_a_data_set_that_keeps_every_row_for_validation_is_an_error(tmp_path):
@@ -99,11 +112,11 @@ def test_a_data_set_that_keeps_every_row_for_validation_is_an_error(tmp_path):
 def supervised(train, validation=None, **changes) -> SupervisedDataSettings:
     settings = SupervisedDataSettings(
         max_input_seq_length=64,
+        add_bos=True,
         shuffle=True,
         train=train,
         validation=validation,
         overlong_rows="error",
-        add_bos=True,
         add_eos=True,
     )
     return replace(settings, **changes)
@@ -130,7 +143,13 @@ def write_chats(path) -> OpenAIFormatSettings:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return OpenAIFormatSettings(
-        task=TASK, path=str(path), split=None, chat_key="chat", split_validation_size=0.0, seed=0
+        task=TASK,
+        path=str(path),
+        split=None,
+        chat_key="chat",
+        tool_key="tools",
+        split_validation_size=0.0,
+        seed=0,
     )
 
 
@@ -187,6 +206,7 @@ def test_pairs_count_their_responses_and_begin_with_the_same_prompt(tmp_path):
         prompt_key="p",
         chosen_key="c",
         rejected_key="r",
+        tool_key="tools",
         split_validation_size=0.0,
         seed=0,
     )

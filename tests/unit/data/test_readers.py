@@ -1,6 +1,10 @@
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.errors import DataError
@@ -73,7 +77,13 @@ def test_a_saved_folder_with_splits_needs_one_of_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{not json", r"data.jsonl:2 is not JSON .*column 2"), ("[1, 2]", r"data.jsonl:2 holds a JSON list")],
+    [
+        ("{not json", r"data.jsonl:2 is not JSON .*column 2"),
+        ("[1, 2]", r"data.jsonl:2 holds a JSON list"),
+        ('{"q": "\\ud83d"}', r"data.jsonl:2 has half of a surrogate pair \(\\ud83d\)"),
+        ("[" * 100_000, r"data.jsonl:2 is not JSON \(nested too deeply\)"),
+        ('{"q": ' + "9" * 5000 + "}", r"data.jsonl:2 is not JSON \(Exceeds the limit"),
+    ],
 )
 def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path, line, message):
     (tmp_path / "data.jsonl").write_text('{"q": "1"}\n' + line + "\n")
@@ -84,6 +94,38 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path, line, message
 def test_blank_lines_are_skipped_and_counted(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"q": 1}\n\n{"q": 2}\n')
     assert [record.origin[-2:] for record in read_records(tmp_path / "d.jsonl")] == [":1", ":3"]
+
+
+# What ends a line to str.splitlines, or might be taken for the end or the beginning of a file.
+LINE_BREAKS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\ufeff"
+WORDS = st.text(st.sampled_from(f'a"\\\n\r\té{LINE_BREAKS}') | st.characters(exclude_categories=["Cs"]))
+FIELDS = st.dictionaries(WORDS, WORDS | st.lists(st.dictionaries(WORDS, WORDS | st.none()), max_size=2), max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(FIELDS, min_size=1, max_size=4),
+    escaped=st.booleans(),
+    mark=st.sampled_from(["", "\ufeff"]),
+    end=st.sampled_from(["\n", "\r\n"]),
+    form=st.sampled_from(["jsonl", "json"]),
+)
+def test_any_text_survives_json_with_and_without_escapes_marks_and_carriage_returns(rows, escaped, mark, end, form):
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / f"d.{form}"
+        lines = [json.dumps(row, ensure_ascii=escaped) for row in rows]
+        text = f"[{f',{end}'.join(lines)}]" if form == "json" else "".join(f"{mark}{line}{end}" for line in lines)
+        path.write_bytes((mark + text).encode())
+        assert [record.fields for record in read_records(path)] == rows
+
+
+def test_what_tables_fill_objects_up_with_is_gone_and_json_keeps_its_nulls(tmp_path):
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "say", "arguments": {"text": "x"}}]
+    rows = [{"m": [{"role": "assistant", "tool_calls": [call]}], "empty": None} for call in calls]
+    for path in (write_parquet(tmp_path / "d.parquet", rows), write_saved(tmp_path / "saved", rows)):
+        assert [record.fields for record in read_records(path)] == rows
+    schema = [{"tools": [{"name": "say", "parameters": {"default": None}}]}]
+    assert read_records(write_jsonl(tmp_path / "d.jsonl", schema))[0].fields == schema[0]
 
 
 def unreadable(folder, kind):

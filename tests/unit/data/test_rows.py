@@ -53,7 +53,7 @@ def test_the_split_is_seeded_and_keeps_rows_with_the_same_question_together():
 
 def test_a_conversation_loses_the_empty_fields_that_tables_give_every_message():
     given = [{**user("a"), "name": None}, {**assistant("b"), "name": "bot"}]
-    assert conversation(record(m=given), "m").messages == (user("a"), {**assistant("b"), "name": "bot"})
+    assert conversation(record(m=given), "m", "tools").messages == (user("a"), {**assistant("b"), "name": "bot"})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_conversation_loses_the_empty_fields_that_tables_give_every_message():
 )
 def test_a_bad_conversation_is_an_error_that_names_its_place(value, message):
     with pytest.raises(DataError, match=message) as error:
-        conversation(record(m=value), "m")
+        conversation(record(m=value), "m", "tools")
     assert str(error.value).startswith("data.jsonl:2")
 
 

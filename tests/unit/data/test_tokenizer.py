@@ -13,7 +13,33 @@ def settings(path, chat_template=None) -> TokenizerSettings:
 def test_a_saved_tokenizer_comes_back_and_the_configured_template_replaces_its_own(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(settings(tmp_path)).chat_template == make_tokenizer().chat_template
-    assert load_tokenizer(settings(tmp_path, "mine")).chat_template == "mine"
+    for own in (None, "default", "Default"):
+        assert load_tokenizer(settings(tmp_path, own)).chat_template == make_tokenizer().chat_template
+    mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(f"\ufeff{mine}")
+    for given in (mine, str(tmp_path / "mine.jinja")):
+        tokenizer = load_tokenizer(settings(tmp_path, given))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[q]"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("mine", "'mine' has no Jinja expression"),
+        ("", "has no Jinja expression"),
+        ("none.jinja", "'none.jinja' cannot be read: No such file or directory"),
+        ("latin.jinja", r"latin\.jinja' is not UTF-8 text \(byte 3\)"),
+        ("empty.jinja", r"empty\.jinja' has no Jinja expression"),
+    ],
+)
+def test_what_is_no_template_is_refused_instead_of_standing_for_every_prompt(tmp_path, monkeypatch, given, message):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "latin.jinja").write_bytes(b"{{ \xe9")
+    (tmp_path / "empty.jinja").write_text("messages")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=message) as error:
+        load_tokenizer(settings(tmp_path, given))
+    assert "\n" not in str(error.value)
 
 
 def test_padding_falls_back_to_the_end_token(tmp_path):
