@@ -6,6 +6,7 @@ R = 1), L positions that this context-parallel rank has.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,9 @@ def by_place(value_RL: Tensor, splits: int) -> Tensor:
     return value_RL.t().unflatten(0, (splits, -1)).flatten(1).t()
 
 
-def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_parallel_size: int) -> ModelInput:
+def lay_out(
+    batch: TokenBatch, *, device: torch.device, pack: bool, sequence_parallel_size: int, token_multiple: int
+) -> ModelInput:
     """The model's input for a micro-batch.
 
     Args:
@@ -66,20 +69,25 @@ def lay_out(batch: TokenBatch, *, device: torch.device, pack: bool, sequence_par
         device: Where the input is wanted.
         pack: Put the samples end to end, without padding but what the splits below need.
         sequence_parallel_size: Positions of a rank are a multiple of it.
+        token_multiple: Tokens that a rank has between two exchanges are a multiple of it: 8-bit products ask for that.
     """
     cp_group = parallel.context_parallel_group()
     cp_size = cp_group.size()
     # Each rank gets an early and a late piece, so that causal attention costs all of them the same.
     multiple = sequence_parallel_size * (2 * cp_size if cp_size > 1 else 1)
+    row_multiple = math.lcm(multiple, token_multiple * sequence_parallel_size * cp_size)
     ids_BS, num_columns = batch.input_ids, batch.input_ids.shape[1]
     is_scored_BS = batch.is_scored()
-    ids_BP, is_scored_BP = (F.pad(value, (0, -num_columns % multiple)) for value in (ids_BS, is_scored_BS))
-    width = ids_BP.shape[1]
-    position_BP = torch.arange(width).expand_as(ids_BP)
-    packed = None
-    lengths_B = torch.full_like(batch.input_lengths, width)
     if pack:
         lengths_B = -(-batch.input_lengths // multiple) * multiple
+        lengths_B[-1] += -lengths_B.sum() % row_multiple
+    else:
+        lengths_B = torch.full_like(batch.input_lengths, -(-num_columns // row_multiple) * row_multiple)
+    width = max(num_columns, int(lengths_B.max()))
+    ids_BP, is_scored_BP = (F.pad(value, (0, width - num_columns)) for value in (ids_BS, is_scored_BS))
+    position_BP = torch.arange(width).expand_as(ids_BP)
+    packed = None
+    if pack:
         is_kept_BP = position_BP < lengths_B.unsqueeze(1)
         ids_BP, position_BP, is_scored_BP = (
             value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_scored_BP)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -52,6 +54,8 @@ class Passes:
         self._chunk_size = settings.logprob_chunk_size
         tp_group = parallel.tensor_parallel_group()
         self._sequence_parallel_size = tp_group.size() if cfg.sequence_parallel else 1
+        recipe = cfg.fp8_cfg.fp8_recipe if cfg.fp8_cfg.enabled else None
+        self._token_multiple = 1 if recipe is None else get_fp8_align_size(Fp8Recipe(recipe))
         # Megatron pads no vocabulary here: its rows are dealt out evenly, or the model was refused.
         num_rows = model.hf_config.vocab_size // tp_group.size()
         self._shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
@@ -96,7 +100,11 @@ class Passes:
                 torch.cuda.empty_cache()
             batch = next(batches)
             laid_out = lay_out(
-                batch, device=self._device, pack=self._pack, sequence_parallel_size=self._sequence_parallel_size
+                batch,
+                device=self._device,
+                pack=self._pack,
+                sequence_parallel_size=self._sequence_parallel_size,
+                token_multiple=self._token_multiple,
             )
             batch = batch.to(self._device)
 

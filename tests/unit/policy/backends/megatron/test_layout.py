@@ -1,7 +1,7 @@
 """How rows lie in the model's input, on one rank and split over two context-parallel ones."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,17 @@ def check_split(process, context_parallel_size):
         everything = logprob_inputs(make_batch(num_rows=5, width=13), counted_only=False)
         for batch in (everything, make_batch(num_rows=5, width=13), make_sparse_batch(num_rows=5, width=13)):
             for pack in (False, True):
-                for sequence_parallel_size in (1, 3):
-                    laid_out = lay_out(batch, device=CPU, pack=pack, sequence_parallel_size=sequence_parallel_size)
+                # Layers in 8 bits need multiples of 16 tokens, in blocks (MXFP8) of 32.
+                for sequence_parallel_size, token_multiple in product((1, 3), (1, 16, 32)):
+                    laid_out = lay_out(
+                        batch,
+                        device=CPU,
+                        pack=pack,
+                        sequence_parallel_size=sequence_parallel_size,
+                        token_multiple=token_multiple,
+                    )
                     check_input(laid_out, batch, process.rank, context_parallel_size, sequence_parallel_size)
+                    assert laid_out.ids_RL.numel() // sequence_parallel_size % token_multiple == 0
                     lengths.add(laid_out.ids_RL.numel())
         assert len(lengths) > 1
         parallel.leave_model_parallel()
