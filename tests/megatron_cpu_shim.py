@@ -59,6 +59,20 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _with_lists(all_to_all: Any) -> Any:
+    """`all_to_all_single` for split sizes that Megatron-core takes for lists, since it read them off a GPU."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        listed = {
+            name: value.tolist()
+            for name, value in kwargs.items()
+            if name.endswith("split_sizes") and value is not None and not isinstance(value, list)
+        }
+        return all_to_all(*args, **kwargs | listed)
+
+    return wrapper
+
+
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Have CUDA calls answered by the CPU inside the body, in this thread."""
@@ -82,5 +96,7 @@ def megatron_on_cpu() -> Iterator[None]:
             for module in (torch.cuda, torch.cuda.random):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, answer))
+        distributed = torch.distributed
+        stack.enter_context(patch.object(distributed, "all_to_all_single", _with_lists(distributed.all_to_all_single)))
         stack.enter_context(_CudaMeansCpu())
         yield

@@ -182,6 +182,9 @@ def check_megatron(process, root):
     # Weights of the experts have other names in a folder than in transformers' module.
     experts = {"moe_token_dispatcher_type": "allgather", "freeze_moe_router": False, "same_names": False}
     equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)
+    # Each rank has two of the four experts, and exports all of them.
+    experts |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
+    equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)
     with make_worker(process, f"{root}/qwen3", **megatron) as worker, pytest.raises(CheckpointError, match="tp2"):
         worker.load_checkpoint(Path(root) / "saved-2")
 
