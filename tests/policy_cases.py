@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -218,7 +220,7 @@ def make_sparse_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> Trai
 
 
 def save_family(path: Path, family: str) -> Any:
-    """A tiny model folder of "qwen3", "qwen3-tied", "qwen3-moe", "qwen2" or "llama-tied"; returns the model."""
+    """A tiny folder of "qwen3", "qwen3-tied", "qwen3-moe", "qwen2", "llama-tied" or "mistral"; returns the model."""
     if family == "qwen3-moe":
         return save_moe(path)
     if family.startswith("qwen3"):
@@ -236,7 +238,13 @@ def save_family(path: Path, family: str) -> Any:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if family == "qwen2" else LlamaForCausalLM(LlamaConfig(**sizes))
+        match family:
+            case "qwen2":
+                model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(**sizes, head_dim=16, sliding_window=None))
+            case _:
+                model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.eval().save_pretrained(path)
     return model
 

@@ -11,6 +11,13 @@ from nemo_offload_rl.config.rules.megatron_facts import (
     num_experts,
 )
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.backends.megatron.supported import (
+    YARN,
+    rope_type,
+    unsupported_family,
+    unsupported_layers,
+    unsupported_rope,
+)
 
 KEY = "policy.megatron_cfg"
 
@@ -140,6 +147,44 @@ def megatron_attends_to_all_tokens_before(cfg: RunConfig) -> str | None:
     )
 
 
+def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
+    """The Megatron backend trains models of which it leaves nothing out."""
+    model = local_model_config(cfg)
+    if megatron_section(cfg) is None or model is None:
+        return None
+    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
+        if (reason := unsupported(model)) is not None:
+            return (
+                f"{KEY}.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
+                "policy.dtensor_cfg, or another model"
+            )
+    return None
+
+
+def megatron_rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
+    """An override of the rotary embeddings has all of them, their base too."""
+    rope = cfg["policy"]["hf_config_overrides"].get("rope_parameters")
+    if megatron_section(cfg) is None or rope is None or rope.get("rope_theta") is not None:
+        return None
+    return (
+        "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "
+        "says of rotary embeddings; add it"
+    )
+
+
+def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
+    """The fused kernel for rotary embeddings leaves YaRN's attention factor out."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or model is None or megatron["transformer_impl"] == "local":
+        return None
+    if megatron["apply_rope_fusion"] and rope_type(model) == YARN:
+        return (
+            f"{KEY}.apply_rope_fusion is true, but the model has rope_type yarn, whose attention factor the fused "
+            "kernel leaves out; set it to false"
+        )
+    return None
+
+
 def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
     """Megatron's sequence parallelism needs tensor parallelism."""
     megatron = megatron_section(cfg)
@@ -254,6 +299,9 @@ RULES: tuple[Rule[RunConfig], ...] = (
     megatron_heads_divide_over_devices,
     megatron_layers_divide_over_stages,
     megatron_attends_to_all_tokens_before,
+    megatron_takes_the_whole_model,
+    megatron_rotary_embeddings_keep_their_base,
+    fused_rotary_embeddings_have_no_factor,
     megatron_sequence_parallel_needs_tensor_parallel,
     megatron_lengths_can_be_split,
     local_layers_take_padded_batches,

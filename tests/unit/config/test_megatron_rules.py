@@ -29,8 +29,9 @@ LOCAL = f"{KEY}.transformer_impl=local"
 MODULES = (megatron, megatron_optimizer, activations, adapters)
 RULES = {rule.__name__: rule for module in MODULES for rule in module.RULES}
 
-DENSE = {"num_attention_heads": 6, "num_hidden_layers": 4}
-EXPERTS = {**DENSE, "num_experts": 3}
+DENSE = {"model_type": "qwen3", "num_attention_heads": 6, "num_hidden_layers": 4}
+EXPERTS = {**DENSE, "model_type": "qwen3_moe", "num_experts": 3}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 WINDOW = {**DENSE, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
 LAYERS = {**DENSE, "layer_types": ["full_attention", "sliding_attention"]}
 
@@ -64,6 +65,37 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "megatron_attends_to_all_tokens_before": [
         ([], "use policy.dtensor_cfg", WINDOW),
         ([], "use policy.dtensor_cfg", LAYERS),
+    ],
+    "megatron_takes_the_whole_model": [
+        ([], "has model_type deepseek_v3, and", {"model_type": "deepseek_v3"}),
+        ([], "has model_type glm4_moe, and", {"model_type": "glm4_moe"}),
+        ([], "has model_type nemotron_h, and", {"model_type": "nemotron_h"}),
+        ([], "has model_type None, and", {}),
+        ([], "has attention_bias true, whose biases", {**DENSE, "attention_bias": True}),
+        ([], "has attention_bias true, whose biases", {**EXPERTS, "attention_bias": True}),
+        ([], "has mlp_bias true, whose biases", {**DENSE, "model_type": "llama", "mlp_bias": True}),
+        ([], "has mlp_only_layers [1], and", {**EXPERTS, "mlp_only_layers": [1]}),
+        ([], "has decoder_sparse_step 2, and", {**EXPERTS, "decoder_sparse_step": 2}),
+        ([], "has hidden_act gelu, and", {**DENSE, "hidden_act": "gelu"}),
+        ([], "has quantization_config, and", {**DENSE, "quantization_config": {"quant_method": "fp8"}}),
+        ([], "has rope_type dynamic, whose", {**DENSE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ([], "has rope_type longrope, and", {**DENSE, "rope_parameters": {"rope_type": "longrope"}}),
+        ([], "has rope_type linear without factor", {**DENSE, "rope_scaling": {"rope_type": "linear"}}),
+        ([], "has partial_rotary_factor 0.5, and", {**DENSE, "partial_rotary_factor": 0.5}),
+        (
+            [],
+            "has partial_rotary_factor 0.5, and",
+            {**DENSE, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+        ),
+        ([], "by layer type, and", {**DENSE, "rope_parameters": {"full_attention": YARN}}),
+        (["+policy.hf_config_overrides.attention_bias=true"], "has attention_bias true, whose biases", DENSE),
+    ],
+    "megatron_rotary_embeddings_keep_their_base": [
+        (["+policy.hf_config_overrides.rope_parameters={rope_type: linear, factor: 2.0}"], "has no rope_theta", None)
+    ],
+    "fused_rotary_embeddings_have_no_factor": [
+        ([], "set it to false", {**DENSE, "rope_parameters": YARN}),
+        ([], "set it to false", {**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
     ],
     "megatron_heads_divide_over_devices": [
         ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
@@ -285,6 +317,9 @@ def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Pat
             DENSE,
         ),
         ([OFFLOAD, f"{KEY}.offload_modules=[core_attn]", f"{KEY}.env_vars={{NVTE_CPU_OFFLOAD_V1: '1'}}"], None),
+        ([f"{KEY}.apply_rope_fusion=false"], {**DENSE, "rope_parameters": YARN}),
+        ([], {**DENSE, "model_type": "qwen2", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}),
+        ([], {**EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1, "attention_bias": False}),
         (
             [
                 LOCAL,

@@ -30,6 +30,7 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
 )
 from nemo_offload_rl.policy.backends.megatron.affinity import bind_to_numa_node_of
 from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
+from nemo_offload_rl.policy.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.policy.backends.megatron.model import build_model
 from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
@@ -94,6 +95,7 @@ class MegatronBackend:
         self._weight_specs: list[WeightSpec] | None = None
         self._conversions: list[Any] | None = None
         self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
+        check_shapes(self._model.folder, self.weight_specs())
 
     @property
     def rank_info(self) -> RankInfo:

@@ -17,7 +17,20 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
+from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
 from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
+from nemo_offload_rl.policy.backends.megatron.rope import (
+    check_fusion,
+    provider_fields,
+    rotation_of,
+    set_rotation,
+    without_scaling,
+)
+from nemo_offload_rl.policy.backends.megatron.supported import (
+    unsupported_family,
+    unsupported_layers,
+    unsupported_rope,
+)
 from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -32,12 +45,14 @@ class BuiltModel:
         bridge: Megatron-Bridge's `AutoBridge`.
         hf_config: The Hugging Face config, overrides included.
         config: Megatron's transformer config.
+        folder: Where the weights came from.
     """
 
     chunks: Sequence[Any]
     bridge: Any
     hf_config: Any
     config: Any
+    folder: ModelFolder
 
 
 def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
@@ -45,24 +60,28 @@ def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
 
     Raises:
         UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
-        ConfigError: Attention is of a kind that is not converted.
+        ConfigError: The model is of a kind that is not converted.
     """
     auto_bridge = import_auto_bridge()
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        raise ConfigError(
-            f"{settings.model_name} has layers with a sliding window, which the Megatron backend would leave out; use "
-            "policy.dtensor_cfg."
-        )
+    _check_config(settings.model_name, hf_config)
+    rotation = rotation_of(hf_config)
+    check_fusion(hf_config, rotation, is_fused=cfg.apply_rope_fusion and cfg.transformer_impl != "local")
     try:
         bridge = auto_bridge.from_hf_pretrained(settings.model_name)
+        bridge.hf_pretrained.config = without_scaling(hf_config)
+        provider = bridge.to_megatron_provider(load_weights=False)
     except ValueError as error:
         raise UserError(
             f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
         ) from error
     bridge.hf_pretrained.config = hf_config
-    provider = bridge.to_megatron_provider(load_weights=True)
+    folder = ModelFolder(bridge.hf_pretrained.state.source, settings.model_name)
     _configure(provider, settings, cfg)
+    for name, value in provider_fields(rotation).items():
+        setattr(provider, name, value)
+    provider.perform_initialization = False  # every parameter is read from the folder
+    provider.register_pre_wrap_hook(partial(_load_weights, bridge=bridge, folder=folder))
     if cfg.freeze_moe_router:
         provider.register_pre_wrap_hook(_freeze_routers)
     if cfg.peft.enabled:
@@ -76,10 +95,39 @@ def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
         # It points to a builder that 0.6.2's conversions do not use yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         chunks = provider.provide_distributed_model(ddp_config=_ddp_config(cfg), data_parallel_random_init=False)
+    set_rotation(chunks, rotation)
     config = chunks[0].config
     config.no_sync_func = chunks[0].no_sync
     config.finalize_model_grads_func = _finalize_gradients
-    return BuiltModel(chunks, bridge, hf_config, config)
+    return BuiltModel(chunks, bridge, hf_config, config, folder)
+
+
+def _check_config(model_name: str, hf_config: Any) -> None:
+    """What rules say of a folder before Ray starts, for models of a hub too."""
+    config = hf_config.to_dict()
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise ConfigError(
+            f"{model_name} has layers with a sliding window, which the Megatron backend would leave out; use "
+            "policy.dtensor_cfg."
+        )
+    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
+        if (reason := unsupported(config)) is not None:
+            raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+
+
+def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> list[nn.Module]:
+    check_names(
+        folder,
+        bridge.get_conversion_tasks(chunks),
+        is_tied=bridge.hf_pretrained.config.tie_word_embeddings,
+    )
+    try:
+        return bridge.load_hf_weights(chunks)
+    except ValueError as error:
+        raise UserError(
+            f"policy.model_name={folder.model_name} has weights of other shapes than its config.json says "
+            f"({' '.join(str(error).split())}); repair config.json or policy.hf_config_overrides."
+        ) from error
 
 
 def _configure(provider: Any, settings: PolicySettings, cfg: MegatronSettings) -> None:

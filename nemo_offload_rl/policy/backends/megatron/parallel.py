@@ -93,6 +93,11 @@ def context_parallel_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
+def expert_parallel_group() -> dist.ProcessGroup:
+    """Ranks that the experts are dealt out to."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """Ranks that the layers are dealt out to."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

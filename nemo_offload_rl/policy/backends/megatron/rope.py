@@ -1,0 +1,106 @@
+"""Rotary embeddings as Hugging Face computes them, in Megatron's modules.
+
+Megatron-Bridge 0.6.2 takes over a part of what a config can say of them and drops the rest without a word: `linear` of
+Qwen, the original length of `llama3`, YaRN's attention factor. Here frequencies and factor come from transformers' own
+functions, and Megatron-core only multiplies by positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.megatron.supported import rope_type
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How queries and keys are rotated.
+
+    Attributes:
+        inverse_frequencies: [head_dim / 2] float32 on the CPU, in radians per position.
+        attention_factor: What cosine and sine are multiplied by.
+    """
+
+    inverse_frequencies: Tensor
+    attention_factor: float
+
+
+def rotation_of(config: Any) -> Rotation:
+    """What transformers computes for a model's config.
+
+    Args:
+        config: A Hugging Face config that `supported.unsupported_rope` let through.
+
+    Raises:
+        ConfigError: There is no base, which an override of `rope_parameters` can lose.
+    """
+    config.standardize_rope_params()
+    rope = config.rope_parameters
+    if rope.get("rope_theta") is None:
+        raise ConfigError("policy.hf_config_overrides.rope_parameters has no rope_theta; add that of config.json.")
+    kind = rope["rope_type"]
+    if kind != "default":
+        return Rotation(*ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu")))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
+    return Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
+
+
+def without_scaling(config: Any) -> Any:
+    """A copy of a config with plain rotary embeddings, for Megatron-Bridge, which fails on some of the others."""
+    plain = deepcopy(config)
+    plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    return plain
+
+
+def provider_fields(rotation: Rotation) -> dict[str, Any]:
+    """Fields of the bridge's provider for plain embeddings, which `set_rotation` then gives their frequencies.
+
+    Attention multiplies by 0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1, whatever the embeddings' type.
+    """
+    return {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rope_scaling": False,
+        "seq_len_interpolation_factor": None,
+        "yarn_rotary_scaling_factor": math.e,
+        "yarn_mscale": 10.0 * (rotation.attention_factor - 1.0),
+        "yarn_mscale_all_dim": 0.0,
+    }
+
+
+def check_fusion(config: Any, rotation: Rotation, *, is_fused: bool) -> None:
+    """Refuse the fused kernel where cosine and sine have a factor, which it leaves out.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if is_fused and rotation.attention_factor != 1.0:
+        raise ConfigError(
+            f"policy.megatron_cfg.apply_rope_fusion is true, but the fused kernel leaves out the attention factor "
+            f"{rotation.attention_factor:g} of the model's rope_type {rope_type(config.to_dict())}; set it to false."
+        )
+
+
+def set_rotation(chunks: Sequence[Any], rotation: Rotation) -> None:
+    """Give every stage's embeddings their frequencies.
+
+    Megatron-core keeps them as a plain attribute and moves them to the device in the first pass.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, RotaryEmbedding):
+            if module.inv_freq.shape != rotation.inverse_frequencies.shape:
+                raise ValueError(
+                    f"{module} has {len(module.inv_freq)} frequencies, not {len(rotation.inverse_frequencies)}"
+                )
+            module.inv_freq = rotation.inverse_frequencies.to(module.inv_freq.device)
