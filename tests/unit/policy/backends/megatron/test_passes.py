@@ -34,7 +34,7 @@ def check(process):
         parallel.join_model_parallel(settings.megatron_cfg, ModelParallel(2, 1), process.world_size)
         config = ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, perform_initialization=False)
         layer = ColumnParallelLinear(HIDDEN, VOCABULARY, config=config, init_method=torch.nn.init.zeros_, bias=False)
-        model = BuiltModel((), None, SimpleNamespace(vocab_size=VOCABULARY), None)
+        model = BuiltModel((), None, SimpleNamespace(vocab_size=VOCABULARY), None, None)
 
         batch = make_sparse_batch(num_rows=6, width=13)
         generator = torch.Generator().manual_seed(1)
@@ -59,7 +59,9 @@ def check(process):
                 hidden_states=mine_LRH,
                 output_layer=layer,
                 output_weight=None,
-                context=lay_out(batch, device=torch.device("cpu"), pack=False, sequence_parallel_size=2),
+                context=lay_out(
+                    batch, device=torch.device("cpu"), pack=False, sequence_parallel_size=2, token_multiple=1
+                ),
             )
             assert_close(found_BS, expected_BS)
             (found_BS * upstream_BS).sum().backward()
