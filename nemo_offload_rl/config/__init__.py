@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoCon
     from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "grpo"), GrpoMasterConfig)
+    cfg = validate_keys(_load(path, overrides, "grpo", GrpoMasterConfig), GrpoMasterConfig)
     check_rules(cfg, GRPO_RULES)
     return to_grpo_config(cfg)
 
@@ -47,7 +48,7 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
     from nemo_offload_rl.config.schema import SftMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "sft"), SftMasterConfig)
+    cfg = validate_keys(_load(path, overrides, "sft", SftMasterConfig), SftMasterConfig)
     check_rules(cfg, SFT_RULES)
     return to_sft_config(cfg)
 
@@ -59,15 +60,16 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
     from nemo_offload_rl.config.schema import DpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "dpo"), DpoMasterConfig)
+    cfg = validate_keys(_load(path, overrides, "dpo", DpoMasterConfig), DpoMasterConfig)
     check_rules(cfg, DPO_RULES)
     return to_dpo_config(cfg)
 
 
-def _load(path: str | Path, overrides: Sequence[str], algorithm: str) -> Mapping[str, Any]:
+def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: type) -> Mapping[str, Any]:
+    from nemo_offload_rl.config.validate import missing_key_message
     from nemo_offload_rl.utils.config import load_config
 
-    raw = load_config(path, overrides)
+    raw = load_config(path, overrides, partial(missing_key_message, schema))
     others = [name for name in ("grpo", "sft", "dpo") if name in raw and name != algorithm]
     if others and algorithm not in raw:
         raise ConfigError(

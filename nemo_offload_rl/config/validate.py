@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,6 +16,8 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import unknown_key_message
 
 _MAX_SHOWN = 3
+# A key of the one does not mean the key of that name of the other: only one of the two is in use.
+_EXCLUDE_EACH_OTHER = (("dtensor_cfg", "megatron_cfg"), ("megatron_cfg", "dtensor_cfg"))
 
 
 @cache
@@ -39,6 +42,20 @@ def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Confi
     raise ConfigError(join_problems(messages))
 
 
+def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: Any) -> str:
+    """What to say of an override of a key that the configuration does not have.
+
+    Args:
+        schema: As for `validate_keys`.
+        raw: The configuration, interpolations as they are written.
+        path: The dotted key.
+        value: What it was to be.
+    """
+    if _takes(schema, _with_value(raw, path, value), path):
+        return f"{path}: not set by the file; write +{path} to add it"
+    return unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
+
+
 def join_problems(messages: list[str]) -> str:
     """The first problems of a list as one line."""
     shown = "; also ".join(messages[:_MAX_SHOWN])
@@ -46,9 +63,11 @@ def join_problems(messages: list[str]) -> str:
 
 
 def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) -> list[str]:
-    known = known_keys(schema)
-    unknown = [_path(e["loc"], raw) for e in errors if e["type"] == "extra_forbidden"]
-    messages = [unknown_key_message(path, [_concrete(key, path) for key in known]) for path in unknown]
+    unknown = {_path(e["loc"], raw): e["input"] for e in errors if e["type"] == "extra_forbidden"}
+    messages = [
+        unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
+        for path, value in unknown.items()
+    ]
     # A misspelt key makes the right one missing: one message for both.
     sections_with_unknown = {path.rpartition(".")[0] for path in unknown}
     for error in errors:
@@ -59,6 +78,64 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) 
             continue
         messages.append(_one_line(error, path, schema))
     return messages
+
+
+def _known_at(schema: type, path: str) -> list[str]:
+    return [_concrete(key, path) for key in known_keys(schema)]
+
+
+def _accepts(schema: type, raw: Mapping[str, Any], path: str, value: Any, candidate: str) -> bool:
+    """Whether a configuration with the value at `candidate` instead of `path` has no problem with either."""
+    if any(one in path.split(".") and other in candidate.split(".") for one, other in _EXCLUDE_EACH_OTHER):
+        return False
+    changed = _with_value(_without(raw, path), candidate, value)
+    return changed is not None and _takes(schema, changed, candidate)
+
+
+def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
+    """Whether the schema has no problem with the value at `path`, nor with that there is one."""
+    if raw is None:
+        return False
+    try:
+        _adapter(schema).validate_python(raw, strict=True)
+    except ValidationError as error:
+        errors = [(_path(e["loc"], raw), e["type"]) for e in error.errors(include_url=False)]
+        # A section that is no mapping, or of a kind that is not known, hides what is below it.
+        return not any(
+            at == path or at.startswith(f"{path}.") or (path.startswith(f"{at}.") and kind != "missing")
+            for at, kind in errors
+        )
+    return True
+
+
+def _with_value(raw: Mapping[str, Any], path: str, value: Any) -> Mapping[str, Any] | None:
+    """A copy of nested dictionaries and lists with a value; None where its section cannot have keys."""
+    changed = copy.deepcopy(dict(raw))
+    node: Any = changed
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            return None
+    if not isinstance(node, dict):
+        return None
+    node[leaf] = value
+    return changed
+
+
+def _without(raw: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    changed = copy.deepcopy(dict(raw))
+    node: Any = changed
+    *parents, leaf = path.split(".")
+    for part in parents:
+        inside = node[int(part)] if isinstance(node, list) and part.isdigit() and int(part) < len(node) else None
+        node = node[part] if isinstance(node, dict) and part in node else inside
+    if isinstance(node, dict):
+        node.pop(leaf, None)
+    return changed
 
 
 def _one_line(error: ErrorDetails, path: str, schema: type) -> str:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,13 +28,19 @@ from nemo_offload_rl.errors import ConfigError
 
 _REPLACE_MARK = "_override_"
 
+type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
+"""From the unresolved configuration, a key that it does not have and the value for it to what a user is told."""
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), missing: MissingKeyMessage | None = None
+) -> dict[str, Any]:
     """Read, inherit, override and resolve.
 
     Args:
         path: The YAML file.
         overrides: Hydra overrides, applied in order.
+        missing: What to say of an override of a key that is not there; None knows the keys of the file alone.
 
     Returns:
         Nested dictionaries and lists without interpolations.
@@ -45,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     _register_resolvers()
     config = _load_with_defaults(Path(path), seen=())
     for text in overrides:
-        _apply_override(config, text)
+        _apply_override(config, text, missing)
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -59,29 +65,40 @@ def load_unresolved(path: str | Path) -> DictConfig:
     return _load_with_defaults(Path(path), seen=())
 
 
-def nearest_key(name: str, known: Iterable[str]) -> str | None:
-    """The dotted key that a misspelt or misplaced `name` most likely means, or None.
+def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
+    """The dotted keys that a misspelt or misplaced `name` may mean, the likeliest first.
 
-    In this order: a very like name in the same section, the same name in another section, a like name in the same
-    section, a very like name anywhere.
+    In this order: very like names in the same section, the same name in other sections, like names in the same section,
+    very like names anywhere.
     """
     known = list(known)
     parent, _, leaf = name.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
-    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.85):
-        return siblings[close[0]]
-    if same := [key for key in known if key.rpartition(".")[2] == leaf]:
-        return max(same, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
-    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
-        return siblings[close[0]]
-    leaves = {key.rpartition(".")[2]: key for key in known}
-    if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8):
-        return leaves[close[0]]
-    return None
+    leaves = {key: key.rpartition(".")[2] for key in known}
+    like = {key: difflib.SequenceMatcher(None, leaf, other).ratio() for key, other in leaves.items()}
+    in_section = [key for key in known if key.rpartition(".")[0] == parent]
+    likeness_of_place = {key: difflib.SequenceMatcher(None, key, name).ratio() for key in known}
+
+    def best(keys: Iterable[str], cutoff: float) -> list[str]:
+        return sorted((key for key in keys if like[key] >= cutoff), key=lambda key: -like[key])
+
+    same = sorted((key for key in known if leaves[key] == leaf), key=lambda key: -likeness_of_place[key])
+    ranked = [*best(in_section, 0.85), *same, *best(in_section, 0.7), *best(known, 0.85)]
+    return [key for key in dict.fromkeys(ranked) if key != name]
 
 
-def unknown_key_message(name: str, known: Iterable[str]) -> str:
-    """One line that says `name` is unknown and which key is nearest, or which keys its section has."""
+def nearest_key(name: str, known: Iterable[str]) -> str | None:
+    """The first of `nearest_keys`, or None."""
+    return next(iter(nearest_keys(name, known)), None)
+
+
+def unknown_key_message(name: str, known: Iterable[str], accepts: Callable[[str], bool] = lambda key: True) -> str:
+    """One line that says `name` is unknown and which key is nearest, or which keys its section has.
+
+    Args:
+        name: The dotted key.
+        known: Every key there is.
+        accepts: Whether a key may have the value that was given to `name`; others are not suggested.
+    """
     known = list(known)
     if name in known:
         section = name.rpartition(".")[0]
@@ -89,7 +106,7 @@ def unknown_key_message(name: str, known: Iterable[str]) -> str:
             f"{name}: not a key of the kind that this {section} is; leave it out, or replace the section as a whole: "
             f"`_override_: true` in a file, `~{section} +{section}={{...}}` on the command line"
         )
-    if (nearest := nearest_key(name, known)) is not None:
+    if (nearest := next(filter(accepts, nearest_keys(name, known)), None)) is not None:
         return f"{name}: unknown key; did you mean {nearest}?"
     parent = name.rpartition(".")[0]
     while parent and parent not in known:
@@ -152,7 +169,7 @@ def _read_yaml(path: Path) -> DictConfig:
         config = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}" if error.problem_mark is not None else "somewhere"
-        raise ConfigError(f"{path}: not valid YAML at {where}: {error.problem}; mend that line") from error
+        raise ConfigError(f"{path}: not valid YAML at {where}: {error.problem}; correct that line") from error
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
@@ -184,10 +201,11 @@ def _marked_paths(config: DictConfig, prefix: str = "") -> list[str]:
 # ---------------------------------------------------------------- overrides
 
 
-def _apply_override(config: DictConfig, text: str) -> None:
+def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | None) -> None:
     override = _parse_override(text)
     key = override.key_or_group
-    known = list(flatten_keys(OmegaConf.to_container(config, resolve=False)))
+    raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    known = list(flatten_keys(raw))
     exists = _has_key(config, key)
     if override.is_delete():
         _delete(config, override, exists, known)
@@ -197,8 +215,7 @@ def _apply_override(config: DictConfig, text: str) -> None:
         if exists:
             raise ConfigError(f"+{key}: the key is there already; drop the + to change it")
     elif not override.is_force_add() and not exists:
-        hint = "" if nearest_key(key, known) else f"; if it is a new one, write +{key}"
-        raise ConfigError(f"{unknown_key_message(key, known)}{hint}")
+        raise ConfigError(unknown_key_message(key, known) if missing is None else missing(raw, key, value))
     if not exists:
         _require_section(config, key)
     try:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+import re
+from functools import cache, reduce
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.config.validate import missing_key_message, validate_keys
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.config import load_config
+from nemo_offload_rl.utils.config import flatten_keys, load_config
 
 CPU = "tests/unit/config/cpu.yaml"
 
@@ -100,3 +104,85 @@ def test_the_section_of_weights_and_biases_may_be_deleted() -> None:
 
 def test_the_megatron_section_may_be_deleted() -> None:
     load_grpo_config(CPU, ["~policy.megatron_cfg"])
+
+
+# ---------------------------------------------------------------- hints
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("grpo.val_start_at=-1", "grpo.val_start_at: unknown key; grpo has "),  # not val_at_start, which is no number
+        ("grpo.val_at_strat=true", "did you mean grpo.val_at_start?"),
+        (
+            "policy.dtensor_cfg.lora_cfg.lora_A_init_method=xavier",
+            "did you mean policy.dtensor_cfg.lora_cfg.lora_A_init?",
+        ),
+        ("policy.dtensor_cfg.moe_router_dtype=null", "unknown key; policy.dtensor_cfg has "),
+        ("policy.nonsense=1", "policy.nonsense: unknown key; policy has "),
+        ("data.train.split=a", "data.train.split: not a key of the kind that this data.train is"),
+        (
+            "env.arithmetic.retry_message=no",
+            "env.arithmetic.retry_message: not set by the file; write +env.arithmetic.r",
+        ),
+        (
+            "policy.optimizer.kwargs.foreach=true",
+            "not set by the file; write +policy.optimizer.kwargs.foreach to add it",
+        ),
+        ("data.train.env_name=math", "not set by the file; write +data.train.env_name to add it"),
+    ],
+)
+def test_a_hint_names_a_key_that_takes_the_value_and_a_plus_only_where_one_may_be_added(override, expected) -> None:
+    text = message(override)
+    assert expected in text
+    assert ("write +" in text) == ("write +" in expected)
+
+
+PATHS = [key for key in flatten_keys(raw()) if "." in key]
+VALUES = (
+    st.none() | st.booleans() | st.integers(-1, 9) | st.floats(0, 1) | st.sampled_from(["x", "mean", "bfloat16", []])
+)
+
+
+@st.composite
+def misspelt(draw) -> tuple[str, Any]:
+    """A key with a letter lost or twice, in its own section or another one, and a value of its own or another's."""
+    path = draw(st.sampled_from(PATHS))
+    parent, _, leaf = path.rpartition(".")
+    at = draw(st.integers(0, len(leaf) - 1))
+    leaf = draw(st.sampled_from([leaf, leaf[:at] + leaf[at + 1 :], leaf[:at] + leaf[at] + leaf[at:], f"{leaf}_x"]))
+    section = draw(st.just(parent) | st.sampled_from([path.rpartition(".")[0] for path in PATHS]))
+    own = reduce(lambda node, part: node[int(part)] if isinstance(node, list) else node[part], path.split("."), raw())
+    return f"{section}.{leaf}" if leaf else f"{section}.q", draw(st.just(own) | VALUES)
+
+
+def problems_at(values: dict[str, Any], path: str) -> list[str]:
+    try:
+        validate_keys(values, GrpoMasterConfig)
+    except ConfigError as error:
+        return [line for line in str(error).split("; also ") if line.startswith((f"{path}:", f"{path}."))]
+    return []
+
+
+@settings(max_examples=250, deadline=None)
+@given(misspelt())
+def test_what_a_hint_says_passes_the_check_once_it_is_done(case: tuple[str, Any]) -> None:
+    path, value = case
+    if path in PATHS:
+        return
+    plain = copy.deepcopy(raw())
+    text = missing_key_message(GrpoMasterConfig, plain, path, value)
+    assert "\n" not in text and plain == raw()
+    added, meant = re.search(r"write \+(\S+) to add", text), re.search(r"did you mean (\S+)\?", text)
+    for found in filter(None, (added, meant)):
+        changed = load_config_with(found[1], value)
+        assert problems_at(changed, found[1]) == [], text
+    if added is None:
+        refused = load_config_with(path, value)
+        assert problems_at(refused, path) != [], "an addition would have been right"
+
+
+def load_config_with(path: str, value: Any) -> dict[str, Any]:
+    values = OmegaConf.create(copy.deepcopy(raw()))
+    OmegaConf.update(values, path, value, merge=False, force_add=True)
+    return OmegaConf.to_container(values)  # type: ignore[return-value]
