@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
+import torch
+import torch._dynamo
+from torch import Tensor
+
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
 
 def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
@@ -40,8 +46,9 @@ def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
 class EngineProcess:
     """A `GenerationEngine` whose vLLM runs in the process; `start` replaces the model that runs."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, pid: int) -> None:
         self._pipe = pipe
+        self.pid = pid
 
     def start(self, settings: VllmSettings) -> None:
         """Start an engine, after the end of the one before."""
@@ -75,16 +82,30 @@ class EngineProcess:
         return answer
 
 
+def send_weights(engine: GenerationEngine, tensors: Mapping[str, Tensor], buffer_bytes: int) -> None:
+    """A refit with these tensors, in their order and in buckets of that size."""
+    specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    sender = SharedMemorySender(specs, buffer_bytes)
+    try:
+        sender.start(iter(tensors.items()))
+        while (bucket := sender.next_bucket()) is not None:
+            engine.load_bucket(bucket)
+        engine.finish_refit()
+    finally:
+        sender.close()
+
+
 @contextmanager
 def engine_process() -> Iterator[EngineProcess]:
     """The process for the `with` block."""
-    context = multiprocessing.get_context("spawn")
+    context = forked.context(with_vllm=True)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield EngineProcess(ours)
+        assert process.pid is not None
+        yield EngineProcess(ours, process.pid)
     finally:
         ours.close()
         process.join()
@@ -94,6 +115,8 @@ def _serve(pipe: Connection) -> None:
     from nemo_offload_rl.generation.vllm.env import vllm_cpu_env
 
     os.environ.update(vllm_cpu_env())
+    torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
+    torch.set_num_threads(1)
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
 
     engine: VllmEngine | None = None

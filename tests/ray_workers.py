@@ -106,39 +106,32 @@ class EchoWorker:
 
 
 class RefitPolicy:
-    """The refit side of a policy: sends the weights of a tiny model made from a seed."""
+    """The refit side of a policy: sends the weights of a tiny model made from a seed, but one."""
 
-    def __init__(self, tied: bool, buffer_bytes: int) -> None:
-        self._tied = tied
-        self._buffer_bytes = buffer_bytes
+    def __init__(self, family: str) -> None:
+        self._family = family
         self._sender: SharedMemorySender | None = None
         self._weights: list[tuple[str, torch.Tensor]] = []
-        self.calls: list[str] = []
 
-    def set_weights(self, seed: int, drop: str | None = None, add: str | None = None, dtype: str = "float32") -> None:
-        from tiny_models import make_qwen3, qwen3_config
+    def set_weights(self, seed: int, drop: str | None = None) -> None:
+        from model_families import checkpoint_tensors, make_family
 
-        model = make_qwen3(seed, qwen3_config(tied=self._tied)).to(getattr(torch, dtype))
-        weights = [(name, tensor.detach()) for name, tensor in model.named_parameters() if name != drop]
-        self._weights = weights + ([(add, torch.zeros(4))] if add else [])
-
-    def set_buffer(self, buffer_bytes: int) -> None:
-        self._buffer_bytes = buffer_bytes
+        tensors = checkpoint_tensors(make_family(self._family, seed))
+        self._weights = [(name, tensor) for name, tensor in tensors.items() if name != drop]
 
     def offload_before_refit(self) -> None:
-        self.calls.append("offload_before_refit")
+        """It holds nothing."""
 
     def hand_over_memory(self) -> None:
-        """It holds none."""
+        """It holds nothing."""
 
     def offload_after_refit(self) -> None:
-        self.calls.append("offload_after_refit")
+        """It holds nothing."""
 
     def start_refit(self) -> None:
-        self.calls.append("start_refit")
         self.shutdown()
         specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights]
-        self._sender = SharedMemorySender(specs, self._buffer_bytes)
+        self._sender = SharedMemorySender(specs, 2**20)
         self._sender.start(iter(self._weights))
 
     def next_bucket(self) -> WeightBucket | None:

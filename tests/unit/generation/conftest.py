@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import make_tokenizer, qwen3_config
+from engine_process import engine_settings
+from model_families import save_family_folder
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 TESTS = str(Path(__file__).parents[2])
@@ -27,9 +27,6 @@ class RemotePolicy:
 
     def set_weights(self, seed: int, **kwargs: object) -> None:
         self._group.run_all("set_weights", seed, **kwargs)
-
-    def set_buffer(self, buffer_bytes: int) -> None:
-        self._group.run_all("set_buffer", buffer_bytes)
 
     def offload_before_refit(self) -> None:
         self._group.run_all("offload_before_refit")
@@ -62,40 +59,22 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[VirtualCluster]:
 def start_engine(
     cluster: VirtualCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., RayGenerationEngine]:
-    """Start an engine on a folder that holds a configuration and a tokenizer but no weights."""
+    """Start an engine on a folder of a family of `model_families.py`."""
 
-    def start(*, tied: bool = False, async_engine: bool = False, **overrides: object) -> RayGenerationEngine:
+    def start(family: str, **changes: object) -> RayGenerationEngine:
         folder = tmp_path_factory.mktemp("model")
-        qwen3_config(tied=tied).save_pretrained(folder)
-        make_tokenizer().save_pretrained(folder)
-        settings: dict[str, object] = {
-            "model_name": str(folder),
-            "seed": 0,
-            "async_engine": async_engine,
-            "precision": "float32",
-            "kv_cache_dtype": "auto",
-            "tensor_parallel_size": 1,
-            "gpu_memory_utilization": 0.5,
-            "kv_cache_memory_gib": 0.0625,
-            "enable_sleep_mode": True,
-            "max_model_len": 400,
-            "enforce_eager": True,
-            "per_request_seeds": True,
-            "max_restarts": 0,
-            "vllm_kwargs": {},
-        }
-        return RayGenerationEngine(cluster, VllmSettings(**(settings | overrides)))  # type: ignore[arg-type]
+        save_family_folder(folder, family)
+        return RayGenerationEngine(cluster, engine_settings(folder, **changes))
 
     return start
 
 
 @pytest.fixture(scope="module")
-def start_policy(cluster: VirtualCluster) -> Callable[..., RemotePolicy]:
+def start_policy(cluster: VirtualCluster) -> Callable[[str], RemotePolicy]:
     """Start the sending side."""
 
-    def start(*, tied: bool = False) -> RemotePolicy:
-        kwargs = {"tied": tied, "buffer_bytes": 2**20}
-        spec = WorkerSpec(name="policy", factory="ray_workers:RefitPolicy", kwargs=kwargs, num_workers=1)
+    def start(family: str) -> RemotePolicy:
+        spec = WorkerSpec(name="policy", factory="ray_workers:RefitPolicy", kwargs={"family": family}, num_workers=1)
         return RemotePolicy(RayWorkerGroup(cluster, spec))
 
     return start

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_close
-from engine_process import EngineProcess, engine_process, engine_settings
+from engine_process import EngineProcess, engine_process, engine_settings, send_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_families import checkpoint_tensors, save_family_folder
@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
-from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.refit import refit
-from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
 BOTH = ("dtensor", "megatron")
 TRAINED = {
@@ -104,19 +102,6 @@ def test_greedy_tokens_after_training_and_refit_are_those_of_the_new_weights(
                 assert_close(torch.tensor(answer.logprobs), row[len(prompt) : len(prompt) + len(answer.token_ids)])
 
 
-def send(engine: EngineProcess, tensors: dict[str, Tensor], buffer_bytes: int) -> None:
-    """A refit with these tensors in their order, in buckets of that size."""
-    specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    sender = SharedMemorySender(specs, buffer_bytes)
-    try:
-        sender.start(iter(tensors.items()))
-        while (bucket := sender.next_bucket()) is not None:
-            engine.load_bucket(bucket)
-        engine.finish_refit()
-    finally:
-        sender.close()
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2-tied"])
 def test_a_refit_of_any_order_and_buckets_is_whole_or_names_what_it_lacks(
     engine: EngineProcess, tmp_path: Path, family: str
@@ -139,11 +124,11 @@ def test_a_refit_of_any_order_and_buckets_is_whole_or_names_what_it_lacks(
         tensors = checkpoint_tensors(model)
         sent = {name: tensors[name] for name in order if name not in missing}
         if not missing:
-            send(engine, sent, buffer_bytes)
+            send_weights(engine, sent, buffer_bytes)
             assert_answers_like(engine, model)
             return
         with pytest.raises(RefitError) as raised:
-            send(engine, sent, buffer_bytes)
+            send_weights(engine, sent, buffer_bytes)
         assert f"as they were: {', '.join(sorted(missing))}. The policy" in str(raised.value)
         with pytest.raises(RuntimeError, match="before a refit"):
             engine.generate(PROMPTS, GREEDY)
@@ -172,11 +157,11 @@ def test_a_tensor_that_the_engine_does_not_have_or_of_another_size_fails_the_ref
     tensors = checkpoint_tensors(model)
     for name, change in STRANGE:
         with pytest.raises(RefitError, match=name.replace(".", r"\.")) as raised:
-            send(engine, tensors | {name: change(tensors.get(name)).contiguous()}, 2**30)
+            send_weights(engine, tensors | {name: change(tensors.get(name)).contiguous()}, 2**30)
         assert "\n" not in str(raised.value)
         with pytest.raises(RuntimeError, match="before a refit"):
             engine.generate(PROMPTS, GREEDY)
-    send(engine, tensors, 2**30)
+    send_weights(engine, tensors, 2**30)
     assert_answers_like(engine, model)
 
 
@@ -184,7 +169,7 @@ def test_weights_of_another_type_are_cast(engine: EngineProcess, tmp_path: Path)
     model = save_family_folder(tmp_path, "qwen3_moe")
     engine.start(engine_settings(tmp_path))
     tensors = {name: tensor.bfloat16() for name, tensor in checkpoint_tensors(model).items()}
-    send(engine, tensors, 2**30)
+    send_weights(engine, tensors, 2**30)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     assert_answers_like(engine, model)
