@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import PolicyBackend, ProcessInfo
+from nemo_offload_rl.policy.backends.megatron.engine import load_engine
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
@@ -27,6 +28,7 @@ def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBacke
         UserError: The model or a setting cannot be used.
     """
     if settings.megatron is not None:
+        load_engine(settings)
         # Here, since these libraries take seconds to import.
         from nemo_offload_rl.policy.backends.megatron.backend import MegatronBackend
 

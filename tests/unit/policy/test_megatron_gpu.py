@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,86 @@ def test_logprobs_are_the_dtensor_backends_up_to_bfloat16_also_when_packed_or_in
         logger.info("%s: mean %.2e max %.2e loss %s", list(changes), difference.mean(), difference.max(), result.loss)
         assert difference.mean() < 0.01
         assert (found == 0).eq(expected == 0).all()
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(("rope", "is_fused"), [(YARN, False), (LLAMA3, False), (LLAMA3, True)])
+def test_scaled_rotary_embeddings_are_the_dtensor_backends_padded_and_packed(
+    folder: Path, rope: dict[str, Any], is_fused: bool
+) -> None:
+    batch = make_batch(num_rows=16, width=24)
+    overrides = {"hf_config_overrides": {"rope_parameters": rope}}
+    with worker_of(make_settings(folder, precision="bfloat16", **overrides), GPU) as worker:
+        worker.prepare_for_lp_inference()
+        expected = worker.get_logprobs(batch)
+    packing = BatchingSettings(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+    for changes in ({}, {"sequence_packing": packing}):
+        settings = gpu_settings(folder, **PRECISION_AWARE, **overrides, apply_rope_fusion=is_fused, **changes)
+        with worker_of(settings, GPU) as worker:
+            worker.prepare_for_lp_inference()
+            difference = (worker.get_logprobs(batch) - expected).abs()
+        logger.info("%s, %s: mean %.2e max %.2e", rope["rope_type"], list(changes), difference.mean(), difference.max())
+        assert difference.mean() < 0.01
+
+
+def fp8_settings(folder: Path, recipe: str, **changes: Any) -> Any:
+    settings = gpu_settings(folder, **PRECISION_AWARE, **changes)
+    cfg = settings.megatron_cfg
+    fp8 = replace(cfg.fp8_cfg, enabled=True, fp8="hybrid" if recipe == "delayed" else "e4m3", fp8_recipe=recipe)
+    return replace(settings, megatron_cfg=replace(cfg, fp8_cfg=fp8))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
+def test_eight_bit_layers_train_on_rows_of_any_length_packed_and_padded(folder: Path, recipe: str) -> None:
+    """In 16 bits these rows have 26 tokens padded, and packed any number up to 40."""
+    batch = make_batch(num_rows=8, width=13)
+    packing = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
+    with worker_of(gpu_settings(folder, **PRECISION_AWARE), GPU) as worker:
+        worker.prepare_for_lp_inference()
+        expected = worker.get_logprobs(batch)
+        worker.prepare_for_training()
+        (expected_loss,) = worker.train(batch, NLLLoss()).loss
+    for changes in ({"sequence_packing": packing}, {}):
+        with worker_of(fp8_settings(folder, recipe, **changes), GPU) as worker:
+            worker.prepare_for_lp_inference()
+            difference = (worker.get_logprobs(batch) - expected).abs()
+            worker.prepare_for_training()
+            (loss,) = worker.train(batch, NLLLoss()).loss
+        logger.info(
+            "%s, %s: mean %.2e loss %.4f of %.4f", recipe, list(changes), difference.mean(), loss, expected_loss
+        )
+        assert difference.mean() < 0.1
+        assert loss == pytest.approx(expected_loss, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_resumed_run_in_eight_bits_goes_on_bit_by_bit(folder: Path, tmp_path: Path, recipe: str) -> None:
+    packing = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
+    settings = fp8_settings(folder, recipe, sequence_packing=packing)
+
+    def steps(worker: PolicyWorker, *seeds: int) -> list[float]:
+        values: list[float] = []
+        for seed in seeds:
+            step(worker, seed, values)
+        return values
+
+    with worker_of(settings, GPU, keep_reference=True) as worker:
+        steps(worker, 0, 1)
+        worker.save_checkpoint(tmp_path / "saved")
+        expected = steps(worker, 2, 3)
+    with worker_of(settings, GPU, keep_reference=True) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert steps(worker, 2, 3) == expected
 
 
 def moe_folder(path: Path) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
 from nemo_offload_rl.policy.backends.megatron.affinity import bind_to_numa_node_of
 from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
 from nemo_offload_rl.policy.backends.megatron.folder_match import check_shapes
+from nemo_offload_rl.policy.backends.megatron.fp8_scales import keeps_scales
 from nemo_offload_rl.policy.backends.megatron.model import build_model
 from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
@@ -244,8 +245,14 @@ class MegatronBackend:
         dcp.load_state(path, training_state)
 
     def _training_state(self) -> MegatronState:
-        with_frozen = not self._cfg.peft.enabled
-        return MegatronState(self._model, self._optimizer, self._scheduler, self._device, with_frozen=with_frozen)
+        return MegatronState(
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            self._device,
+            with_frozen=not self._cfg.peft.enabled,
+            with_scales=keeps_scales(self._cfg.fp8_cfg),
+        )
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""

@@ -3,17 +3,19 @@
 Ranks at the same place hold copies of the same parameters, of which one is written. What the optimizer keeps for a
 parameter is saved as a flat tensor of the parameter's size. The distributed optimizer gives each data-parallel rank a
 range of it, wherever Megatron's buffers are cut; ranks that cut them otherwise, or not at all, read what they need.
-Another split of the model itself is refused.
+Another split of the model itself is refused. With delayed scaling each part's 8-bit layers add their scales.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -23,12 +25,15 @@ from torch import Tensor
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
-from nemo_offload_rl.policy.backends.megatron import parallel
+from nemo_offload_rl.policy.backends.megatron import fp8_scales, parallel
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.residency import unique_storages
 
+logger = logging.getLogger(__name__)
+
 TRACKED = "tracked-"
+VALUES, SCALES = "values/", "scales/"
 STEP = "step"
 
 
@@ -41,24 +46,37 @@ class MegatronState:
         scheduler: Megatron's schedule.
         device: Where the parameters are.
         with_frozen: Save parameters that are not trained, too. Without, there is nothing of the model but adapters.
+        with_scales: Save the scales of 8-bit layers.
     """
 
     def __init__(
-        self, model: BuiltModel, optimizer: Any, scheduler: Any, device: torch.device, *, with_frozen: bool
+        self,
+        model: BuiltModel,
+        optimizer: Any,
+        scheduler: Any,
+        device: torch.device,
+        *,
+        with_frozen: bool,
+        with_scales: bool,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._device = device
         self._with_frozen = with_frozen
+        self._with_scales = with_scales
 
     def check_layout(self, path: Path) -> None:
-        """Refuse a checkpoint of ranks that split the model otherwise.
+        """Refuse a checkpoint of ranks that split the model otherwise; one without scales is read without them.
 
         Raises:
             CheckpointError: With both layouts, or what is wrong with the folder.
         """
-        layouts = {name.split("/")[1] for name in dcp.saved_names(path) if name.startswith("model/")}
+        saved = dcp.saved_names(path)
+        if self._with_scales and not any(name.startswith(SCALES) for name in saved):
+            self._with_scales = False
+            logger.warning("checkpoint %s has no scales of 8-bit layers; the next steps find them anew", path)
+        layouts = {name.split("/")[1] for name in saved if name.startswith("model/")}
         if layouts != {parallel.layout_name()}:
             raise CheckpointError(
                 f"The checkpoint {path} was written by ranks laid out as {', '.join(sorted(layouts))}, not as "
@@ -110,7 +128,11 @@ class MegatronState:
             "grad_scalers": [scaler.state_dict() for mcore in mcores if (scaler := _grad_scaler(mcore))],
             "scheduler": self._scheduler.state_dict(),
         }
-        return {f"values/{parallel.layout_name()}/{parallel.place_in_model(False)}": mine}
+        dense, expert = parallel.place_in_model(False), parallel.place_in_model(True)
+        values: dict[str, Any] = {f"{VALUES}{parallel.layout_name()}/{dense}": mine}
+        if self._with_scales:
+            values[f"{SCALES}{parallel.layout_name()}/{dense}-{expert}"] = fp8_scales.scales(self._model.chunks)
+        return values
 
     def _num_steps_in_groups(self) -> int | None:
         """The count that some optimizers keep in their groups, the same in all that have parameters.
@@ -128,8 +150,10 @@ class MegatronState:
                 yield from inner.param_groups
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over settings, count of steps, loss scale and schedule."""
-        (mine,) = values.values()
+        """Take over settings, count of steps, loss scale, schedule and scales of 8-bit layers."""
+        (mine,) = (value for name, value in values.items() if name.startswith(VALUES))
+        for found in (value for name, value in values.items() if name.startswith(SCALES)):
+            fp8_scales.set_scales(self._model.chunks, found, get_fp8_recipe(self._model.config))
         for mcore, groups in zip(_real(self._optimizer), mine["param_groups"], strict=True):
             inner = mcore.optimizer
             for group, saved in zip(inner.param_groups, groups, strict=True):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +78,79 @@ def test_a_checkpoint_from_before_the_first_step_has_masters_only_and_is_gone_on
     with make_worker(folder, **BFLOAT16) as worker:
         worker.load_checkpoint(tmp_path / "saved")
         assert steps(worker, 0, 1) == expected
+
+
+# -- scales of 8-bit layers ------------------------------------------------------------------------------------------
+
+
+class ScaledLayer(torch.nn.Module):
+    """What a layer of Transformer Engine has of delayed scaling; the real ones are in test_megatron_gpu.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+        self._fp8_workspaces: dict[str, torch.Tensor] = {}
+
+    def init_fp8_meta_tensors(self, recipe: Any) -> None:
+        size = 3 * self.fp8_meta["num_gemms"]
+        self.fp8_meta |= {key: [torch.ones(size), torch.zeros(8, size)] for key in ("scaling_fwd", "scaling_bwd")}
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
+        keys = ("scaling_fwd", "scaling_bwd")
+        return {key: self.fp8_meta[key] for key in keys} if keys[0] in self.fp8_meta else None
+
+    def reset_fp8_meta_tensors(self, tensors: dict[str, list[torch.Tensor]]) -> None:
+        for key, values in tensors.items():
+            for mine, value in zip(self.fp8_meta[key], values, strict=True):
+                mine.copy_(value)
+
+
+@contextmanager
+def scaled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str = "delayed") -> Iterator[Any]:
+    """A worker whose first layer has scales, and that layer."""
+    base = SimpleNamespace(TransformerEngineBaseModule=ScaledLayer, _dummy_wgrads={})
+    with make_worker(folder, **BFLOAT16) as worker, monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
+        backend = worker._backend
+        layer = ScaledLayer()
+        backend._chunks[0].module.module.decoder.layers[0].add_module("scaled", layer)
+        backend._cfg = replace(backend._cfg, fp8_cfg=replace(backend._cfg.fp8_cfg, enabled=True, fp8_recipe=recipe))
+        yield worker, layer
+
+
+def test_scales_of_delayed_scaling_are_saved_read_back_and_in_no_export(folder, tmp_path, monkeypatch):
+    with scaled_worker(folder, monkeypatch) as (worker, layer):
+        worker.save_checkpoint(tmp_path / "before the first pass")
+        layer.fp8_meta["num_gemms"] = 1
+        layer.init_fp8_meta_tensors(None)
+        expected = {
+            key: [torch.rand_like(tensor) for tensor in layer.fp8_meta[key]]
+            for key in layer.fp8_meta
+            if key != "num_gemms"
+        }
+        layer.reset_fp8_meta_tensors(expected)
+        worker.save_checkpoint(tmp_path / "saved")
+        worker.offload_before_refit()
+        assert not [name for name, _ in worker.named_weights() if "scale" in name]
+    with scaled_worker(folder, monkeypatch) as (worker, layer):
+        worker.load_checkpoint(tmp_path / "before the first pass")
+        assert layer.get_fp8_meta_tensors() is None
+        worker.load_checkpoint(tmp_path / "saved")
+        found = layer.get_fp8_meta_tensors()
+        for key, tensors in expected.items():
+            assert all(torch.equal(*pair) for pair in zip(found[key], tensors, strict=True))
+    with scaled_worker(folder, monkeypatch, recipe="blockwise") as (worker, layer):
+        worker.load_checkpoint(tmp_path / "saved")
+        assert layer.get_fp8_meta_tensors() is None
+
+
+def test_a_checkpoint_without_scales_is_read_with_a_warning(folder, tmp_path, monkeypatch, caplog):
+    with scaled_worker(folder, monkeypatch, recipe="blockwise") as (worker, _):
+        worker.save_checkpoint(tmp_path / "saved")
+    with scaled_worker(folder, monkeypatch) as (worker, layer):
+        worker.load_checkpoint(tmp_path / "saved")
+        assert layer.get_fp8_meta_tensors() is None
+        assert "has no scales of 8-bit layers" in caplog.text
 
 
 # -- another number of ranks -------------------------------------------------------------------------------------------
