@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
-import logging
-import os
-import signal
-import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.policy.backends.base import WeightSpec
-from nemo_offload_rl.utils.settings import ClusterSettings
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
@@ -24,85 +15,6 @@ if TYPE_CHECKING:
     from nemo_offload_rl.policy.worker import PolicyWorker
 
 _UNTIL_EXIT = ExitStack()
-
-
-def cpu_cluster(num_workers: int = 1) -> ClusterSettings:
-    """This machine, without GPUs."""
-    return ClusterSettings(
-        gpus_per_node=0,
-        cpu_workers_per_node=num_workers,
-        num_nodes=1,
-        master_port_range_low=21000,
-        master_port_range_high=21999,
-    )
-
-
-class TwoArgumentError(Exception):
-    """An exception that does not survive pickling by its message alone."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(code, text)
-        self.code = code
-
-
-class EchoWorker:
-    """Does what tests need a worker to do."""
-
-    def __init__(self, greeting: str, fail: bool = False) -> None:
-        if fail:
-            raise DataError(f"{greeting}: cannot start")
-        self._greeting = greeting
-
-    def environment(self, names: list[str]) -> dict[str, str]:
-        return {name: os.environ[name] for name in names}
-
-    def greet(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self._greeting, os.environ["RANK"], args, kwargs
-
-    def total(self, tensor: torch.Tensor) -> float:
-        return float(tensor.sum())
-
-    def all_reduce(self) -> float:
-        torch.distributed.init_process_group("gloo")
-        value = torch.tensor([float(os.environ["RANK"]) + 1.0])
-        torch.distributed.all_reduce(value)
-        torch.distributed.destroy_process_group()
-        return value.item()
-
-    def raise_on(self, rank: int, kind: str) -> None:
-        if os.environ["RANK"] != str(rank):
-            time.sleep(600)
-        if kind == "user":
-            raise DataError("row 7 has no answer")
-        raise TwoArgumentError(3, "bug")
-
-    def die_on(self, rank: int) -> None:
-        if os.environ["RANK"] == str(rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.2)
-        raise ConnectionError("connection closed by peer")
-
-    def leave_on(self, rank: int) -> None:
-        torch.distributed.init_process_group("gloo")
-        if os.environ["RANK"] == str(rank):
-            torch.distributed.destroy_process_group()
-            time.sleep(0.5)
-            raise ArithmeticError("a bug")
-        torch.distributed.all_reduce(torch.ones(1))
-
-    def warn(self, *ranks: str) -> None:
-        if os.environ["RANK"] in ranks:
-            logging.getLogger("nemo_offload_rl.anything").warning("%d bytes are slow", 7)
-
-    def warn_and_raise(self) -> None:
-        self.warn(os.environ["RANK"])
-        raise ArithmeticError("a bug")
-
-    def crash(self) -> None:
-        ctypes.string_at(0)
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 class RefitPolicy:
@@ -142,26 +54,6 @@ class RefitPolicy:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-
-
-def run_until_stopped(ready_file: str) -> None:
-    """A driver with two busy workers; writes the ids of all processes it caused, then waits to be stopped."""
-    import psutil
-
-    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
-    from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-
-    with cluster_session(cpu_cluster(2)) as cluster:
-        group = RayWorkerGroup(
-            cluster, WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"})
-        )
-        handle = group.start_all("sleep", 600.0)
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
-        assert set(group.pids()) <= set(pids)
-        partial = Path(ready_file + ".partial")
-        partial.write_text(json.dumps(pids))
-        partial.rename(ready_file)
-        group.join(handle)
 
 
 def megatron_policy_worker(**kwargs: Any) -> PolicyWorker:

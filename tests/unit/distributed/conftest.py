@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
+from echo_workers import cpu_cluster
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 
-TESTS = str(Path(__file__).parents[2])
-ROOT = str(Path(__file__).parents[3])
-
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[VirtualCluster]:
+def cluster(ray_here: Callable[[], None]) -> Iterator[VirtualCluster]:
     """Two slots; workers can import what tests can."""
-    from ray_workers import cpu_cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([ROOT, TESTS]))
-        with cluster_session(cpu_cluster(2), num_colocated_groups=4) as session:
-            yield session
+    ray_here()
+    with cluster_session(cpu_cluster(2), num_colocated_groups=4) as session:
+        yield session

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 from closeness import assert_close
+from echo_workers import cpu_cluster
 from policy_cases import NLL, make_batch, make_settings, save_family
 from ray.cluster_utils import Cluster
-from ray_workers import cpu_cluster
 from resume_cases import weights_of
 
 from nemo_offload_rl.distributed.policy_group import start_policy
@@ -27,6 +27,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def two_nodes():
     """A node of four CPUs, which could hold everything, and one of two."""
+    ray.shutdown()  # of other modules
     store = {"object_store_memory": 100 * 2**20, "num_gpus": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
@@ -44,7 +45,7 @@ def two_node_settings(workers_per_node: int = 1):
 def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_nodes):
     with cluster_session(two_node_settings(2)) as session:
         groups = [
-            RayWorkerGroup(session, WorkerSpec(name=name, factory="ray_workers:EchoWorker", kwargs={"greeting": name}))
+            RayWorkerGroup(session, WorkerSpec(name=name, factory="echo_workers:EchoWorker", kwargs={"greeting": name}))
             for name in ("policy", "engine")
         ]
         nodes = [[location.node_id for location in ray.get(group._location_refs)] for group in groups]
@@ -60,7 +61,7 @@ def test_ranks_fill_one_node_after_the_other_and_groups_share_their_slots(two_no
 def test_a_meeting_place_is_found_on_another_host_though_workers_have_all_of_its_slots(two_nodes):
     with cluster_session(two_node_settings(2), num_colocated_groups=1) as session:
         session._slots = session._slots[::-1]
-        spec = WorkerSpec(name="policy", factory="ray_workers:EchoWorker", kwargs={"greeting": ""})
+        spec = WorkerSpec(name="policy", factory="echo_workers:EchoWorker", kwargs={"greeting": ""})
         group = RayWorkerGroup(session, spec)
         group.wait_until_ready()
         assert session._slots[0].node_id != ray.get_runtime_context().get_node_id()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray_workers import cpu_cluster
+from echo_workers import cpu_cluster
 
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
@@ -44,7 +44,7 @@ def test_every_free_port_of_a_range_is_found_once() -> None:
 
 
 def test_more_groups_than_shares_are_refused_instead_of_waiting_forever(cluster: VirtualCluster) -> None:
-    spec = WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"}, num_workers=1)
+    spec = WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"}, num_workers=1)
     groups = [RayWorkerGroup(cluster, spec) for _ in range(4)]
     with pytest.raises(RuntimeError, match="shared by 4 worker groups at most"):
         RayWorkerGroup(cluster, spec)
@@ -65,7 +65,7 @@ def test_an_exception_in_the_driver_leaves_no_worker(cluster: VirtualCluster) ->
     pids: list[int] = []
     cluster.shutdown()  # its slots are needed here; nothing else of this module uses them afterwards
     with pytest.raises(ZeroDivisionError), cluster_session(cpu_cluster(1)) as session:
-        spec = WorkerSpec(name="echo", factory="ray_workers:EchoWorker", kwargs={"greeting": "hi"})
+        spec = WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"})
         workers = RayWorkerGroup(session, spec)
         pids = workers.pids()
         raise ZeroDivisionError
@@ -78,7 +78,7 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     ready = tmp_path / "ready"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     environment.pop("RAY_ADDRESS", None)
-    code = f"import ray_workers; ray_workers.run_until_stopped({str(ready)!r})"
+    code = f"import echo_workers; echo_workers.run_until_stopped({str(ready)!r})"
     driver = subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,

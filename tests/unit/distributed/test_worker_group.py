@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from ray_workers import TwoArgumentError
+from echo_workers import TwoArgumentError
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import DataError, WorkerDiedError
 
-ECHO = "ray_workers:EchoWorker"
+ECHO = "echo_workers:EchoWorker"
 
 
 @pytest.fixture(scope="module")

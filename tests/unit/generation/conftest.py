@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from echo_workers import cpu_cluster
 from engine_process import engine_settings
 from model_families import save_family_folder
 
@@ -14,9 +13,6 @@ from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
-
-TESTS = str(Path(__file__).parents[2])
-ROOT = str(Path(__file__).parents[3])
 
 
 class RemotePolicy:
@@ -45,14 +41,11 @@ class RemotePolicy:
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[VirtualCluster]:
+def cluster(ray_here: Callable[[], None], request: pytest.FixtureRequest) -> Iterator[VirtualCluster]:
     """One slot for everything, or as many as the module's NUM_SLOTS says."""
-    from ray_workers import cpu_cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([ROOT, TESTS]))
-        with cluster_session(cpu_cluster(getattr(request.module, "NUM_SLOTS", 1)), num_colocated_groups=5) as session:
-            yield session
+    ray_here()
+    with cluster_session(cpu_cluster(getattr(request.module, "NUM_SLOTS", 1)), num_colocated_groups=5) as session:
+        yield session
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,42 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+NUM_CPUS = 6
+OBJECT_STORE_BYTES = 100 * 2**20
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[Callable[[], None]]:
+    """Make sure that Ray runs on this machine, whose workers can import what tests can; it starts once for all tests.
+
+    It has more CPUs than the machine may have: tests ask for slots, not for cores.
+    """
+    import ray
+
+    def start() -> None:
+        if not ray.is_initialized():
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                num_gpus=0,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        start()
+        yield start
+        ray.shutdown()
