@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 
-
-def disagreement(step: int, error: float, limit: float | None, sampling: SamplingSettings) -> str | None:
+def disagreement(step: int, error: float, limit: float | None) -> str | None:
     """One line on a step whose `token_mult_prob_error` is above the limit; None where it is not.
 
     A value that is no number is none of a disagreement: such an update is skipped and counted.
@@ -14,7 +12,6 @@ def disagreement(step: int, error: float, limit: float | None, sampling: Samplin
         step: Number of the step.
         error: Mean over the step's tokens of exp |log p_engine - log p_policy|; 1 where both agree.
         limit: The key `grpo.max_token_mult_prob_error`; None for none.
-        sampling: How the tokens were drawn.
     """
     if limit is None or not error > limit:
         return None
@@ -24,10 +21,6 @@ def disagreement(step: int, error: float, limit: float | None, sampling: Samplin
         "weights that a refit left behind",
         "an engine of another precision (vllm_cfg.precision, kv_cache_dtype)",
     ]
-    if sampling.top_p < 1 or sampling.top_k is not None:
-        # The engine's logprobs are those after the cut, over what is left of the vocabulary; the policy's are not.
-        cut = f"top_p={sampling.top_p:g}" + ("" if sampling.top_k is None else f", top_k={sampling.top_k}")
-        causes.insert(0, f"policy.generation.{cut}, which the engine's probabilities contain and the policy's do not")
     return (
         f"step {step}: engine and policy give the same tokens different probabilities (token_mult_prob_error is "
         f"{error:.4g} where 1 is agreement), above grpo.max_token_mult_prob_error={limit:g}, so training on them would "

@@ -233,7 +233,7 @@ class GrpoTrainer:
 
     def _check_agreement(self, step: int, error: float) -> None:
         """End a run whose engine and policy are two different models; the checkpoints that there are stay."""
-        message = disagreement(step, error, self._settings.max_token_mult_prob_error, self._generation.sampling)
+        message = disagreement(step, error, self._settings.max_token_mult_prob_error)
         if message is not None:
             self._parts.checkpoints.finish()
             raise AgreementError(message)

@@ -91,7 +91,7 @@ class PolicyGradientBatch(TrainBatch):
     Attributes:
         advantages: the same value on every token of a response, or per token.
         prev_logprobs: logprobs of the policy before this step's updates (zeros when unused).
-        generation_logprobs: logprobs that the sampler used (temperature and truncation included).
+        generation_logprobs: the engine's logprobs, at the sampling temperature and before top-p and top-k.
         reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
     """
 

@@ -79,8 +79,17 @@ class GenerationConfig(TypedDict):
     backend: Annotated[Literal["vllm"], doc("The inference engine.")]
     max_new_tokens: Annotated[int, doc("Longest response, in tokens.", ge=1)]
     temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
-    top_p: Annotated[float, doc("Nucleus sampling: share of the probability mass kept.", gt=0, le=1)]
-    top_k: Annotated[int | None, doc("Sample from so many likeliest tokens; null for all.", ge=1)]
+    top_p: Annotated[
+        float,
+        doc(
+            "Nucleus sampling: share of the probability mass kept. Logprobs, of the engine too, are those before it.",
+            gt=0,
+            le=1,
+        ),
+    ]
+    top_k: Annotated[
+        int | None, doc("Sample from so many likeliest tokens; null for all. Logprobs are those before it.", ge=1)
+    ]
     val_temperature: Annotated[float, doc("The same for validation.", ge=0)]
     val_top_p: Annotated[float, doc("The same for validation.", gt=0, le=1)]
     val_top_k: Annotated[int | None, doc("The same for validation.", ge=1)]

@@ -11,7 +11,10 @@ from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all; logprobs are those after all of it."""
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all.
+
+    Logprobs are those at `temperature` over the whole vocabulary: before `top_p` and `top_k`, as the policy's.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -24,7 +27,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `logprobs[i]` is the sampler's logprob of `token_ids[i]`."""
+    """One sampled response. `logprobs[i]` is the engine's logprob of `token_ids[i]`, see `SamplingSettings`."""
 
     token_ids: list[int]
     logprobs: list[float]

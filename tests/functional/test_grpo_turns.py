@@ -28,6 +28,10 @@ def test_a_wrong_answer_gets_a_second_turn_and_engine_and_policy_agree_on_its_lo
         "policy.generation.val_temperature=1.0",
         # One update a step, so that the loss has no use for the logprobs before it.
         "loss_fn.force_on_policy_ratio=true",
+        # What is never sampled is no disagreement between engine and policy.
+        "policy.generation.temperature=0.8",
+        "policy.generation.top_p=0.7",
+        "policy.generation.top_k=8",
         ENDS,
     )
     assert done.status == 0, done.stderr

@@ -53,6 +53,7 @@ class AsyncVllmEngine(VllmEngineBase):
         finally:
             if self._llm is None:
                 self._stop_loop()
+        self._rpc("report_unfiltered_logprobs", ())
 
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1

@@ -75,14 +75,19 @@ def test_behaviour_logprobs_are_those_at_the_sampling_temperature(
         assert_close(torch.tensor(completion.logprobs), expected)
 
 
-def test_behaviour_logprobs_are_those_after_truncation(engine: EngineProcess, model: Any) -> None:
-    sampling = SamplingSettings(max_new_tokens=16, temperature=0.7, top_k=5)
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.5}])
+def test_logprobs_are_those_before_filters_which_leave_only_likely_tokens(
+    engine: EngineProcess, model: Any, filters: dict[str, Any], seed: int | None
+) -> None:
+    sampling = SamplingSettings(max_new_tokens=16, temperature=0.7, seed=seed, **filters)
     for (completion,), prompt in zip(engine.generate(PROMPTS, sampling), PROMPTS, strict=True):
         logits = logits_of_response(model, prompt, completion.token_ids) / 0.7
-        kept = logits >= logits.topk(5).values[:, -1:]
-        logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
-        expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert_close(torch.tensor(completion.logprobs), expected)
+        logprobs, sampled = logits.log_softmax(-1), torch.tensor(completion.token_ids)[:, None]
+        assert_close(torch.tensor(completion.logprobs), logprobs.gather(-1, sampled)[:, 0])
+        likelier = logprobs > logprobs.gather(-1, sampled)
+        assert (likelier.sum(-1) < filters.get("top_k", 384)).all()
+        assert ((logprobs.exp() * likelier).sum(-1) < filters.get("top_p", 1.0) + 1e-4).all()
 
 
 def test_a_seed_repeats_a_call_and_gives_every_sample_its_own_draws(engine: EngineProcess) -> None:
