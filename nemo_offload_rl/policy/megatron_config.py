@@ -205,7 +205,9 @@ class MegatronConfig(TypedDict):
     moe_token_dispatcher_type: Annotated[
         Literal["allgather", "alltoall", "flex"], doc("How tokens reach their experts.")
     ]
-    apply_rope_fusion: Annotated[bool, doc("Fused kernel for rotary embeddings.")]
+    apply_rope_fusion: Annotated[
+        bool, doc("Fused kernel for rotary embeddings; not for YaRN, whose attention factor it leaves out.")
+    ]
     bias_activation_fusion: Annotated[bool, doc("Fused kernel for bias and activation.")]
     defer_fp32_logits: Annotated[
         bool, doc("Turn logits into float32 chunk by chunk; needs `policy.logprob_chunk_size`.")

@@ -13,6 +13,7 @@ from nemo_offload_rl.config.rules.megatron_facts import (
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.policy.backends.megatron.supported import (
     YARN,
+    rope_settings,
     rope_type,
     unsupported_family,
     unsupported_layers,
@@ -163,8 +164,10 @@ def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
 
 def megatron_rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
     """An override of the rotary embeddings has all of them, their base too."""
-    rope = cfg["policy"]["hf_config_overrides"].get("rope_parameters")
-    if megatron_section(cfg) is None or rope is None or rope.get("rope_theta") is not None:
+    overrides = cfg["policy"]["hf_config_overrides"]
+    if megatron_section(cfg) is None or "rope_parameters" not in overrides:
+        return None
+    if rope_settings(overrides).get("rope_theta") is not None:
         return None
     return (
         "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "

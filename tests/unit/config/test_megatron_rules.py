@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, megatron, megatron_optimizer
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.megatron.supported import (
+    ROPE_TYPES,
+    rope_type,
+    unsupported_family,
+    unsupported_layers,
+    unsupported_rope,
+)
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
@@ -88,6 +97,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             {**DENSE, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
         ),
         ([], "by layer type, and", {**DENSE, "rope_parameters": {"full_attention": YARN}}),
+        ([], "has rotary embeddings 'yarn', which is no mapping", {**DENSE, "rope_scaling": "yarn"}),
         (["+policy.hf_config_overrides.attention_bias=true"], "has attention_bias true, whose biases", DENSE),
     ],
     "megatron_rotary_embeddings_keep_their_base": [
@@ -247,6 +257,11 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ),
     ],
 }
+CONFIG_KEYS = st.sampled_from(
+    ["model_type", "attention_bias", "mlp_bias", "mlp_only_layers", "decoder_sparse_step", "hidden_act"]
+    + ["quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"]
+)
+ROPE_KEYS = st.sampled_from(["rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "full_attention"])
 CASES = [(name, *case) for name, cases in BROKEN.items() for case in cases]
 
 
@@ -289,6 +304,22 @@ def test_rules_are_silent_while_another_backend_trains(
     name: str, overrides: list[str], words: str, model: dict[str, int] | None, tmp_path: Path
 ) -> None:
     assert RULES[name](config([*overrides, f"{KEY}.enabled=false"], model, tmp_path)) is None
+
+
+SETTINGS = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.sampled_from(["yarn", "linear", "silu", "", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(ROPE_KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(CONFIG_KEYS, SETTINGS))
+def test_a_config_json_of_any_contents_is_let_through_or_refused_in_one_line(model: dict[str, Any]) -> None:
+    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
+        reason = unsupported(model)
+        assert reason is None or (reason and "\n" not in reason)
+        if reason is None and unsupported is unsupported_rope:
+            assert rope_type(model) in ROPE_TYPES
 
 
 def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Path) -> list[str]:

@@ -53,6 +53,9 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
 
 def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     """Which setting of rotary embeddings the backend cannot reproduce, or None."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if given and not isinstance(given, Mapping):
+        return f"rotary embeddings {given!r}, which is no mapping"
     rope = rope_settings(config)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "rotary embeddings by layer type, and that backend has one for all layers"
@@ -71,8 +74,9 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of rotary embeddings: `rope_parameters`, or `rope_scaling` of before transformers 5."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Settings of rotary embeddings: `rope_parameters`, or `rope_scaling` of before transformers 5; else {}."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    return given if isinstance(given, Mapping) else {}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:

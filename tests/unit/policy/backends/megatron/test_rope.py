@@ -64,9 +64,9 @@ def rotated(tmp_path_factory):
             save_family(made[family], family)
         path = made[family] / "config.json"
         config = json.loads(path.read_text())
-        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        for name in ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window"):
             config.pop(name, None)
-        path.write_text(json.dumps({**config, "max_position_embeddings": LENGTH, **settings}))
+        path.write_text(json.dumps({**config, "sliding_window": None, "max_position_embeddings": LENGTH, **settings}))
         return made[family]
 
     return get
@@ -93,6 +93,15 @@ def logprobs(folder: Path, batch: TrainBatch, **changes: Any) -> torch.Tensor:
 def test_logprobs_of_1024_tokens_equal_hugging_faces(rotated, batch, family, name):
     folder = rotated(family, **ROPES[name])
     assert_close(logprobs(folder, batch), expected_logprobs(folder, batch))
+
+
+def test_mistrals_sliding_window_is_hugging_faces_too(rotated, batch):
+    folder = rotated("mistral", **ROPES["base"])
+    whole = expected_logprobs(folder, batch)
+    folder = rotated("mistral", **ROPES["base"], sliding_window=64)
+    expected = expected_logprobs(folder, batch)
+    assert (expected - whole).abs()[:, 64:].mean() > 0.01
+    assert_close(logprobs(folder, batch), expected)
 
 
 def test_an_override_of_the_rotary_embeddings_is_what_hugging_face_makes_of_it(rotated, batch):
