@@ -257,9 +257,9 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ),
     ],
 }
+LAYER_KEYS = ("attention_bias", "mlp_bias", "mlp_only_layers", "decoder_sparse_step", "hidden_act")
 CONFIG_KEYS = st.sampled_from(
-    ["model_type", "attention_bias", "mlp_bias", "mlp_only_layers", "decoder_sparse_step", "hidden_act"]
-    + ["quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"]
+    [*LAYER_KEYS, "model_type", "quantization_config", "rope_parameters", "rope_scaling", "partial_rotary_factor"]
 )
 ROPE_KEYS = st.sampled_from(["rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "full_attention"])
 CASES = [(name, *case) for name, cases in BROKEN.items() for case in cases]
