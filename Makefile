@@ -4,7 +4,9 @@
 # make test       lint, types and every CPU test, set-up included
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
-# make setup-gpu  the same for a machine with GPUs
+# make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
+# make flash-attn FlashAttention, which Transformer Engine may use instead of cuDNN's; compiled once (nvcc, a long time)
+# make image      the container image (Dockerfile), with all of that
 # make lock       make requirements/*.txt anew from pyproject.toml
 
 SHELL := /bin/bash
@@ -19,7 +21,10 @@ PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/v
 LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python-version 3.12 --no-annotate \
 	--no-emit-index-url --quiet
 
-.PHONY: demo demo-sft test lint test-cpu test-gpu setup setup-gpu lock clean
+IMAGE ?= nemo-offload-rl:latest
+BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
+
+.PHONY: demo demo-sft test lint test-cpu test-gpu setup setup-gpu flash-attn image lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -48,7 +53,16 @@ test-gpu:
 
 setup: .venv/.cpu
 
-setup-gpu: .venv/.gpu
+setup-gpu: .venv/.transformer_engine
+
+flash-attn: .venv/.flash_attn
+
+.venv/.transformer_engine .venv/.flash_attn: .venv/.%: requirements/%.txt requirements/build.py .venv/.gpu
+	$(BUILD) $*
+	touch $@
+
+image:
+	docker build --tag $(IMAGE) .
 
 .venv/.%: requirements/%.txt requirements/megatron.txt pyproject.toml | $(UV)
 	$(UV) venv --quiet --allow-existing --no-project --python "$(or $(PYTHON312),3.12)" .venv
@@ -62,7 +76,7 @@ $(UV):
 
 lock: $(UV)
 	$(LOCK) --extra cpu --extra dev -o requirements/cpu.txt
-	$(LOCK) --extra gpu --extra dev -o requirements/gpu.txt
+	$(LOCK) --extra gpu --extra transformer-engine --extra dev --no-emit-package transformer-engine-torch -o requirements/gpu.txt
 
 clean:
 	rm -rf .venv .tools runs .pytest_cache .ruff_cache .hypothesis

@@ -6,6 +6,9 @@
 #
 # The arguments are what would follow `python`. Submit from the repository's folder, which every node must see, like the
 # model, logger.log_dir and checkpointing.checkpoint_dir. PYTHON names another interpreter than .venv/bin/python.
+#
+# CONTAINER=IMAGE runs it all in an image of this repository's Dockerfile (pyxis and enroot; a .sqsh file or a registry's
+# name), with the folders of CONTAINER_MOUNTS (FROM:TO,...) in it; paths of the arguments are then the image's.
 #SBATCH --job-name=nemo_offload_rl
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -14,7 +17,14 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 
-python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+container=()
+if [[ -n "${CONTAINER:-}" ]]; then
+  container=(--container-image="$CONTAINER" --container-workdir=/opt/nemo_offload_rl)
+  [[ -z "${CONTAINER_MOUNTS:-}" ]] || container+=(--container-mounts="$CONTAINER_MOUNTS")
+  python=${PYTHON:-/opt/nemo_offload_rl/.venv/bin/python}
+else
+  python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+fi
 ray="$(dirname "$python")/ray"
 port=${RAY_PORT:-6379}
 start_timeout_s=${RAY_START_TIMEOUT_S:-300}
@@ -33,11 +43,19 @@ export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
 start_node() { # NODE ARGUMENTS: runs for as long as the node is up
   local node=$1
   shift
-  srun --nodes=1 --ntasks=1 --overlap -w "$node" "$ray" start --block --disable-usage-stats "$@" &
+  srun --nodes=1 --ntasks=1 --overlap -w "$node" "${container[@]}" "$ray" start --block --disable-usage-stats "$@" &
+}
+
+run_here() { # COMMAND: on the first node, where this script runs, or in its container
+  if [[ -n "${CONTAINER:-}" ]]; then
+    srun --nodes=1 --ntasks=1 --overlap -w "$head" "${container[@]}" "$@"
+  else
+    "$@"
+  fi
 }
 
 # The steps end with the job; asking them to end lets Ray write its logs.
-trap 'trap - EXIT; jobs -p | xargs -r kill; wait' EXIT
+trap 'trap - EXIT; jobs -p | xargs -r kill 2>/dev/null || true; wait' EXIT
 
 start_node "$head" --head --node-ip-address="$head_address" --port="$port" ${RAY_HEAD_ARGS:-}
 for node in "${nodes[@]:1}"; do
@@ -45,7 +63,7 @@ for node in "${nodes[@]:1}"; do
 done
 
 export RAY_ADDRESS="$head_address:$port"
-"$python" - "${#nodes[@]}" "$start_timeout_s" <<'PYTHON'
+run_here "$python" - "${#nodes[@]}" "$start_timeout_s" <<'PYTHON'
 import sys, time, socket, os
 
 num_nodes, deadline_s = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
@@ -67,4 +85,4 @@ while (present := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
     time.sleep(1)
 PYTHON
 
-"$python" "$@"
+run_here "$python" "$@"

@@ -130,7 +130,7 @@ def _pair(
     )
     for name, response in (("better", chosen), ("worse", rejected)):
         if not response or response[-1]["role"] != "assistant":
-            raise DataError(f"{origin}: the {name} response does not end with the assistant; mend it or take it out")
+            raise DataError(f"{origin}: the {name} response does not end with the assistant; correct it or take it out")
     if chosen == rejected:
         raise DataError(f"{origin}: the two responses are the same, so neither is better; take the row out")
     return PreferencePair(prompt=prompt, chosen=chosen, rejected=rejected, origin=origin)

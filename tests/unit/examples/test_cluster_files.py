@@ -93,6 +93,20 @@ def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on
     assert "nodes 2 CPUs 5" in output
 
 
+def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
+    log = tmp_path / "srun.log"
+    stand_in(tmp_path / "bin", "srun", f'echo "$@" >> {log}; [[ "$*" != *hostname* ]] || echo 127.0.0.1\n')
+    container = {"CONTAINER": "/shared/image.sqsh", "CONTAINER_MOUNTS": "/shared:/shared"}
+    status, output = run_script({**slurm, "PYTHON": "/opt/python", **container}, "examples/run_grpo.py", "a=b")
+    assert status == 0, output
+    address, *others = log.read_text().splitlines()
+    assert "hostname" in address and "--container-image" not in address
+    assert all("--container-image=/shared/image.sqsh" in line and "=/shared:/shared" in line for line in others)
+    assert sorted(line.split()[-1] for line in others if "/opt/python - " in line) == ["60"]
+    assert sum("/opt/ray start --block" in line for line in others) == 2
+    assert sum(line.endswith("/opt/python examples/run_grpo.py a=b") for line in others) == 1
+
+
 def closed(required: tuple[str, ...] = (), **properties: object) -> dict:
     return {
         "type": "object", "properties": properties, "required": list(required), "additionalProperties": False
