@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -13,7 +14,7 @@ from pydantic_core import ErrorDetails
 from nemo_offload_rl.config.keys import known_keys, walk_keys
 from nemo_offload_rl.config.schema import EXEMPLARS
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.config import unknown_key_message
+from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
 # A key of the one does not mean the key of that name of the other: only one of the two is in use.
@@ -53,7 +54,12 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
     """
     if _takes(schema, _with_value(raw, path, value), path):
         return f"{path}: not set by the file; write +{path} to add it"
-    return unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
+    known = _known_at(schema, path)
+    present = set(flatten_keys(raw))
+    if path in known:  # of another kind of section: the first part of it that is not there says most
+        parts = path.split(".")
+        path = next(prefix for prefix in map(".".join, accumulate([part] for part in parts)) if prefix not in present)
+    return unknown_key_message(path, known, partial(_accepts, schema, raw, path, value))
 
 
 def join_problems(messages: list[str]) -> str:

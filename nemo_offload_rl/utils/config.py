@@ -211,13 +211,13 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
         _delete(config, override, exists, known)
         return
     value = override.value()
+    if not exists:
+        _require_section(config, key)
     if override.is_add():
         if exists:
             raise ConfigError(f"+{key}: the key is there already; drop the + to change it")
     elif not override.is_force_add() and not exists:
         raise ConfigError(unknown_key_message(key, known) if missing is None else missing(raw, key, value))
-    if not exists:
-        _require_section(config, key)
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
@@ -263,13 +263,20 @@ def _has_key(config: DictConfig, key: str) -> bool:
 
 
 def _require_section(config: DictConfig, key: str) -> None:
-    """A plain value on the way to `key` would be lost silently."""
+    """A plain value on the way to `key` would be lost silently, and a list has no entry that it has not."""
     parts = key.split(".")[:-1]
     for end in range(1, len(parts) + 1):
         section = ".".join(parts[:end])
         if not _has_key(config, section):
             return
         value = OmegaConf.select(config, section, throw_on_missing=False)
+        below = key.split(".")[end]
+        if below.isdigit() and (value is None or (isinstance(value, ListConfig) and int(below) >= len(value))):
+            num_entries = 0 if value is None else len(value)
+            raise ConfigError(
+                f"{key}: {section} has {num_entries} entries and none with the index {below}; set the whole list, "
+                f"{section}=[...]"
+            )
         if value is not None and not isinstance(value, (DictConfig, ListConfig)):
             raise ConfigError(f"{key}: {section} is the value {value!r}, so nothing can be below it")
 

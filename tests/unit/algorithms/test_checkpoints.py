@@ -121,7 +121,7 @@ def histories(draw):
 
 
 @given(history=histories(), limit=st.integers(1, 4), higher=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_whatever_is_measured_no_better_checkpoint_is_removed_while_a_worse_one_stays(history, limit, higher):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -129,6 +129,9 @@ def test_the_megatron_section_may_be_deleted() -> None:
             "policy.optimizer.kwargs.foreach=true",
             "not set by the file; write +policy.optimizer.kwargs.foreach to add it",
         ),
+        ("data.train.datasets.0.path=x", "data.train.datasets: not a key of the kind that this data.train is"),
+        ("policy.scheduler.7.name=x", "policy.scheduler has 0 entries and none with the index 7; set the whole list"),
+        ("policy.optimizer.kwargs.lr.x=1", "policy.optimizer.kwargs.lr is the value"),
         ("data.train.env_name=math", "not set by the file; write +data.train.env_name to add it"),
     ],
 )
@@ -164,7 +167,7 @@ def problems_at(values: dict[str, Any], path: str) -> list[str]:
     return []
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(misspelt())
 def test_what_a_hint_says_passes_the_check_once_it_is_done(case: tuple[str, Any]) -> None:
     path, value = case

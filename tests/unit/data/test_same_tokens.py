@@ -68,7 +68,7 @@ WORDS = st.lists(st.sampled_from(["the", "answer", " ", "\n", "1", "+", "é", "a
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(["bytes", "merges", "merges over spaces"]),
     bos=st.sampled_from(["none", "has one", "written by the tokenizer"]),

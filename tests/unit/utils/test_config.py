@@ -174,7 +174,8 @@ def test_tilde_deletes_a_key_a_section_and_only_a_matching_value(small: Path) ->
 
 def test_list_entries_are_reached_by_index(small: Path) -> None:
     assert load_config(small, ["phases.1.kwargs.x=7"])["phases"][1] == {"name": "b", "kwargs": {"x": 7}}
-    assert "phases.2.name: unknown key" in message(small, "phases.2.name=c")
+    for override in ("phases.2.name=c", "+phases.2.name=c", "++phases.2={name: c}"):
+        assert "phases has 2 entries and none with the index 2; set the whole list" in message(small, override)
 
 
 def test_a_list_is_replaced_and_a_mapping_is_merged(small: Path) -> None:
