@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -35,6 +36,7 @@ _MOE = {**_QWEN3, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_pe
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, _NARROW),
     "llama-bias": (LlamaConfig, {**_NARROW, "attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, {**_NARROW, "head_dim": 32, "sliding_window": None}),
     "qwen2": (Qwen2Config, _NARROW),  # queries, keys and values have biases
     "qwen3": (Qwen3Config, _QWEN3),
     "qwen3_moe": (Qwen3MoeConfig, _MOE),

@@ -98,5 +98,11 @@ class GenerationConfig(TypedDict):
     ]
     stop_strings: Annotated[list[str] | None, doc("Texts that end a response.")]
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
-    vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, handed over as they are.")]
+    vllm_kwargs: Annotated[
+        dict[str, Any],
+        doc(
+            "Further arguments of `vllm.LLM`: those that change how fast it computes or what it reports. What changes "
+            "the model, where it lies or how tokens are drawn is refused with the reason."
+        ),
+    ]
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

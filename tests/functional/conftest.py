@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -77,6 +78,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     script = ROOT / "examples/demo/make_model.py"
     subprocess.run([sys.executable, script, "--output", folder], env=environment(), check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def biased_model_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with biases in attention: Hugging Face's output projection has one then, vLLM's has not."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("model") / "biased"
+    shutil.copytree(model_folder, folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, attention_bias=True)).save_pretrained(folder)
     return folder
 
 

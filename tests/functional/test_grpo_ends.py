@@ -44,15 +44,14 @@ def test_a_killed_engine_is_started_again_while_restarts_are_left_and_then_ends_
     assert_ends_with_the_cause(running_grpo, "vllm", second)
 
 
-def test_an_engine_of_another_model_ends_the_run_with_the_weights_that_it_did_not_get(
-    run_in_one_process, model_folder, tmp_path
+def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_that_it_has_not(
+    run_in_one_process, biased_model_folder, tmp_path
 ):
-    one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
-    done = run_in_one_process(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", one_layer_more)
+    done = run_in_one_process(f"policy.model_name={biased_model_folder}", f"logger.log_dir={tmp_path / 'run'}")
     assert done.status == 2
     last_line = done.stderr.splitlines()[-1]
-    assert last_line.startswith("error: The refit left these weights of the engine as they were: model.layers.3.")
-    assert last_line.endswith("do settings of the engine (policy.generation.vllm_kwargs) make it another model?")
+    assert last_line.startswith("error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.")
+    assert last_line.endswith("builds this model in another way than the policy; choose one that both build alike.")
     assert "Traceback" not in done.stderr
 
 

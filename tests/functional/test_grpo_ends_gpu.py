@@ -90,14 +90,13 @@ def test_an_engine_that_finds_no_room_to_wake_ends_the_run_with_who_holds_the_gp
     assert "gpu_memory_utilization" in last_line
 
 
-def test_a_refit_that_lacks_weights_ends_the_run_with_their_names_and_frees_the_gpu(
-    run_grpo, on_gpu, model_folder, tmp_path
+def test_a_refit_that_the_engine_cannot_use_ends_the_run_with_the_names_and_frees_the_gpu(
+    run_grpo, on_gpu, biased_model_folder, tmp_path
 ):
-    one_layer_more = "+policy.generation.vllm_kwargs.hf_overrides={num_hidden_layers: 4}"
     free_before, _ = torch.cuda.mem_get_info()
-    done = run_grpo(f"policy.model_name={model_folder}", f"logger.log_dir={tmp_path / 'run'}", *on_gpu, one_layer_more)
+    done = run_grpo(f"policy.model_name={biased_model_folder}", f"logger.log_dir={tmp_path / 'run'}", *on_gpu)
     assert done.status == 2
-    cause = "error: The refit left these weights of the engine as they were: model.layers.3."
+    cause = "error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.bias"
     assert done.stderr.splitlines()[-1].startswith(cause)
     free_bytes, _ = torch.cuda.mem_get_info()
     assert free_before - free_bytes < 64 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from nemo_offload_rl.config.rules.base import (
     Rule,
     mixture_problem,
@@ -9,7 +11,9 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
+from nemo_offload_rl.config.rules.megatron_facts import local_model_config
 from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 
 
 def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
@@ -92,24 +96,34 @@ def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def vllm_kwargs_set_no_key_of_their_own(cfg: GrpoMasterConfig) -> str | None:
-    """`vllm_kwargs` sets nothing that has a key."""
-    generation = cfg["policy"]["generation"]
-    vllm = "policy.generation.vllm_cfg"
-    taken = {
-        "model": "policy.model_name",
-        "dtype": f"{vllm}.precision",
-        "seed": "grpo.seed",
-        "logprobs_mode": "nothing, for it is always processed_logprobs",
-        "kv_cache_memory_bytes": f"{vllm}.kv_cache_memory_gib",
-        "distributed_executor_backend": "nothing, for tensor_parallel_size decides",
-        "worker_cls": "nothing, for refit needs its own",
-        "worker_extension_cls": "nothing, for refit needs its own",
+def vllm_kwargs_are_allowed(cfg: GrpoMasterConfig) -> str | None:
+    """`vllm_kwargs` sets nothing that has a key, and nothing that changes the model, its place or its samples."""
+    key = "policy.generation.vllm_kwargs"
+    for name in cfg["policy"]["generation"]["vllm_kwargs"]:
+        if name in OWN_KEYS:
+            return f"{key}.{name} would be set twice; remove it and use {OWN_KEYS[name]}"
+        if name in REFUSED:
+            return f"{key}.{name} is refused, because {REFUSED[name]}; remove it"
+        if name not in ALLOWED:
+            near = get_close_matches(name, ALLOWED, n=1)
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            return f"{key}.{name} is no argument of vLLM's engine; {hint}"
+    return None
+
+
+def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
+    """The engine computes nothing from weights once after loading, which refits would leave as it was."""
+    model = local_model_config(cfg) or {}
+    reasons = {
+        "kv_lora_rank": "its multi-head latent attention uses weights that vLLM derives after loading",
+        "quantization_config": "it is quantized, and a refit brings plain weights",
     }
-    taken |= {name: f"{vllm}.{name}" for name in generation["vllm_cfg"]}
-    for name in generation["vllm_kwargs"]:
-        if name in taken:
-            return f"policy.generation.vllm_kwargs.{name} would be set twice; remove it and use {taken[name]}"
+    for key, reason in reasons.items():
+        if model.get(key) is not None:
+            return (
+                f"policy.model_name {cfg['policy']['model_name']} has {key} in its config.json: {reason}, so that no "
+                "refit could renew them; choose another model"
+            )
     return None
 
 
@@ -173,7 +187,8 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     turns_fit_the_policy,
     rollouts_are_not_greedy,
     cpu_engine_has_a_fixed_cache,
-    vllm_kwargs_set_no_key_of_their_own,
+    vllm_kwargs_are_allowed,
+    engine_weights_are_what_a_refit_brings,
     engines_have_devices,
     engine_fits_a_host_of_its_own,
     every_environment_exists,

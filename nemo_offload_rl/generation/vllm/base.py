@@ -186,6 +186,9 @@ def start_error(error: ValueError, settings: VllmSettings) -> Exception:
         return ConfigError(
             f"vLLM's KV cache does not fit policy.generation.vllm_cfg.max_model_len={settings.max_model_len}: {text}"
         )
+    if settings.vllm_kwargs:
+        given = ", ".join(f"{name}={value}" for name, value in settings.vllm_kwargs.items())
+        return ConfigError(f"vLLM does not start with policy.generation.vllm_kwargs {given}: {text}")
     return error
 
 
@@ -212,7 +215,7 @@ def _check_all_was_read(partly_read: Sequence[Mapping[str, Sequence[int]]]) -> N
     if unread:
         raise RefitError(
             f"The engine used nothing, or only a part, of {listed(unread)}: its model has no weights of that name and "
-            "size; do settings of the engine (policy.generation.vllm_kwargs) make it another model?"
+            "size. vLLM builds this model in another way than the policy; choose one that both build alike."
         )
 
 

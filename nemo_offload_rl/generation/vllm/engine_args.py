@@ -13,7 +13,7 @@ _CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
 
 
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
-    """Keyword arguments; `settings.vllm_kwargs` wins over all of them.
+    """Keyword arguments; `settings.vllm_kwargs` wins over all of them, where rules let one through.
 
     `logprobs_mode` is fixed: the logprobs of a response are those at the sampling temperature, which vLLM's default
     (`raw_logprobs`) are not; `sampled_logprobs.py` takes top-p and top-k out of them.
@@ -59,4 +59,6 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
             arguments["max_num_batched_tokens"] = max(_CPU_BATCH_TOKENS, settings.max_model_len)
     else:
         arguments["enable_sleep_mode"] = settings.enable_sleep_mode
+        # Others reformat the weights of experts once after loading, and a refit would bring them as they were.
+        arguments["moe_backend"] = "triton"
     return {**arguments, **settings.vllm_kwargs}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.generation.vllm.derived_weights import check_nothing_is_derived
 from nemo_offload_rl.generation.vllm.missing_weights import missing_weights
 from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, merged
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
@@ -44,11 +45,12 @@ class SeenLoads:
     addresses: tuple[int, ...] = ()
     loads: dict[_TensorKind, _Load] = field(default_factory=dict)
 
-    def keep_for(self, model: nn.Module) -> None:
-        """Forget everything if a parameter lies elsewhere by now."""
+    def is_new_for(self, model: nn.Module) -> bool:
+        """Whether it knows nothing of the model; everything is forgotten if a parameter lies elsewhere by now."""
         addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
         if addresses != self.addresses:
             self.addresses, self.loads = addresses, {}
+        return not self.loads
 
 
 class RefitSession:
@@ -58,13 +60,17 @@ class RefitSession:
         model: vLLM's model; it has `load_weights`.
         seen: What earlier refits of this model have recorded.
         group: The communicator over which buckets come, where engine and policy do not share devices.
+
+    Raises:
+        RefitError: vLLM has computed something from the model's weights that loading does not renew.
     """
 
     def __init__(self, model: nn.Module, seen: SeenLoads, group: NcclGroup | None = None) -> None:
         self._group = group
         self._model: Any = model
         self._seen = seen
-        seen.keep_for(model)
+        if seen.is_new_for(model):
+            check_nothing_is_derived(model)
         self._received: dict[str, _TensorKind] = {}
         self._receiver: SharedMemoryReceiver | CudaIpcReceiver | NcclReceiver | None = None
 
@@ -109,7 +115,7 @@ class RefitSession:
         if missing:
             raise RefitError(
                 f"The refit left these weights of the engine as they were: {listed(missing)}. The policy has none of "
-                "that name; do settings of the engine (policy.generation.vllm_kwargs) make it another model?"
+                "that name. vLLM builds this model in another way than the policy; choose one that both build alike."
             )
         sizes = {name: torch.Size(shape).numel() for name, shape, _ in self._received.values()}
         return {name: (load.num_read, sizes[name]) for name, load in loads.items() if load.num_read < sizes[name]}

@@ -41,11 +41,11 @@ class RefitExtension:
     def refit_load_bucket(self, wire: list[Any]) -> str | None:
         """Load one bucket (see `wire.py`); the first one opens the refit, None means success."""
         bucket = bucket_from_wire(wire)
-        if bucket.index == 0 or self._refit_session is None:
-            self.refit_abort()
-            self._refit_loads = self._refit_loads or SeenLoads()
-            self._refit_session = RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
         try:
+            if bucket.index == 0 or self._refit_session is None:
+                self.refit_abort()
+                self._refit_loads = self._refit_loads or SeenLoads()
+                self._refit_session = RefitSession(self.model_runner.model, self._refit_loads, self._refit_group)
             self._refit_session.load(bucket)
         except RefitError as error:
             self.refit_abort()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from nemo_offload_rl.config.rules import (
     memory,
     training,
 )
+from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
@@ -127,9 +130,14 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "prompt_and_response_fit_the_engine": [(["policy.generation.vllm_cfg.max_model_len=31"], "max_model_len 31")],
     "rollouts_are_not_greedy": [(["policy.generation.temperature=0"], "set it above 0")],
     "cpu_engine_has_a_fixed_cache": [(["policy.generation.vllm_cfg.kv_cache_memory_gib=null"], "set it, for instance")],
-    "vllm_kwargs_set_no_key_of_their_own": [
+    "vllm_kwargs_are_allowed": [
         (["+policy.generation.vllm_kwargs.max_model_len=8"], "use policy.generation.vllm_cfg.max_model_len"),
         (["+policy.generation.vllm_kwargs.dtype=auto"], "use policy.generation.vllm_cfg.precision"),
+        (["+policy.generation.vllm_kwargs.speculative_config={method: ngram}"], "the draft model would get no refits"),
+        (["+policy.generation.vllm_kwargs.enable_eplb=true"], "experts would lie elsewhere"),
+        (["+policy.generation.vllm_kwargs.data_parallel_size=2"], "the slots of the cluster decide"),
+        (["+policy.generation.vllm_kwargs.hf_overrides={rope_theta: 1}"], "policy.hf_config_overrides make it"),
+        (["+policy.generation.vllm_kwargs.max_num_seq=2"], "did you mean max_num_seqs?"),
     ],
     "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
     "validation_has_prompts": [
@@ -239,6 +247,7 @@ def test_every_rule_is_listed_and_broken_here() -> None:
     listed = (megatron, megatron_optimizer, activations, adapters, memory)
     elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
     elsewhere |= {rule.__name__ for rule in memory.GRPO_RULES}
+    elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
 
 
@@ -253,6 +262,17 @@ def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str, overrides: list
     assert ";" in message, "the mend follows a semicolon"
     with pytest.raises(ConfigError):
         check_rules(cfg, GRPO_RULES)
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "quantization_config"])
+def test_models_of_which_vllm_derives_weights_are_refused_by_what_says_so(key: str, tmp_path: Path) -> None:
+    def message(model: dict[str, object]) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **model}))
+        cfg = validate_keys(load_config(CPU, [f"policy.model_name={tmp_path}"]), GrpoMasterConfig)
+        return engine_weights_are_what_a_refit_brings(cfg)
+
+    assert message({}) is None and message({key: None}) is None
+    assert f"has {key} in its config.json" in (message({key: {"a": 1}}) or "")
 
 
 def test_what_is_not_available_hides_what_follows_from_it() -> None:

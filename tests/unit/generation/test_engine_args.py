@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 
 EXEMPLAR = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_1B.yaml"
@@ -17,3 +20,24 @@ def test_an_engine_on_a_gpu_sleeps_if_it_is_told_to_and_the_policy_leaves_for_on
     config = load_grpo_config(EXEMPLAR, [f"policy.generation.vllm_cfg.enable_sleep_mode={str(sleeps).lower()}"])
     assert engine_args(config.generation.vllm, "cuda")["enable_sleep_mode"] is sleeps
     assert config.policy.colocated is sleeps
+
+
+def test_experts_run_on_kernels_that_leave_their_weights_as_they_are() -> None:
+    assert engine_args(load_grpo_config(EXEMPLAR, []).generation.vllm, "cuda")["moe_backend"] == "triton"
+
+
+def test_every_argument_of_the_installed_vllm_is_allowed_refused_or_a_key() -> None:
+    spec = importlib.util.find_spec("vllm")  # importing it takes 10 s
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    fields = [
+        entry.target.id
+        for kind in classes
+        if kind.name in ("EngineArgs", "AsyncEngineArgs")
+        for entry in kind.body
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+    ]
+    decided = [*ALLOWED, *REFUSED, *OWN_KEYS]
+    assert len(fields) > 200 and {"speculative_config", "enable_log_requests"} <= set(fields)
+    assert sorted(decided) == sorted(fields)

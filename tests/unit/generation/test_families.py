@@ -28,6 +28,7 @@ TRAINED = {
     "llama": BOTH,
     "llama-tied": BOTH,
     "llama-bias": ("dtensor",),
+    "mistral": ("megatron",),
     "qwen2": BOTH,
     "qwen2-tied": BOTH,
     "qwen3": BOTH,
@@ -173,3 +174,25 @@ def test_weights_of_another_type_are_cast(engine: EngineProcess, tmp_path: Path)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     assert_answers_like(engine, model)
+
+
+def test_a_quantized_model_takes_no_refit(engine: EngineProcess, tmp_path: Path) -> None:
+    tensors = checkpoint_tensors(save_family_folder(tmp_path, "qwen3"))
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine.start(engine_settings(tmp_path, precision="bfloat16"))
+    with pytest.raises(RefitError, match="qkv_proj computes what CompressedTensorsLinearMethod needs"):
+        send_weights(engine, tensors, 2**20)

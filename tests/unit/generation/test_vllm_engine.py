@@ -161,6 +161,9 @@ def test_a_start_that_cannot_work_names_the_key_and_a_new_engine_refuses_to_gene
     with pytest.raises(ConfigError, match="max_model_len=400") as raised:
         started.start(engine_settings(folder, kv_cache_memory_gib=0.0001))
     assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match="vllm_kwargs max_num_seqs=many: ") as raised:
+        started.start(engine_settings(folder, vllm_kwargs={"max_num_seqs": "many"}))
+    assert "\n" not in str(raised.value)
     started.start(engine_settings(folder))
     with pytest.raises(RuntimeError, match="before a refit had brought the weights"):
         started.generate(PROMPTS, GREEDY)
