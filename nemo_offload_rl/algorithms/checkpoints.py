@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_offload_rl.data.loader import LoaderState, ShuffledLoader
-from nemo_offload_rl.errors import CheckpointError, ConfigError
+from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.settings import CheckpointingSettings
@@ -105,7 +105,6 @@ class CheckpointKeeper:
 
         Raises:
             CheckpointError: The folder cannot be written; older checkpoints are as they were.
-            ConfigError: The metric that ranks checkpoints does not exist.
         """
         self.finish()
         settings, target = self._settings, self._folder / f"step_{step}"
@@ -198,14 +197,8 @@ class CheckpointKeeper:
         if self._settings.metric_name is None:
             return None
         prefix, _, name = self._settings.metric_name.partition(":")
-        measured = metrics[prefix]
-        if measured and name not in measured:
-            raise ConfigError(
-                f"checkpointing.metric_name is {prefix}:{name}, which this run does not measure; choose one of "
-                f"{', '.join(sorted(measured))}"
-            )
-        # Nothing measured: a step without validation.
-        return measured[name] if measured else None
+        # Not there in a step without validation, or without a row of the data set that the metric is about.
+        return metrics[prefix].get(name)
 
     def _write_record(self, folder: Path, record: Mapping[str, Any]) -> None:
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}

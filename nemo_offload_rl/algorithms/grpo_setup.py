@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoParts, GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
+from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.datasets import load_prompts
@@ -55,6 +56,7 @@ def run_grpo(config: GrpoConfig) -> None:
     tokenizer = load_tokenizer(config.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)
+    _check_metric(config, prompts)
     loader = ShuffledLoader(
         prompts.train,
         batch_size=config.grpo.num_prompts_per_step,
@@ -153,3 +155,11 @@ def _check_validation(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
             "validation is asked for (grpo.val_period, val_at_start or val_at_end), but the data keep no validation "
             "rows; set data.validation or a split_validation_size, or switch validation off"
         )
+
+
+def _check_metric(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
+    by_prefix = {"train": prompts.train, "val": prompts.validation}
+    names = {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()}
+    checkpointing = config.checkpointing
+    if checkpointing.enabled and (problem := data_set_problem(checkpointing.metric_name, names)) is not None:
+        raise ConfigError(problem)

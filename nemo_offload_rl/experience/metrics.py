@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
 from nemo_offload_rl.experience.types import RolloutBatch
 
 
@@ -22,7 +21,10 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         **spread("reward", batch.rewards()),
         "accuracy": batch.correct().float().mean().item(),
         "pass_rate": (num_correct_P > 0).float().mean().item(),
-        **pass_at_powers_of_two(num_correct_P, batch.group_size),
+        **{
+            f"pass_at_{k}": pass_at_k(num_correct_P.tolist(), batch.group_size, k)
+            for k in powers_of_two(batch.group_size)
+        },
         "constant_group_rate": batch.constant_groups().float().mean().item(),
         "mean_prompt_tokens": prompt_lengths.mean().item(),
         "max_prompt_tokens": prompt_lengths.max().item(),
@@ -41,30 +43,6 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
         f"{name}_std": values.std().item() if values.numel() > 1 else 0.0,
         f"{name}_min": values.min().item(),
         f"{name}_max": values.max().item(),
-    }
-
-
-def powers_of_two(group_size: int) -> list[int]:
-    """2, 4, 8 and so on, as far as a group goes."""
-    return [1 << power for power in range(1, group_size.bit_length())]
-
-
-def pass_at_powers_of_two(num_correct_P: Tensor, group_size: int) -> dict[str, float]:
-    """Chance that at least one of k responses to a prompt is correct, k = 2, 4, 8, ..., averaged over prompts.
-
-    The unbiased estimate of M. Chen et al. (arXiv 2107.03374, section 2.1) from `group_size` responses.
-
-    Args:
-        num_correct_P: [P] correct responses to each prompt.
-        group_size: Responses to each.
-    """
-
-    def estimate(num_correct: int, k: int) -> float:
-        return 1.0 - math.comb(group_size - num_correct, k) / math.comb(group_size, k)
-
-    counts = num_correct_P.tolist()
-    return {
-        f"pass_at_{k}": sum(estimate(count, k) for count in counts) / len(counts) for k in powers_of_two(group_size)
     }
 
 

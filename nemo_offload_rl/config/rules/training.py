@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
 from nemo_offload_rl.config.rules.base import Rule, algorithm_section
-from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 from nemo_offload_rl.utils.config import nearest_key
 
 
@@ -59,14 +60,30 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     name = checkpointing["metric_name"]
     if not checkpointing["enabled"] or name is None:
         return None
-    if not name.startswith(("train:", "val:")):
-        return f"checkpointing.metric_name is {name}, which is no metric; write train:NAME or val:NAME, or null"
+    if (problem := metric_problem(name, _metric_names(cfg))) is not None:
+        return problem
     if name.startswith("val:") and not section["val_period"]:
         return (
             f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 and nothing is validated; set a "
             "period, or a train: metric, or null"
         )
     return None
+
+
+def _metric_names(cfg: RunConfig) -> Names:
+    if "sft" in cfg:
+        return SFT_NAMES
+    if "dpo" in cfg:
+        return DPO_NAMES
+    run = cast(GrpoMasterConfig, cfg)
+    grpo, loss = run["grpo"], run["loss_fn"]
+    return grpo_names(
+        group_size=grpo["num_generations_per_prompt"],
+        val_group_size=grpo["val_num_generations_per_prompt"],
+        dynamic_sampling=grpo["use_dynamic_sampling"],
+        scores_before_training=not loss["force_on_policy_ratio"],
+        truncates=loss["truncated_importance_sampling_ratio"] is not None,
+    )
 
 
 def loggers_have_their_sections(cfg: RunConfig) -> str | None:

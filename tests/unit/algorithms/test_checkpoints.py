@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.errors import CheckpointError, ConfigError
+from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import recover_folders
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
@@ -309,9 +309,3 @@ def test_metrics_of_another_name_do_not_rank(tmp_path):
     for step, accuracy in ((20, 0.4), (30, 0.3)):
         save(keeper, step, accuracy)
     assert kept(tmp_path) == {"step_20", "step_30"}
-
-
-def test_a_metric_that_is_not_measured_is_refused_with_those_that_are(tmp_path):
-    keeper = CheckpointKeeper(make_settings(tmp_path, metric_name="train:rewards"))
-    with pytest.raises(ConfigError, match="choose one of loss, reward_mean"):
-        save(keeper, 10, 0.5)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,8 @@ from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn
 from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.experience.metrics import pass_at_powers_of_two, rollout_metrics
+from nemo_offload_rl.experience.metrics import rollout_metrics
+from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.generation.interfaces import Completion
@@ -231,12 +231,11 @@ def test_metrics_are_those_counted_by_hand():
 @given(group_size=st.integers(1, 9), counts=st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_pass_at_k_is_the_share_of_subsets_of_k_responses_with_a_correct_one(group_size, counts):
     counts = [min(count, group_size) for count in counts]
-    found = pass_at_powers_of_two(torch.tensor(counts), group_size)
-    assert list(found) == [f"pass_at_{k}" for k in (2, 4, 8) if k <= group_size]
-    for name, value in found.items():
-        subsets = list(combinations(range(group_size), int(name.removeprefix("pass_at_"))))
+    assert powers_of_two(group_size) == [k for k in (2, 4, 8) if k <= group_size]
+    for k in range(1, group_size + 1):
+        subsets = list(combinations(range(group_size), k))
         shares = [sum(any(row < count for row in subset) for subset in subsets) / len(subsets) for count in counts]
-        assert value == pytest.approx(sum(shares) / len(shares))
+        assert pass_at_k(counts, group_size, k) == pytest.approx(sum(shares) / len(shares))
 
 
 def test_a_mixture_reports_each_of_its_data_sets():

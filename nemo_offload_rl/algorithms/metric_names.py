@@ -1,0 +1,134 @@
+"""Metrics that can rank checkpoints, known before a run starts. Tests hold the lists against real runs.
+
+`<data set>` stands for the name of any data set of a mixture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from nemo_offload_rl.experience.pass_at_k import powers_of_two
+from nemo_offload_rl.utils.config import nearest_key
+
+_UPDATE = ("loss", "grad_norm", "learning_rate")
+_SPREAD = ("mean", "std", "min", "max")
+_POLICY_GRADIENT = (
+    "actor_loss", "kl", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max", "clip_fraction",
+    "sampling_importance_ratio", "token_mult_prob_error",
+)  # fmt: skip
+_ROLLOUTS = (
+    "accuracy", "pass_rate", "constant_group_rate", "mean_prompt_tokens", "max_prompt_tokens", "mean_response_tokens",
+    "max_response_tokens", "mean_turns", "truncation_rate",
+)  # fmt: skip
+_TRUNCATION = ()
+_DYNAMIC_SAMPLING = (
+    "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
+)  # fmt: skip
+_SIZES = ("num_tokens", "training_tokens_per_s")
+_PREFERENCES = (
+    "preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean",
+)  # fmt: skip
+
+type Names = Mapping[str, tuple[str, ...]]
+"""Names under `train` and under `val`."""
+
+
+def grpo_names(
+    *, group_size: int, val_group_size: int, dynamic_sampling: bool, scores_before_training: bool, truncates: bool
+) -> Names:
+    """What a GRPO run measures.
+
+    Args:
+        group_size: Responses to each prompt.
+        val_group_size: Responses to each validation prompt.
+        dynamic_sampling: The key `grpo.use_dynamic_sampling`.
+        scores_before_training: Whether there is a logprob pass, which has a rate.
+        truncates: Whether there is a `loss_fn.truncated_importance_sampling_ratio`.
+    """
+    spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
+    return {
+        "train": (
+            *spreads,
+            *_ROLLOUTS,
+            *_pass_at(group_size),
+            *_UPDATE,
+            *_POLICY_GRADIENT,
+            *_SIZES,
+            "generation_tokens_per_s",
+            *(("logprob_tokens_per_s",) if scores_before_training else ()),
+            *(_TRUNCATION if truncates else ()),
+            *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
+            "reward_mean/<data set>",
+            "accuracy/<data set>",
+        ),
+        "val": (
+            "accuracy", "reward", "mean_response_tokens", "truncation_rate", *_pass_at(val_group_size),
+            "accuracy/<data set>", "reward/<data set>",
+        ),
+    }  # fmt: skip
+
+
+SFT_NAMES: Names = {
+    "train": (*_UPDATE, *_SIZES, "num_counted_tokens", "max_sequence_tokens"),
+    "val": ("loss", "perplexity"),
+}
+DPO_NAMES: Names = {
+    "train": (*_UPDATE, *_SIZES, *_PREFERENCES, "max_sequence_tokens", "training_pairs_per_s"),
+    "val": ("loss", *_PREFERENCES),
+}
+
+
+def metric_problem(metric_name: str, names: Names) -> str | None:
+    """Why `checkpointing.metric_name` cannot rank checkpoints; None where it can."""
+    prefix, _, name = metric_name.partition(":")
+    if prefix not in names:
+        return f"checkpointing.metric_name is {metric_name}, which is no metric; write train:NAME or val:NAME, or null"
+    if any(_stands_for(known, name) for known in names[prefix]):
+        return None
+    near = _nearest(prefix, name, names)
+    listed = ", ".join(sorted(names[prefix]))
+    hint = f"did you mean {near}?" if near else f"choose one of {listed}, or null"
+    return f"checkpointing.metric_name is {metric_name}, which this run does not measure; {hint}"
+
+
+def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[str]]) -> str | None:
+    """Why a metric about one data set cannot rank checkpoints; None where it can, or is about all of them.
+
+    Args:
+        metric_name: The key, which has no other problem.
+        data_sets: Names of the data sets under `train` and `val`.
+    """
+    prefix, _, name = (metric_name or "").partition(":")
+    metric, _, data_set = name.partition("/")
+    if not data_set:
+        return None
+    known = sorted(set(data_sets[prefix]))
+    if len(known) < 2:
+        return (
+            f"checkpointing.metric_name is {metric_name}, but there is one data set only; write {prefix}:{metric}, or "
+            "null"
+        )
+    if data_set not in known:
+        return (
+            f"checkpointing.metric_name is {metric_name}, but no data set is called {data_set}; choose one of "
+            f"{', '.join(known)}"
+        )
+    return None
+
+
+def _nearest(prefix: str, name: str, names: Names) -> str | None:
+    """The metric that was meant: of the same name elsewhere, or else the most alike."""
+    for other, known in names.items():
+        if name in known:
+            return f"{other}:{name}"
+    near = nearest_key(name, names[prefix])
+    return near and f"{prefix}:{near}"
+
+
+def _stands_for(known: str, name: str) -> bool:
+    return re.fullmatch(re.escape(known).replace(re.escape("<data set>"), ".+"), name) is not None
+
+
+def _pass_at(group_size: int) -> Iterable[str]:
+    return (f"pass_at_{k}" for k in powers_of_two(group_size))

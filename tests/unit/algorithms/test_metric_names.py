@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from nemo_offload_rl.algorithms.metric_names import (
+    DPO_NAMES,
+    SFT_NAMES,
+    data_set_problem,
+    grpo_names,
+    metric_problem,
+)
+
+GRPO = grpo_names(group_size=16, val_group_size=1, dynamic_sampling=False, scores_before_training=True, truncates=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["val:accuracy", "train:reward_mean", "train:pass_at_16", "train:reward_mean/gsm8k", "val:accuracy/a_b.c"],
+)
+def test_what_is_measured_can_rank_checkpoints(name):
+    assert metric_problem(name, GRPO) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "words"),
+    [
+        (GRPO, "val:acuracy", "did you mean val:accuracy?"),
+        (GRPO, "val:reward_mean", "did you mean train:reward_mean?"),
+        (GRPO, "val:pass_at_16", "did you mean train:pass_at_16?"),
+        (GRPO, "train:reward_mean/", "does not measure"),
+        (GRPO, "accuracy", "write train:NAME or val:NAME"),
+        (SFT_NAMES, "val:val_loss", "did you mean val:loss?"),
+        (SFT_NAMES, "val:accuracy", "choose one of loss, perplexity, or null"),
+        (DPO_NAMES, "val:validation-default_loss", "choose one of accuracy, "),
+    ],
+)
+def test_what_is_not_is_refused_with_what_was_meant(names, name, words):
+    problem = metric_problem(name, names)
+    assert problem is not None
+    assert words in problem
+    assert "\n" not in problem
+
+
+def test_a_metric_about_a_data_set_needs_that_data_set_beside_others():
+    sets = {"train": {"gsm8k", "math"}, "val": {"gsm8k"}}
+    assert data_set_problem(None, sets) is None
+    assert data_set_problem("train:reward_mean", sets) is None
+    assert data_set_problem("train:reward_mean/math", sets) is None
+    assert "choose one of gsm8k, math" in str(data_set_problem("train:reward_mean/maths", sets))
+    assert "one data set only; write val:accuracy" in str(data_set_problem("val:accuracy/gsm8k", sets))
