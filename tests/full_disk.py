@@ -56,7 +56,7 @@ def train(policy: Policy, loader: ShuffledLoader[int], keeper: CheckpointKeeper,
     policy.prepare_for_training()
     for step in range(1, NUM_STEPS + 1):
         policy.train(make_batch(seed=step), NLL())
-        keeper.save(step, policy, loader, {"train": {}, "val": {}})
+        keeper.save(step, policy, loader, {"train": {"total_tokens": 0.0}, "val": {}})
         keeper.poll()
         if step == 1:
             keeper.finish()

@@ -74,7 +74,7 @@ def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_s
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in weights_of(worker).values())).hexdigest()
         note(step=step, digest=digest)
         if keeper.is_due(step, is_last=False):
-            keeper.save(step, policy, loader, {"train": {"loss": loss}, "val": {}})
+            keeper.save(step, policy, loader, {"train": {"loss": loss, "total_tokens": 0.0}, "val": {}})
         keeper.poll()
     keeper.finish()
 

@@ -56,21 +56,22 @@ class HuggingFaceEngine:
 
     Attributes:
         temperature_error: The engine divides its logits by so much too much: another model than the policy's.
-        num_generated: Calls of `generate`.
+        calls: What each call of `generate` gave: prompts, and their completions.
     """
 
     def __init__(self) -> None:
         self._model = make_qwen3(1)
         self._receiver = SharedMemoryReceiver()
         self.temperature_error = 1.0
-        self.num_generated = 0
+        self.calls: list[tuple[Sequence[Sequence[int]], list[list[Completion]]]] = []
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
-        self.num_generated += 1
         draws = torch.Generator().manual_seed((sampling.seed or 0) % 2**63)
-        return [[self._complete(prompt, sampling, draws) for _ in range(num_samples)] for prompt in prompts]
+        groups = [[self._complete(prompt, sampling, draws) for _ in range(num_samples)] for prompt in prompts]
+        self.calls.append((prompts, groups))
+        return groups
 
     @torch.no_grad()
     def _complete(self, prompt: Sequence[int], sampling: SamplingSettings, draws: torch.Generator) -> Completion:
@@ -118,8 +119,8 @@ class KnownRewards:
         """Nothing to end."""
 
 
-def make_prompts(kinds: Sequence[str], **fields: Any) -> tuple[Prompt, ...]:
-    """One prompt for each kind of reward, of lengths that differ."""
+def make_prompts(kinds: Sequence[str], data_sets: Sequence[str] = ("only",)) -> tuple[Prompt, ...]:
+    """One prompt for each kind of reward, of lengths that differ, from the data sets in turn."""
     tokenizer = make_tokenizer()
     texts = [f"{number}:" + "?" * (number % 3) for number in range(len(kinds))]
     return tuple(
@@ -128,9 +129,9 @@ def make_prompts(kinds: Sequence[str], **fields: Any) -> tuple[Prompt, ...]:
             text=text,
             reference_answer=kind,
             env_name="arithmetic",
-            **fields,
+            data_set=data_sets[number % len(data_sets)],
         )
-        for text, kind in zip(texts, kinds, strict=True)
+        for number, (text, kind) in enumerate(zip(texts, kinds, strict=True))
     )
 
 

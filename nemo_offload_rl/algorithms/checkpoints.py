@@ -45,6 +45,7 @@ class Checkpoint:
         metric: Its value, None where that was not measured.
         has_optimizer: Whether training can go on from it.
         loader: Where the data stood.
+        total_tokens: Trained on since the first step.
         files: Size in bytes of every file but the record, by path inside the folder.
     """
 
@@ -54,6 +55,7 @@ class Checkpoint:
     metric: float | None
     has_optimizer: bool
     loader: LoaderState
+    total_tokens: float
     files: Mapping[str, int]
 
 
@@ -101,7 +103,7 @@ class CheckpointKeeper:
             step: The step just done.
             policy: What to save.
             loader: What gives out the training data.
-            metrics: The step's metrics under `train` and `val`.
+            metrics: The step's metrics under `train`, `total_tokens` among them, and `val`.
 
         Raises:
             CheckpointError: The folder cannot be written; older checkpoints are as they were.
@@ -115,6 +117,7 @@ class CheckpointKeeper:
             "metric": self._metric(metrics),
             "has_optimizer": settings.save_optimizer,
             "loader": loader.state_dict(),
+            "total_tokens": metrics["train"]["total_tokens"],
         }
         partial = partial_of(target)
         try:
@@ -286,6 +289,8 @@ def _read_record(folder: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as the record of a checkpoint ({error}); {remedy}") from error
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"folder"}
+    if isinstance(record, dict):
+        record = {"total_tokens": 0.0, **record}  # not counted by earlier versions
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
         raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
     return Checkpoint(folder=folder, **record)

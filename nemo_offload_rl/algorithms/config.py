@@ -81,6 +81,13 @@ class GrpoSectionConfig(TypedDict):
             gt=1,
         ),
     ]
+    log_rollouts: Annotated[
+        bool,
+        doc(
+            "Write every rollout of training, its tokens and their logprobs among it, to `logger.log_dir`/rollouts, a "
+            "file a step: about 60 bytes a token."
+        ),
+    ]
     seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
 
 

@@ -32,6 +32,7 @@ from nemo_offload_rl.algorithms.grpo_metrics import (
 from nemo_offload_rl.algorithms.hand_back import HandBack
 from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
+from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
 from nemo_offload_rl.algorithms.step_metrics import residency_metrics
 from nemo_offload_rl.data.batch import TrainBatch
@@ -110,6 +111,7 @@ class GrpoTrainer:
         # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
         self._engine_is_awake = False
         self._hand_back: HandBack | None = None
+        self._total_tokens = 0.0
         self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
         parts.memory.follow(self._timer.current)
 
@@ -123,7 +125,7 @@ class GrpoTrainer:
         settings, step = self._settings, 0
         if resume_from is not None:
             self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
-            step = resume_from.step
+            step, self._total_tokens = resume_from.step, resume_from.total_tokens
         elif settings.val_at_start:
             accuracy = self.validate(0)["accuracy"]
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
@@ -145,7 +147,7 @@ class GrpoTrainer:
             parts.loader.load_state_dict(where)  # a longer run begins this step anew
             return False
         is_last = step == last_step or not parts.loader.num_batches_left
-        about_step = self._train(groups)
+        about_step = self._train(step, groups)
         self._logger.log(step, about_step, "train")
         self._check_agreement(step, about_step["token_mult_prob_error"])
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
@@ -204,7 +206,7 @@ class GrpoTrainer:
             self._begin_hand_back()
         return groups
 
-    def _train(self, groups: SampledGroups) -> dict[str, float]:
+    def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
         """Logprobs, advantages and training; the step's metrics."""
         parts, timer, rollouts = self._parts, self._timer, groups.trained
         rewards = self._training_rewards(rollouts)
@@ -223,13 +225,19 @@ class GrpoTrainer:
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
             )
+        if self._settings.log_rollouts:
+            has_prev, has_reference = prev_logprobs is not None, self._needs_reference
+            records = rollout_records(groups, rewards, training_batch, has_prev=has_prev, has_reference=has_reference)
+            self._logger.log_rollouts(step, records)
         with timer.phase("training"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_training()
             result = parts.policy.train(training_batch, self._loss)
-        return train_metrics(groups, rewards, advantages, result, timer.seconds(), parts.speed) | (
-            dynamic_sampling_metrics(groups) if self._settings.use_dynamic_sampling else {}
-        )
+        metrics = train_metrics(groups, rewards, advantages, result, timer.seconds(), parts.speed)
+        if self._settings.use_dynamic_sampling:
+            metrics |= dynamic_sampling_metrics(groups)
+        self._total_tokens += metrics["num_tokens"]
+        return metrics | {"total_tokens": self._total_tokens}
 
     def _check_agreement(self, step: int, error: float) -> None:
         """End a run whose engine and policy are two different models; the checkpoints that there are stay."""

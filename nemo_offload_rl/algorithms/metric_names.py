@@ -11,23 +11,24 @@ from collections.abc import Iterable, Mapping
 from nemo_offload_rl.experience.pass_at_k import powers_of_two
 from nemo_offload_rl.utils.config import nearest_key
 
-_UPDATE = ("loss", "grad_norm", "learning_rate")
+_UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates")
 _SPREAD = ("mean", "std", "min", "max")
 _POLICY_GRADIENT = (
     "actor_loss", "kl", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max", "clip_fraction",
-    "sampling_importance_ratio", "token_mult_prob_error",
+    "dual_clip_fraction", "sampling_importance_ratio", "gen_kl_error", "token_mult_prob_error",
 )  # fmt: skip
 _ROLLOUTS = (
     "accuracy", "pass_rate", "constant_group_rate", "mean_prompt_tokens", "max_prompt_tokens", "mean_response_tokens",
     "max_response_tokens", "mean_turns", "truncation_rate",
 )  # fmt: skip
-_TRUNCATION = ()
+_TRUNCATION = ("is_oob_ratio",)
 _DYNAMIC_SAMPLING = (
     "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
 )  # fmt: skip
-_SIZES = ("num_tokens", "training_tokens_per_s")
+_SIZES = ("num_tokens", "total_tokens", "training_tokens_per_s")
 _PREFERENCES = (
     "preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean",
+    "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
 
 type Names = Mapping[str, tuple[str, ...]]

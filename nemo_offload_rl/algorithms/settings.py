@@ -54,6 +54,7 @@ class GrpoSettings:
     reward_shaping: RewardShapingSettings
     reward_scaling: RewardScalingSettings
     max_token_mult_prob_error: float | None  # None: no limit
+    log_rollouts: bool
     seed: int
 
 

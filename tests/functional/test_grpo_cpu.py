@@ -8,8 +8,10 @@ import shutil
 
 import pytest
 from documented_metrics import documented, without_match
+from grpo_replay import Replay, read_rollouts
 from safetensors import safe_open
 
+from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.report import write_report
 
 LAST_STEP = 5
@@ -31,6 +33,7 @@ def run(folder, model_folder, launch_grpo):
         "checkpointing.save_period=2",
         f"grpo.max_num_steps={LAST_STEP}",
         "logger.num_val_samples_to_print=2",
+        "grpo.log_rollouts=true",
     )
     assert done.status == 0, done.stderr
     return done
@@ -58,6 +61,17 @@ def test_a_run_measures_exactly_what_the_documentation_says(metrics):
     assert_measures(metrics[3], training)
     assert_measures(metrics[4], training | checkpoint)
     assert_measures(metrics[LAST_STEP], training | validation | checkpoint)
+
+
+def test_every_metric_of_training_is_what_plain_code_computes_from_the_rollouts(metrics, folder):
+    replay = Replay(load_grpo_config(folder / "run" / "config.yaml"))
+    dumped = read_rollouts(folder / "run")
+    assert list(dumped) == list(range(1, LAST_STEP + 1))
+    for step, rollouts in dumped.items():
+        measured = {name: value for name, value in metrics[step].items() if name.startswith("train/")}
+        expected = {f"train/{name}": value for name, value in replay.step(rollouts, metrics[step]).items()}
+        assert measured.keys() == expected.keys()
+        assert measured == pytest.approx(expected, rel=2e-3, abs=1e-4)
 
 
 def test_every_metric_is_finite_and_the_engine_agrees_with_the_policy(metrics):

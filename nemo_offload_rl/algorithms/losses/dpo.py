@@ -38,7 +38,7 @@ class DpoLoss:
         preference_P = preference_P - settings.label_smoothing * F.logsigmoid(-margin_P)
         sft_P = -(sums_B / counts_B if settings.sft_average_log_probs else sums_B).view(-1, 2)[:, 0]
 
-        is_kept_P = batch.sample_mask.view(-1, 2)[:, 0]
+        sums_P2, is_kept_P = sums_B.view(-1, 2), batch.sample_mask.view(-1, 2)[:, 0]
 
         def share(values_P: Tensor) -> Tensor:
             return (values_P * is_kept_P).sum() / max(norm.num_valid_seqs / 2, 1.0)
@@ -55,6 +55,8 @@ class DpoLoss:
             "rewards_chosen_mean": share(chosen_P),
             "rewards_rejected_mean": share(rejected_P),
             "rewards_margin_mean": share(margin_P),
+            "logps_chosen_mean": share(sums_P2[:, 0]),
+            "logps_rejected_mean": share(sums_P2[:, 1]),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from dataclasses import replace
@@ -76,7 +77,12 @@ def make_loader() -> ShuffledLoader[int]:
 
 def save(keeper: CheckpointKeeper, step: int, accuracy: float | None, policy: FilePolicy | None = None) -> None:
     val = {} if accuracy is None else {"accuracy": accuracy}
-    keeper.save(step, policy or FilePolicy(), make_loader(), {"train": {"reward_mean": 0.5, "loss": step}, "val": val})
+    keeper.save(
+        step,
+        policy or FilePolicy(),
+        make_loader(),
+        {"train": {"reward_mean": 0.5, "loss": step, "total_tokens": 7.0 * step}, "val": val},
+    )
 
 
 def kept(folder: Path) -> set[str]:
@@ -179,7 +185,7 @@ def test_the_newest_checkpoint_is_found_by_number_and_loads_policy_and_loader(tm
     loader = make_loader()
     next(loader)
     for step in (20, 100):
-        keeper.save(step, FilePolicy(), loader, {"train": {}, "val": {"accuracy": 0.25}})
+        keeper.save(step, FilePolicy(), loader, {"train": {"total_tokens": 0.0}, "val": {"accuracy": 0.25}})
     newest = keeper.newest()
     assert newest is not None
     assert (newest.step, newest.metric, newest.folder) == (100, 0.25, tmp_path / "step_100")
@@ -189,6 +195,17 @@ def test_the_newest_checkpoint_is_found_by_number_and_loads_policy_and_loader(tm
     assert policy.loaded == [tmp_path / "step_100" / "policy"]
     assert next(resumed) == next(loader)
     assert CheckpointKeeper(make_settings(tmp_path, enabled=False)).newest() is None
+
+
+def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path))
+    save(keeper, 10, 0.5)
+    assert keeper.newest().total_tokens == 70
+    path = tmp_path / "step_10" / "progress.json"
+    record = json.loads(path.read_text())
+    del record["total_tokens"]
+    path.write_text(json.dumps(record))
+    assert keeper.newest().total_tokens == 0
 
 
 def test_what_a_killed_run_left_unfinished_is_removed_and_a_replaced_folder_comes_back(tmp_path):

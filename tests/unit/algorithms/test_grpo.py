@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_grpo import ALWAYS, MIXED, NEVER, local_grpo
+from documented_metrics import documented, without_match
+from grpo_replay import Replay, read_rollouts
+from local_grpo import ALWAYS, MIXED, NEVER, LocalGrpo, local_grpo, make_prompts
 from tiny_models import save_model_folder
 
+from nemo_offload_rl.algorithms.metric_names import grpo_names
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "data.shuffle=false", "grpo.max_num_epochs=1")
@@ -49,7 +52,7 @@ def test_epochs_are_counted_by_the_data_that_dynamic_sampling_takes_and_the_last
     )  # fmt: skip
     records = run.run()
     assert list(records) == [1]
-    assert run.engine.num_generated == 3 + 1  # every batch once, and the validation
+    assert len(run.engine.calls) == 3 + 1  # every batch once, and the validation
     assert records[1]["validation/accuracy"] == 0.5
     assert (tmp_path / "checkpoints" / "step_1" / "progress.json").is_file()
     assert "ended within step 2, which dynamic sampling could not fill: the run ends with step 1" in caplog.text
@@ -100,6 +103,70 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkp
     lenient.engine.temperature_error = 3.0
     lenient.run()
     assert (tmp_path / "checkpoints" / "step_2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("grpo.overlong_filtering=true", "grpo.use_leave_one_out_baseline=true", "grpo.normalize_rewards=false"),
+        (
+            *DYNAMIC, "grpo.max_num_epochs=2", "policy.train_global_batch_size=4", "loss_fn.ratio_clip_c=1.01",
+            "loss_fn.ratio_clip_min=0.001", "loss_fn.ratio_clip_max=0.002", "policy.optimizer.kwargs.lr=1e-2",
+            "loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=1.05",
+        ),
+    ],
+    ids=["one update a step", "some responses left out", "two updates a step of half the groups"],
+)  # fmt: skip
+def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(tmp_path, model, keys):
+    kinds = [MIXED, NEVER, MIXED, ALWAYS] * 3
+    run = local_grpo(
+        tmp_path, model, kinds, *keys, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.2, total_iters: 9}}]",
+        "grpo.val_num_generations_per_prompt=2", "grpo.val_batch_size=2", "grpo.max_val_samples=3",
+        prompts=make_prompts(kinds, ("sums", "products")), validation=make_prompts([MIXED, ALWAYS, NEVER], ("a", "b")),
+    )  # fmt: skip
+    run.engine.temperature_error = 1.1  # so that engine and policy differ
+    records, dumped, replay = run.run(), read_rollouts(tmp_path), Replay(run.config)
+    assert list(records) == list(dumped) == [1, 2, 3]
+    for step, record in records.items():
+        expected = replay.step(dumped[step], record)
+        measured = {name.removeprefix("train/"): value for name, value in record.items() if name.startswith("train/")}
+        assert measured.keys() == expected.keys()
+        assert measured == pytest.approx(expected, rel=2e-3, abs=1e-4)
+    validation = {
+        name.removeprefix("validation/"): value for name, value in records[3].items() if "validation/" in name
+    }
+    assert validation == pytest.approx(validation_again(run))
+    documented_names = documented("In every step of training", "In every validation", "Only when asked for")
+    assert without_match(records[3], documented_names) == set()
+    grpo, loss = run.config.grpo, run.config.loss_fn
+    names = grpo_names(
+        group_size=grpo.num_generations_per_prompt, val_group_size=grpo.val_num_generations_per_prompt,
+        dynamic_sampling=grpo.use_dynamic_sampling, scores_before_training=True,
+        truncates=loss.truncated_importance_sampling_ratio is not None,
+    )  # fmt: skip
+    for known, found in ((names["train"], measured), (names["val"], validation)):
+        assert without_match(found, known) == set()
+        # A step whose prompts are all of one data set has no metrics by data set.
+        assert {name for name in without_match(known, found) if "<data set>" not in name} == set()
+
+
+def validation_again(run: LocalGrpo) -> dict[str, float]:
+    """What a validation of one mixed, one always right and one never right prompt reports, two responses each."""
+    completions = [completion for _, groups in run.engine.calls[-2:] for group in groups for completion in group]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "accuracy": 3 / 6,
+        "reward": 3 / 6,
+        "accuracy/a": 1 / 4,
+        "reward/a": 1 / 4,
+        "accuracy/b": 1.0,
+        "reward/b": 1.0,
+        "pass_at_2": 2 / 3,
+        "mean_response_tokens": sum(lengths) / 6,
+        "truncation_rate": sum(completion.finish_reason == "length" for completion in completions) / 6,
+    }
 
 
 def test_a_save_that_fails_loses_no_metrics_of_its_step(tmp_path, model):

@@ -1,0 +1,60 @@
+"""Rollouts of training as plain records: what was asked, said and scored, and what the loss was given, by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.data.batch import PolicyGradientBatch
+from nemo_offload_rl.experience.types import Rollout
+
+
+def rollout_records(
+    groups: SampledGroups, rewards: Tensor, batch: PolicyGradientBatch, *, has_prev: bool, has_reference: bool
+) -> Iterator[dict[str, Any]]:
+    """One record for each sampled rollout; `docs/metrics.md` has the fields.
+
+    Args:
+        groups: Of the step.
+        rewards: [B] of the trained rollouts, after scaling and shaping.
+        batch: The trained rollouts as the loss gets them.
+        has_prev: Whether there was a logprob pass.
+        has_reference: Whether there is a reference.
+    """
+    row_of = {id(rollout): row for row, rollout in enumerate(groups.trained.rollouts)}
+    for place, rollout in enumerate(groups.sampled.rollouts):
+        row = row_of.get(id(rollout))
+        in_loss = row is not None and bool(batch.sample_mask[row])
+        num_prompt, sequence = len(rollout.prompt.token_ids), rollout.sequence()
+        responses = slice(num_prompt, rollout.num_tokens)
+        yield {
+            "group": place // groups.sampled.group_size,
+            **_about(rollout),
+            "trained": in_loss,
+            "shaped_reward": None if row is None else rewards[row].item(),
+            "advantage": None if row is None else batch.advantages[row, 0].item(),
+            "prompt_token_ids": list(rollout.prompt.token_ids),
+            "token_ids": list(sequence.token_ids[num_prompt:]),
+            "token_mask": list(sequence.token_mask[num_prompt:]),
+            "generation_logprobs": list(sequence.generation_logprobs[num_prompt:]),
+            "prev_logprobs": batch.prev_logprobs[row, responses].tolist() if in_loss and has_prev else None,
+            "reference_logprobs": batch.reference_logprobs[row, responses].tolist()
+            if in_loss and has_reference
+            else None,
+        }
+
+
+def _about(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "data_set": rollout.prompt.data_set,
+        "prompt": rollout.prompt.text,
+        "response": rollout.response_text,
+        "reference_answer": rollout.prompt.reference_answer,
+        "reward": rollout.reward,
+        "correct": rollout.correct,
+        "truncated": rollout.truncated,
+        "num_turns": rollout.num_turns,
+    }

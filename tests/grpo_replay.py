@@ -1,0 +1,223 @@
+"""What a GRPO run reports, computed again by plain code from the rollouts that it dumped (`grpo.log_rollouts`).
+
+Nothing of the package computes anything here: the model is Hugging Face's, optimizer and schedule are torch's, and
+every metric of docs/metrics.md is its formula, in float64. A run is replayed from its first step, so that later ones
+are compared too, and several updates of one step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import batched, combinations
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.config.convert import GrpoConfig
+
+type Rollout = Mapping[str, Any]
+type Metrics = dict[str, float]
+
+
+def read_rollouts(run_dir: Path) -> dict[int, list[Rollout]]:
+    """The dump of a run, by step."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
+    records = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+    return {step[0]["step"]: step for step in records}
+
+
+class Replay:
+    """The steps of a run, one after the other, from the model folder that it began with."""
+
+    def __init__(self, config: GrpoConfig) -> None:
+        self._config = config
+        self._model = AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=torch.float32)
+        self._reference = copy.deepcopy(self._model).requires_grad_(False)
+        assert config.policy.optimizer is not None and config.policy.optimizer.name == "torch.optim.AdamW"
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), **config.policy.optimizer.kwargs)
+        # The first phase of the schedule; runs here are shorter.
+        phases = [
+            getattr(torch.optim.lr_scheduler, phase.name.rpartition(".")[2])(self._optimizer, **phase.kwargs)
+            for phase in config.policy.scheduler[:1]
+        ]
+        self._schedule = phases[0] if phases else None
+        self._total_tokens = 0
+
+    def step(self, rollouts: Sequence[Rollout], timing: Metrics) -> Metrics:
+        """Every metric under `train/` of the next step.
+
+        Args:
+            rollouts: What it dumped.
+            timing: Its seconds, under their names in metrics.jsonl.
+        """
+        trained = [rollout for rollout in rollouts if rollout["advantage"] is not None]
+        num_trained = sum(len(rollout["prompt_token_ids"]) + len(rollout["token_ids"]) for rollout in trained)
+        self._total_tokens += num_trained
+        found = about_rollouts(rollouts, self._config.grpo.num_generations_per_prompt)
+        found |= spread("shaped_reward", [rollout["shaped_reward"] for rollout in trained])
+        found |= spread("advantage", [rollout["advantage"] for rollout in trained])
+        found |= {
+            "num_tokens": float(num_trained),
+            "total_tokens": self._total_tokens,
+            "generation_tokens_per_s": sum(map(num_sampled, rollouts)) / timing["timing/generation_s"],
+            "logprob_tokens_per_s": num_trained / timing["timing/logprobs_s"],
+            "training_tokens_per_s": num_trained / timing["timing/training_s"],
+        }
+        if self._config.grpo.use_dynamic_sampling:
+            found |= self._about_dynamic_sampling(rollouts, trained)
+        return found | self._train(trained)
+
+    def _about_dynamic_sampling(self, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> Metrics:
+        size = self._config.grpo.num_generations_per_prompt
+        return {
+            "dynamic_sampling_batches": len(rollouts) / size / self._config.grpo.num_prompts_per_step,
+            "dynamic_sampling_constant_groups": sum(
+                len({r["reward"] for r in group}) == 1 for group in groups(rollouts)
+            ),
+            "filtered_reward_mean": fmean(rollout["reward"] for rollout in trained),
+            "filtered_accuracy": fmean(rollout["correct"] for rollout in trained),
+        }
+
+    def _train(self, rollouts: Sequence[Rollout]) -> Metrics:
+        size = self._config.policy.train_global_batch_size
+        assert len(rollouts) % size == 0
+        prev, reference = (
+            [response_logprobs(model, rollout).detach() for rollout in rollouts]
+            for model in (self._model, self._reference)
+        )
+        for rollout, ours, frozen in zip(rollouts, prev, reference, strict=True):
+            sampled = torch.tensor(rollout["token_mask"]) == 1
+            if not rollout["trained"]:
+                assert rollout["prev_logprobs"] is rollout["reference_logprobs"] is None
+                continue
+            for name, values in (("prev_logprobs", ours), ("reference_logprobs", frozen)):
+                torch.testing.assert_close(torch.tensor(rollout[name])[sampled], values[sampled], rtol=1e-3, atol=1e-4)
+        updates = [
+            self._update([rollouts[row] for row in rows], [prev[row] for row in rows], [reference[row] for row in rows])
+            for rows in batched(range(len(rollouts)), size)
+        ]
+        reduce = {"probs_ratio_min": min, "probs_ratio_max": max, "learning_rate": lambda values: list(values)[-1]}
+        found: Metrics = {name: reduce.get(name, fmean)([update[name] for update in updates]) for name in updates[0]}
+        return found | {"skipped_updates": sum(not math.isfinite(update["grad_norm"]) for update in updates)}
+
+    def _update(self, rollouts: Sequence[Rollout], prev: Sequence[Tensor], reference: Sequence[Tensor]) -> Metrics:
+        loss = self._config.loss_fn
+        assert loss.token_level_loss and not loss.sequence_level_importance_ratios
+        assert loss.reference_policy_kl_type == "k3+" and not loss.use_on_policy_kl_approximation
+        counted = [torch.tensor(rollout["token_mask"]).bool() for rollout in rollouts]
+        counted = [mask & rollout["trained"] for mask, rollout in zip(counted, rollouts, strict=True)]
+
+        def flat(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([value[mask] for value, mask in zip(values, counted, strict=True)])
+
+        now = flat([response_logprobs(self._model, rollout) for rollout in rollouts])
+        old, frozen = flat(prev).double(), flat(reference).double()
+        engine = flat([torch.tensor(rollout["generation_logprobs"], dtype=torch.float64) for rollout in rollouts])
+        advantage = flat([torch.full((len(rollout["token_ids"]),), rollout["advantage"]) for rollout in rollouts])
+
+        ratio = (now - old).exp()
+        clipped_ratio = ratio.clamp(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
+        # PPO takes the smaller of two objectives; the dual clip bounds what a negative advantage can cost.
+        objective = torch.minimum(advantage * ratio, advantage * clipped_ratio)
+        is_bounded = torch.zeros_like(ratio, dtype=torch.bool)
+        if loss.ratio_clip_c is not None:
+            is_bounded = (advantage < 0) & (objective < advantage * loss.ratio_clip_c)
+            objective = torch.where(is_bounded, advantage * loss.ratio_clip_c, objective)
+        weight, limit = (old - engine).exp(), loss.truncated_importance_sampling_ratio
+        applied = weight if limit is None else weight.clamp(max=limit)
+        actor = -(objective * (applied if loss.use_importance_sampling_correction else 1.0)).mean()
+        log_r = frozen - now
+        kl = (log_r.exp() - 1 - log_r).clamp(max=loss.kl_output_clamp_value).mean()
+        # The penalty's gradient is that of the KL, which is the gradient of half the square.
+        (actor + loss.reference_policy_kl_penalty * log_r.square().mean() / 2).backward()
+
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), self._config.policy.max_grad_norm or math.inf
+        )
+        found = {
+            "loss": actor + loss.reference_policy_kl_penalty * kl,
+            "actor_loss": actor,
+            "kl": kl,
+            "probs_ratio": ratio.mean(),
+            "probs_ratio_min": ratio.min(),
+            "probs_ratio_max": ratio.max(),
+            "clip_fraction": (advantage * clipped_ratio < advantage * ratio).double().mean(),
+            "dual_clip_fraction": is_bounded.double().mean(),
+            "sampling_importance_ratio": applied.mean(),
+            "token_mult_prob_error": (old - engine).abs().exp().mean(),
+            "gen_kl_error": ((old - engine).exp() - 1 - (old - engine)).mean(),
+            "approx_entropy": -((now - engine).exp() * now).mean(),
+            "grad_norm": grad_norm,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+        }
+        if limit is not None:
+            found["is_oob_ratio"] = (weight > limit).double().mean()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._schedule is not None:
+            self._schedule.step()
+        return {name: float(torch.as_tensor(value).detach()) for name, value in found.items()}
+
+
+def response_logprobs(model: Any, rollout: Rollout) -> Tensor:
+    """Of each token after the prompt, by a whole log-softmax."""
+    ids = torch.tensor([*rollout["prompt_token_ids"], *rollout["token_ids"]])
+    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:, None])[len(rollout["prompt_token_ids"]) - 1 :, 0]
+
+
+def groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts of each prompt."""
+    return [
+        [rollout for rollout in rollouts if rollout["group"] == group]
+        for group in dict.fromkeys(rollout["group"] for rollout in rollouts)
+    ]
+
+
+def num_sampled(rollout: Rollout) -> int:
+    """Tokens of the policy."""
+    return sum(rollout["token_mask"])
+
+
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """Mean, deviation and extremes."""
+    return {
+        f"{name}_mean": fmean(values), f"{name}_std": stdev(values), f"{name}_min": min(values),
+        f"{name}_max": max(values),
+    }  # fmt: skip
+
+
+def about_rollouts(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
+    """What is said of what was sampled, trained on or not."""
+    lengths, prompts = [num_sampled(rollout) for rollout in rollouts], [len(r["prompt_token_ids"]) for r in rollouts]
+    by_group = groups(rollouts)
+    assert {len(group) for group in by_group} == {group_size}
+    found = spread("reward", [rollout["reward"] for rollout in rollouts]) | {
+        "accuracy": fmean(rollout["correct"] for rollout in rollouts),
+        "pass_rate": fmean(any(rollout["correct"] for rollout in group) for group in by_group),
+        "constant_group_rate": fmean(len({rollout["reward"] for rollout in group}) == 1 for group in by_group),
+        "mean_prompt_tokens": fmean(prompts),
+        "max_prompt_tokens": max(prompts),
+        "mean_response_tokens": fmean(lengths),
+        "max_response_tokens": max(lengths),
+        "mean_turns": fmean(rollout["num_turns"] for rollout in rollouts),
+        "truncation_rate": fmean(rollout["truncated"] for rollout in rollouts),
+    }
+    for k in (2, 4, 8, 16):
+        if k <= group_size:
+            found[f"pass_at_{k}"] = fmean(
+                any(rollout["correct"] for rollout in some) for group in by_group for some in combinations(group, k)
+            )
+    names = sorted({rollout["data_set"] for rollout in rollouts})
+    for name in names if len(names) > 1 else ():
+        of_set = [rollout for rollout in rollouts if rollout["data_set"] == name]
+        found[f"reward_mean/{name}"] = fmean(rollout["reward"] for rollout in of_set)
+        found[f"accuracy/{name}"] = fmean(rollout["correct"] for rollout in of_set)
+    return found
