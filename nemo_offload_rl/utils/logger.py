@@ -43,7 +43,8 @@ class RunLogger:
     Args:
         settings: The keys `logger.*`; `log_dir` is the run folder and is made if need be.
         resolved_config: Plain dictionaries, written to config.yaml.
-        resume: Append to an existing metrics.jsonl; otherwise an older one is renamed metrics.1.jsonl and so on.
+        resume: Append to an existing metrics.jsonl and go on with the run of Weights & Biases; otherwise an older file
+            is renamed metrics.1.jsonl and so on.
 
     Raises:
         ConfigError: The folder cannot be written, or a wanted logger is not installed.
@@ -63,7 +64,7 @@ class RunLogger:
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        self._sinks = open_sinks(settings, self.run_dir, resolved_config, record)
+        self._sinks = open_sinks(settings, self.run_dir, resolved_config, record, resume)
 
     def log(self, step: int, metrics: Mapping[str, float], prefix: str = "") -> None:
         """Add metrics to a step as `prefix/name`.

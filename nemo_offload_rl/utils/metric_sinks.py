@@ -17,6 +17,7 @@ from nemo_offload_rl.utils.settings import LoggerSettings, MlflowSettings, Wandb
 
 _LOG = logging.getLogger(__name__)
 
+WANDB_ID_FILE = "wandb_run_id"
 _MLFLOW_PARAMETERS_AT_ONCE = 100  # what its interface takes in one call
 
 
@@ -65,10 +66,19 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only."""
+    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only.
+
+    The id of the run is kept in `run_dir`, so that a resumed run is the same run there. Metrics are drawn over `step`,
+    not over the count of calls: a resumed run repeats steps that were logged after its checkpoint.
+    """
 
     def __init__(
-        self, settings: WandbSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+        self,
+        settings: WandbSettings,
+        run_dir: Path,
+        resolved_config: Mapping[str, Any],
+        record: Mapping[str, Any],
+        resume: bool,
     ) -> None:
         try:
             import wandb
@@ -78,10 +88,17 @@ class WandbSink:
                 "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
             ) from error
         mode: Any = settings.mode
+        id_file = run_dir / WANDB_ID_FILE
+        known_id = id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
         try:
             self._run = wandb.init(
                 project=settings.project,
                 name=settings.name,
+                entity=settings.entity,
+                group=settings.group,
+                tags=settings.tags or None,
+                id=known_id,
+                resume="allow" if known_id else None,
                 dir=str(run_dir),
                 config={**resolved_config, "run": dict(record)},
                 mode=mode,
@@ -92,17 +109,20 @@ class WandbSink:
                 f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
                 "logger.wandb.mode=offline"
             ) from error
+        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
         """Log a table with a row for each sample."""
         import wandb
 
         table = wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
-        self._run.log({"validation/samples": table}, step=step)
+        self._run.log({"step": step, "validation/samples": table})
 
     def close(self) -> None:
         """Finish the run."""
@@ -172,7 +192,11 @@ class MlflowSink:
 
 
 def open_sinks(
-    settings: LoggerSettings, run_dir: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]
+    settings: LoggerSettings,
+    run_dir: Path,
+    resolved_config: Mapping[str, Any],
+    record: Mapping[str, Any],
+    resume: bool,
 ) -> list[MetricSink]:
     """Open those that are enabled.
 
@@ -181,6 +205,7 @@ def open_sinks(
         run_dir: The run folder, for those that write files.
         resolved_config: Plain dictionaries.
         record: Git revision, command and versions, as in run.json.
+        resume: Go on with the run of Weights & Biases whose id `run_dir` holds.
 
     Raises:
         ConfigError: One is not installed, did not start, or has no section.
@@ -191,7 +216,7 @@ def open_sinks(
     if settings.wandb_enabled:
         if settings.wandb is None:
             raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
-        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record))
+        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record, resume))
     if settings.mlflow_enabled:
         if settings.mlflow is None:
             raise ConfigError("logger.mlflow_enabled is true, but the section logger.mlflow is gone; keep it")

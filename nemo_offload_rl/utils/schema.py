@@ -9,10 +9,13 @@ from nemo_offload_rl.schema import closed, doc
 
 @closed
 class WandbConfig(TypedDict):
-    """`logger.wandb`: Weights & Biases."""
+    """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
 
     project: Annotated[str, doc("Project that the run appears in.")]
     name: Annotated[str, doc("Name of the run.")]
+    entity: Annotated[str | None, doc("User or team that the run belongs to; null for the login's default.")]
+    group: Annotated[str | None, doc("Group of runs that it appears in; null for none.")]
+    tags: Annotated[list[str], doc("Labels of the run.")]
     mode: Annotated[
         Literal["online", "offline", "disabled"],
         doc("`offline` writes into the run folder for a later `wandb sync`; `online` needs a login."),

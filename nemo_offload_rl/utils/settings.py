@@ -15,6 +15,9 @@ class WandbSettings:
 
     project: str
     name: str
+    entity: str | None  # None: the default of whoever is logged in
+    group: str | None
+    tags: tuple[str, ...]
     mode: str  # "online", "offline" or "disabled"
 
 

@@ -111,11 +111,13 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
-    wandb = WandbSettings(project="p", name="n", mode="offline")
+    wandb = WandbSettings(project="p", name="n", entity="team", group="g", tags=("t",), mode="offline")
     with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {"grpo": {"seed": 1}}) as logger:
         logger.log(1, {"loss": 0.5}, "train")
         logger.log_samples(1, ["right '1+1=' -> '2'"])
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    run_id = (tmp_path / "wandb_run_id").read_text().strip()
+    assert record.name == f"run-{run_id}.wandb"
     # wandb's own process writes the file a moment after `finish` returned.
     deadline = time.monotonic() + 30
     while b"train/loss" not in (written := record.read_bytes()) and time.monotonic() < deadline:
@@ -124,6 +126,13 @@ def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
     assert b"git_revision" in written
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/validation/samples_*.json")
     assert "'1+1=' -> '2'" in table.read_text()
+    # A resumed run goes on as the same one, also with a step that was logged before; any other is a new one.
+    for resume in (True, False):
+        with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {}, resume=resume) as logger:
+            logger.log(1, {"loss": 0.25}, "train")
+        assert ((tmp_path / "wandb_run_id").read_text().strip() == run_id) is resume
+    names = [path.name for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+    assert (len(names), names.count(f"run-{run_id}.wandb")) == (3, 2)
 
 
 def test_validation_samples_are_a_text_file_for_each_validation_and_in_tensorboard(tmp_path: Path) -> None:
