@@ -39,6 +39,8 @@ class Replay:
     def __init__(self, config: GrpoConfig) -> None:
         self._config = config
         self._model = AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=torch.float32)
+        # Padding is cut off, so that a token of that id was sampled and is trained on like any other.
+        self._model.model.embed_tokens.padding_idx = None
         self._reference = copy.deepcopy(self._model).requires_grad_(False)
         assert config.policy.optimizer is not None and config.policy.optimizer.name == "torch.optim.AdamW"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), **config.policy.optimizer.kwargs)
