@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 
 from nemo_offload_rl.experience.pass_at_k import powers_of_two
-from nemo_offload_rl.utils.config import nearest_key
 
 _UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates")
 _SPREAD = ("mean", "std", "min", "max")
@@ -123,8 +123,8 @@ def _nearest(prefix: str, name: str, names: Names) -> str | None:
     for other, known in names.items():
         if name in known:
             return f"{other}:{name}"
-    near = nearest_key(name, names[prefix])
-    return near and f"{prefix}:{near}"
+    near = difflib.get_close_matches(name, names[prefix], n=1)
+    return f"{prefix}:{near[0]}" if near else None
 
 
 def _stands_for(known: str, name: str) -> bool:
