@@ -24,7 +24,7 @@ def test_what_is_measured_can_rank_checkpoints(name):
 @pytest.mark.parametrize(
     ("names", "name", "words"),
     [
-        (GRPO, "val:acuracy", "did you mean val:accuracy?"),
+        (GRPO, "val:accurac", "did you mean val:accuracy?"),
         (GRPO, "val:reward_mean", "did you mean train:reward_mean?"),
         (GRPO, "val:pass_at_16", "did you mean train:pass_at_16?"),
         (GRPO, "train:reward_mean/", "does not measure"),

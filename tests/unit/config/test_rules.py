@@ -216,7 +216,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "checkpoint_metric_is_measured": [
         (["checkpointing.enabled=true", "checkpointing.metric_name=accuracy"], "write train:NAME or val:NAME"),
         (["checkpointing.enabled=true", "grpo.val_period=0"], "nothing is validated"),
-        (["checkpointing.enabled=true", "checkpointing.metric_name=val:acuracy"], "did you mean val:accuracy?"),
+        (["checkpointing.enabled=true", "checkpointing.metric_name=val:accurac"], "did you mean val:accuracy?"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:reward"], "did you mean val:reward?"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:pass_at_3"], "did you mean train:pass_at_"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:filtered_accuracy"], "does not measure"),
