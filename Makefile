@@ -1,7 +1,8 @@
 # make demo       a small model learns arithmetic by GRPO on this machine, set-up included (no GPU needed);
 #                 SEED=43 make demo for another seed
 # make demo-sft   the same model by SFT and then DPO
-# make test       lint, types and every CPU test, set-up included
+# make test       lint, types and every CPU test, set-up included; two processes at a time, TEST_PROCESSES=4 for four
+# make test-fast  the CPU tests that start neither Ray, vLLM nor other processes, in a minute
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
@@ -13,6 +14,8 @@ SHELL := /bin/bash
 UV := .tools/bin/uv
 PYTHON := .venv/bin/python
 SEED ?= 42
+TEST_PROCESSES ?= 2
+PYTEST := $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 # The newest Python 3.12 of pyenv, else one on the PATH that really runs (a pyenv shim of an inactive version does not),
 # else none: uv then looks for one itself.
 PYTHON312 := $(shell for candidate in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python 2>/dev/null \
@@ -24,7 +27,7 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 IMAGE ?= nemo-offload-rl:latest
 BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
 
-.PHONY: demo demo-sft test lint test-cpu test-gpu setup setup-gpu flash-attn image lock clean
+.PHONY: demo demo-sft test lint test-cpu test-fast test-gpu setup setup-gpu flash-attn image lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -46,7 +49,10 @@ lint: setup
 	.venv/bin/pyright
 
 test-cpu: setup
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
+
+test-fast: setup
+	$(PYTEST) -m "not gpu and not processes"
 
 test-gpu:
 	python3 -m pytest -m gpu

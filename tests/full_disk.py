@@ -1,12 +1,16 @@
 """Training with checkpoints into a folder that gets full; run by a test as a process of its own.
 
-`python tests/full_disk.py MODEL CHECKPOINTS BACKGROUND LIMIT`: saves after every step, in the background with
-BACKGROUND 1. From the second step on no file may be larger than LIMIT bytes; 0 for no limit.
+`python tests/full_disk.py MODEL CHECKPOINTS BACKGROUND LIMIT COPY`: saves after every step, in the background with
+BACKGROUND 1. From the second step on no file may be larger than LIMIT bytes. With LIMIT 0 CHECKPOINTS is a file system
+of its own, which holds one checkpoint and not two; it ends with the process, and what it held is copied to COPY.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,11 +26,14 @@ from nemo_offload_rl.utils.cli import run_main
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
 NUM_STEPS = 8
+SMALL = ("-t", "tmpfs", "-o", "size=600k", "tmpfs")
 
 
 def main() -> None:
     """Train until a save fails."""
-    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    model, folder, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[4])
+    if not limit:
+        mount(folder)  # while this process has one thread
     settings = make_settings(model)
     worker = PolicyWorker(settings, ProcessInfo(rank=0, world_size=1, init_method="", device="cpu"), False)
     policy = Policy(LocalWorkerGroup(worker), settings)
@@ -46,9 +53,20 @@ def main() -> None:
     )
     assert keeper.newest() is None
     try:
-        train(policy, loader, keeper, int(sys.argv[4]))
+        train(policy, loader, keeper, limit)
     finally:
         policy.shutdown()
+        if not limit:
+            shutil.copytree(folder, sys.argv[5])
+
+
+def mount(folder: Path) -> None:
+    """Mount a small file system that this process and its children alone can see."""
+    user, group = os.getuid(), os.getgid()
+    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    subprocess.run(["mount", *SMALL, folder], check=True)
 
 
 def train(policy: Policy, loader: ShuffledLoader[int], keeper: CheckpointKeeper, limit: int) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Script
 from tiny_models import qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
 TESTS = Path(__file__).parents[2]
-
-# A folder system of this size holds one checkpoint of the small model, not two; everything dies with the process.
-MOUNTED = 'mount -t tmpfs -o size=600k tmpfs "$1" && { shift; "$@"; status=$?; cp -r "$FULL" "$COPY"; exit $status; }'
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +34,13 @@ def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_w
     folder, left = tmp_path / "checkpoints", tmp_path / "left"
     folder.mkdir()
     limit = "0" if kind == "full disk" else "100000"
-    command = [sys.executable, str(TESTS / "full_disk.py"), str(model), str(folder), background, limit]
-    if kind == "full disk":
-        if not can_mount():
-            pytest.skip("this machine lets no process mount a folder system of its own")
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTED, "sh", str(folder), *command]
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FULL": str(folder), "COPY": str(left)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if kind == "full disk" and not can_mount():
+        pytest.skip("this machine lets no process mount a file system of its own")
+    argv = [TESTS / "full_disk.py", model, folder, background, limit, left]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    done = Script(argv, tmp_path, cwd=TESTS.parent, env=environment).wait(120)
 
-    assert done.returncode == 2, done.stderr
+    assert done.status == 2, done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith(f"error: checkpoint {folder}/step_2 was not saved: ")
     assert ("No space left on device" if kind == "full disk" else "File too large") in line
