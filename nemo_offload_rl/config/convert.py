@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, DpoSettings, GrpoSettings, SftSettings
+from nemo_offload_rl.config.rules.base import scheduler_phases
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.data.settings import (
     ArithmeticSettings,
@@ -195,7 +196,7 @@ def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) 
     """
     elsewhere = {"tokenizer", "generation", "scheduler"}
     values: dict[str, Any] = {key: value for key, value in policy.items() if key not in elsewhere}
-    values["scheduler"] = _scheduler_phases(policy)
+    values["scheduler"] = scheduler_phases(policy["scheduler"])
     values["megatron_cfg"] = policy.get("megatron_cfg")  # the section may be left out
     return freeze(PolicySettings, {**values, **derived}, "policy")
 
@@ -209,14 +210,6 @@ def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
         "engine_kv_cache_gib": vllm["kv_cache_memory_gib"],
         "colocated": generation["colocated"]["enabled"] and vllm["enable_sleep_mode"],
     }
-
-
-def _scheduler_phases(policy: TrainedPolicyConfig) -> list[dict[str, Any]]:
-    entries = policy["scheduler"] or []
-    phases = [entry for entry in entries if "name" in entry]
-    milestones = [step for entry in entries if "milestones" in entry for step in entry["milestones"]]
-    ends = [*milestones, None]
-    return [{**phase, "until_step": end} for phase, end in zip(phases, ends[: len(phases)], strict=True)]
 
 
 def to_generation_settings(generation: GenerationConfig, model_name: str, seed: int) -> GenerationSettings:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section, model_parallel_size
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import OptimizerFacts, optimizer_facts
+from nemo_offload_rl.policy.settings import OptimizerSettings
 
 type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, mend) or None."""
@@ -49,6 +51,25 @@ def data_parallel_size(cfg: RunConfig) -> int:
         return world_size(cfg) // model_parallel_size(megatron)
     dtensor = cfg["policy"]["dtensor_cfg"]
     return world_size(cfg) // (dtensor["tensor_parallel_size"] * dtensor["context_parallel_size"])
+
+
+def scheduler_phases(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The phases of `policy.scheduler`, each with its end as `until_step`; None where no milestone ends it."""
+    phases = [entry for entry in entries or () if "name" in entry]
+    milestones = [step for entry in entries or () if "milestones" in entry for step in entry["milestones"]]
+    ends = [*milestones, *[None] * len(phases)]
+    return [{**phase, "until_step": end} for phase, end in zip(phases, ends, strict=False)]
+
+
+def facts_of_optimizer(cfg: RunConfig) -> OptimizerFacts:
+    """What `policy.optimizer`, which is not null, keeps for each parameter.
+
+    Raises:
+        ConfigError: It cannot train on the DTensor backend.
+    """
+    optimizer = cfg["policy"]["optimizer"]
+    assert optimizer is not None
+    return optimizer_facts(OptimizerSettings(**optimizer), on_gpu=cfg["cluster"]["gpus_per_node"] > 0)
 
 
 def sources(section: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,11 +8,13 @@ parallel ranks are taken to share evenly, which is the least that the fullest of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, world_size
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer, world_size
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
 from nemo_offload_rl.residency import adam_state_bytes
 from nemo_offload_rl.utils.flops import read_model_sizes
@@ -116,12 +118,11 @@ def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
     policy = cfg["policy"]
     params_bytes = 4 * num_parameters // world_size(cfg)
     trained_bytes = 0 if policy["dtensor_cfg"]["lora_cfg"]["enabled"] else params_bytes
-    is_adam = policy["optimizer"] is not None and "adam" in policy["optimizer"]["name"].lower()
-    return {
-        "params": params_bytes,
-        "grads": trained_bytes,
-        "optimizer": adam_state_bytes(trained_bytes) if is_adam else 0,
-    }
+    optimizer_bytes = 0
+    if policy["optimizer"] is not None:
+        with suppress(ConfigError):  # of an optimizer that another rule refuses
+            optimizer_bytes = facts_of_optimizer(cfg).state_bytes(trained_bytes)
+    return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
 
 
 def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: int) -> dict[str, int]:

@@ -4,32 +4,64 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer, scheduler_phases
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
+from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
 from nemo_offload_rl.utils.config import nearest_key
 
 
-def optimizer_can_be_built(cfg: RunConfig) -> str | None:
-    """The optimizer exists and takes its arguments."""
+def optimizer_can_train(cfg: RunConfig) -> str | None:
+    """The optimizer exists, takes its arguments, and can update parameters as the DTensor backend shards them."""
     optimizer = cfg["policy"]["optimizer"]
     if not cfg["policy"]["dtensor_cfg"]["enabled"]:
         return None
     if optimizer is None:
         return "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
-    return _call_problem("policy.optimizer", optimizer["name"], optimizer["kwargs"])
+    problem = _call_problem("policy.optimizer", optimizer["name"], optimizer["kwargs"], Optimizer)
+    return problem or _refusal(lambda: facts_of_optimizer(cfg))
 
 
-def scheduler_phases_can_be_built(cfg: RunConfig) -> str | None:
-    """The schedulers exist and take their arguments."""
-    for index, entry in enumerate(cfg["policy"]["scheduler"] or []):
-        if "name" not in entry:
-            continue
-        if (problem := _call_problem(f"policy.scheduler.{index}", entry["name"], entry["kwargs"])) is not None:
+def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
+    """The schedulers exist, take their arguments, and can make the steps of their phases."""
+    optimizer = cfg["policy"]["optimizer"]
+    phases = [SchedulerSettings(**phase) for phase in scheduler_phases(cfg["policy"]["scheduler"])]
+    for index, phase in enumerate(phases):
+        problem = _call_problem(f"policy.scheduler.{index}", phase.name, phase.kwargs, LRScheduler)
+        if problem is not None:
             return problem
+    if optimizer is None or optimizer_can_train(cfg) or scheduler_milestones_separate_the_phases(cfg):
+        return None  # told by those
+    name, section = algorithm_section(cfg)
+    num_steps = section["max_num_steps"] * _updates_per_step(cfg)
+    key = f"{name}.max_num_steps"
+    return _refusal(lambda: try_schedule(OptimizerSettings(**optimizer), phases, num_steps, key))
+
+
+def _updates_per_step(cfg: RunConfig) -> int:
+    """Optimizer steps of one step of the run."""
+    name, _ = algorithm_section(cfg)
+    if name != "grpo":
+        return 1
+    grpo = cast(GrpoMasterConfig, cfg)["grpo"]
+    num_rows = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+    return max(1, num_rows // cfg["policy"]["train_global_batch_size"])
+
+
+def _refusal(attempt: Callable[[], object]) -> str | None:
+    """What a `ConfigError` of `attempt` says."""
+    try:
+        attempt()
+    except ConfigError as error:
+        return str(error)
     return None
 
 
@@ -98,8 +130,8 @@ def loggers_have_their_sections(cfg: RunConfig) -> str | None:
     return None
 
 
-def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Why the torch class cannot be called with its first argument and `kwargs`."""
+def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type) -> str | None:
+    """Why the torch class, of kind `base`, cannot be called with its first argument and `kwargs`."""
     module_name, _, class_name = dotted.rpartition(".")
     if not module_name.startswith("torch.optim"):
         return f"{where}.name is {dotted}, but only classes of torch.optim work; write for instance torch.optim.AdamW"
@@ -108,10 +140,12 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any]) -> str | N
     except ModuleNotFoundError:
         return f"{where}.name is {dotted}, but there is no module {module_name}; correct the path"
     classes = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
-    if class_name not in classes:
-        near = nearest_key(class_name, classes)
+    fitting = [name for name, value in classes.items() if issubclass(value, base) and value is not base]
+    if class_name not in fitting:
+        near = nearest_key(class_name, fitting)
         hint = f"did you mean {module_name}.{near}?" if near else "correct the name"
-        return f"{where}.name is {dotted}, which does not exist; {hint}"
+        fact = f"is no {base.__name__}" if class_name in classes else "does not exist"
+        return f"{where}.name is {dotted}, which {fact}; {hint}"
     accepted = dict(list(inspect.signature(classes[class_name]).parameters.items())[1:])
     for name in kwargs:
         if name not in accepted:
@@ -148,8 +182,8 @@ def adapters_have_their_layers(cfg: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
-    optimizer_can_be_built,
-    scheduler_phases_can_be_built,
+    optimizer_can_train,
+    scheduler_phases_can_step,
     scheduler_milestones_separate_the_phases,
     checkpoint_metric_is_measured,
     loggers_have_their_sections,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.backends.megatron.engine import load_engine
@@ -18,7 +20,7 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> dict[str, 
         return {}
     from nemo_offload_rl.policy.backends.dtensor.sizes import expected_state_bytes
 
-    return expected_state_bytes(settings, process.world_size)
+    return expected_state_bytes(settings, process.world_size, torch.device(process.device))
 
 
 def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBackend:

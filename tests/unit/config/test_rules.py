@@ -26,6 +26,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
+ONE_CYCLE = "{name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 1.0, total_steps: 19}}"
 PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
 
 KEEPS_NONE = "{dataset_name: arithmetic, seed: 1, num_digits: 1, operators: ['+'], size: 9, holdout: 0}"
@@ -197,16 +198,30 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "reward_ranges_are_ascending": [
         (["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=1"], "target_min 1 is not below")
     ],
-    "optimizer_can_be_built": [
+    "optimizer_can_train": [
         (["policy.optimizer=null"], "set policy.optimizer.name"),
         (["policy.optimizer.name=torch.optim.AdamWW"], "did you mean torch.optim.AdamW?"),
         (["policy.optimizer.name=torch.optimm.AdamW"], "there is no module torch.optimm"),
         (["policy.optimizer.name=apex.FusedAdam"], "only classes of torch.optim"),
+        (["policy.optimizer.name=torch.optim.lr_scheduler.StepLR"], "is no Optimizer"),
+        (["policy.optimizer.name=torch.optim.Optimizer"], "is no Optimizer"),
         (["+policy.optimizer.kwargs.weight_decai=1"], "did you mean weight_decay?"),
+        (["policy.optimizer.kwargs.lr=-1"], "Invalid learning rate: -1"),
+        (["+policy.optimizer.kwargs.differentiable=true"], "cannot train"),
+        (["+policy.optimizer.kwargs.capturable=true"], "capturable"),  # on CPU
     ],
-    "scheduler_phases_can_be_built": [
+    "scheduler_phases_can_step": [
         (["policy.scheduler=[{name: torch.optim.lr_scheduler.StepLR, kwargs: {}}]"], "has no step_size"),
         (["policy.scheduler=[{name: torch.optim.lr_scheduler.StepLr, kwargs: {}}]"], "did you mean"),
+        (["policy.scheduler=[{name: torch.optim.AdamW, kwargs: {}}]"], "is no LRScheduler"),
+        (["policy.scheduler=[{name: torch.optim.lr_scheduler.Optimizer, kwargs: {}}]"], "is no LRScheduler"),
+        (
+            [
+                "grpo.max_num_steps=20",
+                f"policy.scheduler=[{ONE_CYCLE}]",
+            ],
+            "which can make 19 steps, but it lasts for",
+        ),
     ],
     "scheduler_milestones_separate_the_phases": [
         ([f"policy.scheduler=[{PHASE},{PHASE}]"], "2 phases and 0 milestones"),

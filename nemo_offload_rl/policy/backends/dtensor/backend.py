@@ -21,7 +21,7 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
-from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel
+from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
 from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, load_causal_lm
@@ -139,9 +139,10 @@ class DTensorBackend:
             self._parameters = self._lora.trainable
         if settings.optimizer is None:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
-        self._optimizer = optim.build_optimizer(settings.optimizer, self._trainable())
-        self._scheduler = optim.build_scheduler(settings.scheduler, self._optimizer)
-        self._parts = optim.divide(self._parameters, settings.dtensor_cfg)
+        facts = torch_optim.optimizer_facts(settings.optimizer, on_gpu=on_gpu)
+        self._optimizer = torch_optim.build_optimizer(settings.optimizer, self._trainable())
+        self._scheduler = torch_optim.build_scheduler(settings.scheduler, self._optimizer)
+        self._parts = optim.divide(self._parameters, facts, settings.dtensor_cfg)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -200,7 +201,7 @@ class DTensorBackend:
             for group in self.state_groups()
             if group.name in (PARAMS, BASE)
         }
-        return {**sizes, **optimizer_row_bytes(self._settings, sizes[PARAMS])}
+        return {**sizes, **optimizer_row_bytes(self._settings, sizes[PARAMS], self._device)}
 
     # -- compute ---------------------------------------------------------------------------------------------------
 

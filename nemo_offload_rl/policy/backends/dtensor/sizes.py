@@ -8,6 +8,7 @@ from math import ceil, prod
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_facts
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -16,21 +17,27 @@ from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, aligned
 _FP32_BYTES = 4
 
 
-def expected_state_bytes(settings: PolicySettings, world_size: int) -> dict[str, int]:
+def expected_state_bytes(settings: PolicySettings, world_size: int, device: torch.device) -> dict[str, int]:
     """Host bytes of one rank's parameters and optimizer states by row of the residency plan, before a weight is read.
 
     Exact without tensor parallelism. With it an upper bound: which dimension a weight is split along is not known here.
     """
     check_model_folder(settings.model_name)
     params_bytes = _parameter_bytes(settings, world_size)
-    return {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes)}
+    return {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}
 
 
-def optimizer_row_bytes(settings: PolicySettings, params_bytes: int) -> dict[str, int]:
-    """Bytes of the optimizer's row, for optimizers whose states are known."""
-    if settings.optimizer is None or "adam" not in settings.optimizer.name.lower():
+def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: torch.device) -> dict[str, int]:
+    """Bytes of the optimizer's row; empty for an optimizer that keeps nothing.
+
+    Raises:
+        ConfigError: The optimizer cannot train here.
+    """
+    if settings.optimizer is None:
         return {}
-    return {OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER: 2 * params_bytes}
+    state_bytes = optimizer_facts(settings.optimizer, on_gpu=device.type == "cuda").state_bytes(params_bytes)
+    row = OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER
+    return {row: state_bytes} if state_bytes else {}
 
 
 def _parameter_bytes(settings: PolicySettings, world_size: int) -> int:

@@ -1,0 +1,196 @@
+"""Torch optimizers and schedules by their dotted names, and what an optimizer keeps for each parameter.
+
+Nothing is taken from an optimizer's name: steps on tiny parameters, sharded as the model's are, show whether it works
+here and what it keeps. That takes milliseconds, so it is done before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.residency import local_tensor
+
+# What torch raises for arguments of a wrong type, value or combination, and in a step that it cannot do.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError)
+# How a step is computed, not what: tried only where the run has the device that they need.
+_IMPLEMENTATIONS = ("capturable", "foreach", "fused")
+_FP32_BYTES = 4
+_SCHEDULE_STEPS = 4
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What an optimizer keeps.
+
+    Attributes:
+        state_bytes_per_element: Bytes for each element of a float32 parameter, all state tensors of its shape together.
+    """
+
+    state_bytes_per_element: int
+
+    def state_bytes(self, param_bytes: int) -> int:
+        """Bytes of the states of float32 parameters that take `param_bytes`."""
+        return param_bytes // _FP32_BYTES * self.state_bytes_per_element
+
+
+def optimizer_facts(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerFacts:
+    """Try the optimizer that `policy.optimizer` names.
+
+    Args:
+        settings: The optimizer.
+        on_gpu: The run has GPUs, so `fused`, `foreach` and `capturable` are not tried here.
+
+    Raises:
+        ConfigError: It cannot be made, cannot step, or its update of a shard needs more than that shard.
+    """
+    matrix, vector = torch.linspace(-1.0, 1.0, 24).view(6, 4), torch.linspace(0.5, 1.5, 6)
+    kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
+    build_optimizer(settings, [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())])
+    whole = OptimizerSettings(name=settings.name, kwargs=kwargs)
+    together, states = _try_steps(whole, [matrix, vector])
+    alone, _ = _try_steps(whole, [matrix[:2]])
+    shapes_differ = any(state.shape not in (matrix.shape, torch.Size([])) for state in states.values())
+    if shapes_differ or not torch.allclose(together[0][:2], alone[0], rtol=1e-5, atol=1e-7):
+        raise _cannot_train(settings.name, "its update of one shard of a parameter needs the others")
+    return OptimizerFacts(sum(state.element_size() for state in states.values() if state.dim() > 0))
+
+
+def _try_steps(settings: OptimizerSettings, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The parameters after two steps, and the states of the first of them."""
+    # It belongs to no process group, and none is made for it; DTensor still refuses what it cannot do with shards.
+    mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+
+    def sharded(value: Tensor) -> Tensor:
+        return DTensor.from_local(value.clone(), mesh, [Shard(0)], run_check=False)
+
+    parameters = [nn.Parameter(sharded(value)) for value in values]
+    optimizer = build_optimizer(settings, parameters)
+    try:
+        for scale in (1.0, -0.5):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = sharded(scale * value.square() + 0.1)
+            optimizer.step()
+    except _REFUSALS as error:
+        raise _cannot_train(settings.name, f"its step ends in {_first_line(error)}") from error
+    kept = {key: value for key, value in optimizer.state[parameters[0]].items() if isinstance(value, Tensor)}
+    return [local_tensor(parameter.detach()) for parameter in parameters], kept
+
+
+def _cannot_train(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"policy.optimizer.name is {name}, which cannot train parameters that are sharded over workers: {reason}; use "
+        "another one, for instance torch.optim.AdamW"
+    )
+
+
+def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer that `policy.optimizer` names.
+
+    Raises:
+        ConfigError: The name is no optimizer, or it does not take these parameters or arguments.
+    """
+    cls = class_by_name("policy.optimizer.name", settings.name, Optimizer)
+    try:
+        return cls(list(parameters), **settings.kwargs)
+    except _REFUSALS as error:
+        raise _does_not_fit("policy.optimizer", settings.name, error) from error
+
+
+def build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) -> LRScheduler | None:
+    """The phases one after the other, each until its `until_step`; None keeps the learning rate.
+
+    Raises:
+        ConfigError: A name is no scheduler, its arguments do not fit, or the steps do not grow.
+    """
+    if not phases:
+        return None
+    milestones = [phase.until_step for phase in phases[:-1]]
+    if any(step is None for step in milestones) or phases[-1].until_step is not None:
+        raise ConfigError("policy.scheduler: every phase but the last needs a milestone, and the last has none.")
+    steps = [step for step in milestones if step is not None]
+    if steps != sorted(set(steps)):
+        raise ConfigError(f"policy.scheduler: milestones {steps} do not grow; each must be above the one before.")
+    built = []
+    for index, phase in enumerate(phases):
+        cls = class_by_name(f"policy.scheduler.{index}.name", phase.name, LRScheduler)
+        try:
+            built.append(cls(optimizer, **phase.kwargs))
+        except _REFUSALS as error:
+            raise _does_not_fit(f"policy.scheduler.{index}", phase.name, error) from error
+    return SequentialLR(optimizer, built, steps)
+
+
+def try_schedule(
+    optimizer: OptimizerSettings, phases: Sequence[SchedulerSettings], num_steps: int, steps_key: str
+) -> None:
+    """Step each phase of a schedule a few times, on its own.
+
+    Args:
+        optimizer: Whose learning rate it sets; known to work.
+        phases: In order, with ascending ends.
+        num_steps: Most optimizer steps of the run.
+        steps_key: What limits them.
+
+    Raises:
+        ConfigError: A phase cannot be made, cannot step, or has an end of its own before its last step.
+    """
+    start = 0
+    for index, phase in enumerate(phases):
+        where, end = f"policy.scheduler.{index}", phase.until_step
+        tried = build_optimizer(optimizer, [nn.Parameter(torch.ones(2, 2))])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer made no step before
+            cls = class_by_name(f"{where}.name", phase.name, LRScheduler)
+            try:
+                scheduler = cls(tried, **phase.kwargs)
+                own_end = vars(scheduler).get("total_steps")
+                sequence = SequentialLR(tried, [scheduler], [])
+                for _ in range(min(_SCHEDULE_STEPS, own_end or _SCHEDULE_STEPS) - 1):
+                    sequence.step()
+            except _REFUSALS as error:
+                raise _does_not_fit(where, phase.name, error) from error
+        lasts = (num_steps if end is None else end) - start
+        if own_end is not None and own_end < lasts:
+            raise ConfigError(
+                f"{where} is {phase.name}, which can make {own_end} steps, but it lasts for {lasts}; set its arguments "
+                f"to that many, or lower {steps_key if end is None else 'the milestone after it'}"
+            )
+        start = end or start
+
+
+def class_by_name(key: str, dotted: str, base: type) -> Any:
+    """The class that `key` names by its dotted path, a subclass of `base`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    module_name, _, class_name = dotted.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={dotted} cannot be imported ({error}); give a dotted path.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{key} is {dotted}, which is no {base.__name__}; give the dotted path of one")
+    return found
+
+
+def _does_not_fit(where: str, name: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{where} cannot be {name} with these kwargs: {_first_line(error)}; correct {where}.kwargs")
+
+
+def _first_line(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text.split(". ")[0].rstrip(".;:")

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from policy_cases import NLL, assert_equal, full_grads, full_params, make_batch, one_rank_worker, save_family
+from torch import nn
+from torch.optim import lr_scheduler
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import (
+    build_optimizer,
+    build_scheduler,
+    optimizer_facts,
+    try_schedule,
+)
+from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+
+ADAMW = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1.0})
+# Every optimizer that torch has, and why it cannot train; a new one in torch comes up in the test below.
+REFUSED = {
+    "Adafactor": "in-place operations that require placement changes",
+    "LBFGS": "closure",
+    "Muon": "2D parameters",
+    "Rprop": "sharding strategy",
+    "SparseAdam": "dense gradients",
+}
+STATES = {"SGD": 0, "Adagrad": 1, "ASGD": 1, "RMSprop": 1}
+OPTIMIZERS = [name for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))]
+VARIANTS = [
+    *[(name, {}, STATES.get(name, 2)) for name in OPTIMIZERS if name not in {*REFUSED, "Optimizer"}],
+    ("SGD", {"momentum": 0.9}, 1),
+    ("AdamW", {"amsgrad": True}, 3),
+    ("RMSprop", {"centered": True, "momentum": 0.9}, 3),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("optim") / "model"
+    save_family(path, "qwen3-tied")
+    return path
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_loaded(name):
+    with pytest.raises(ConfigError, match=REFUSED[name]) as caught:
+        optimizer_facts(OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3}), on_gpu=False)
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "num_states"), VARIANTS, ids=[f"{name}-{'-'.join(kwargs)}" for name, kwargs, _ in VARIANTS]
+)
+def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
+    folder, tmp_path, name, kwargs, num_states
+):
+    settings = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, **kwargs})
+    assert optimizer_facts(settings, on_gpu=False).state_bytes_per_element == 4 * num_states
+    changes = {"optimizer": settings, "offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.05}
+    plain: dict[str, nn.Parameter] = {}
+    optimizers = []
+
+    def step_both(worker, seed):
+        """The same gradients for torch's own optimizer over plain tensors."""
+        worker.prepare_for_training()
+        worker.forward_backward(make_batch(seed=seed), NLL())
+        if not optimizers:
+            plain.update({key: nn.Parameter(value) for key, value in full_params(worker).items()})
+            optimizers.append(getattr(torch.optim, name)(plain.values(), **settings.kwargs))
+        for key, gradient in full_grads(worker).items():
+            plain[key].grad = gradient
+        optimizers[0].step()
+        worker.optim_step()
+        assert_equal(full_params(worker), {key: value.detach() for key, value in plain.items()})
+
+    with one_rank_worker(folder, **changes) as worker:
+        params_bytes = worker._backend.expected_bytes()["params"]
+        expected = params_bytes * (1 + num_states)
+        assert sum(worker._backend.expected_bytes().values()) == expected
+        for seed in range(2):
+            step_both(worker, seed)
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+        assert worker.residency._arenas.reserved_bytes == expected
+        worker.save_checkpoint(tmp_path / "saved")
+    with one_rank_worker(folder, **changes) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        step_both(worker, 2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_how_a_step_is_computed_is_tried_where_the_run_computes_it(name):
+    fused = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, "fused": True})
+    plain = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3})
+    assert optimizer_facts(fused, on_gpu=True) == optimizer_facts(plain, on_gpu=True)
+
+
+SCHEDULES = {
+    "ConstantLR": {},
+    "LinearLR": {"total_iters": 3},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [1, 2]},
+    "ExponentialLR": {"gamma": 0.5},
+    "PolynomialLR": {"total_iters": 3},
+    "CosineAnnealingLR": {"T_max": 3},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
+    "OneCycleLR": {"max_lr": 1.0, "total_steps": 8},
+}
+NO_SCHEDULES = {
+    "ReduceLROnPlateau": {},
+    "ChainedScheduler": {},
+    "SequentialLR": {"schedulers": [], "milestones": []},
+    "LambdaLR": {"lr_lambda": "0.9"},
+    "MultiplicativeLR": {"lr_lambda": 0.9},
+    "LRScheduler": {},
+}
+
+
+def phase(name, until=None, **kwargs):
+    return SchedulerSettings(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs, until_step=until)
+
+
+def rates(phases, num_steps):
+    optimizer = build_optimizer(ADAMW, [nn.Parameter(torch.ones(2, 2))])
+    schedule = build_scheduler(phases, optimizer)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_every_schedule_of_torch_is_known_here():
+    named = {*SCHEDULES, *NO_SCHEDULES}
+    assert {name for name in lr_scheduler.__all__ if inspect.isclass(getattr(lr_scheduler, name))} == named
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_schedule_that_is_accepted_makes_all_steps_of_its_phase_alone_and_between_others(name):
+    middle = phase(name, 6, **SCHEDULES[name])
+    phases = [phase("ConstantLR", 2), middle, phase("ConstantLR")]
+    for chosen in ([phase(name, **SCHEDULES[name])], phases):
+        try_schedule(ADAMW, chosen, 8, "sft.max_num_steps")
+        assert len(rates(chosen, 7)) == 7
+
+
+@pytest.mark.parametrize("name", NO_SCHEDULES)
+def test_a_schedule_that_cannot_step_by_itself_is_refused(name):
+    with pytest.raises(ConfigError) as caught:
+        try_schedule(ADAMW, [phase(name, **NO_SCHEDULES[name])], 8, "sft.max_num_steps")
+    assert "policy.scheduler.0" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_that_ends_before_its_phase_is_refused_with_what_to_lower():
+    cycle = {"max_lr": 1.0, "total_steps": 4}
+    try_schedule(ADAMW, [phase("OneCycleLR", **cycle)], 4, "sft.max_num_steps")
+    with pytest.raises(ConfigError, match=r"can make 4 steps, but it lasts for 5; .*lower sft\.max_num_steps"):
+        try_schedule(ADAMW, [phase("OneCycleLR", **cycle)], 5, "sft.max_num_steps")
+    after = [phase("ConstantLR", 3), phase("OneCycleLR", 8, **cycle), phase("ConstantLR")]
+    with pytest.raises(ConfigError, match=r"policy\.scheduler\.1 .*lasts for 5; .*lower the milestone after it"):
+        try_schedule(ADAMW, after, 100, "sft.max_num_steps")
