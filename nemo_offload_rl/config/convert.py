@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, DpoSettings, GrpoSettings, SftSettings
-from nemo_offload_rl.config.rules.base import scheduler_phases
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.data.settings import (
     ArithmeticSettings,
@@ -90,6 +89,18 @@ class DpoConfig(SupervisedConfig):
     dpo: DpoSettings
 
 
+# What a policy worker has of `policy` where nothing generates.
+NO_ROLLOUTS: Mapping[str, Any] = {
+    "logprob_temperature": 1.0,
+    "engine_memory_share": 0.0,
+    "engine_kv_cache_gib": None,
+    "colocated": False,
+    "residency": "always",
+    "residency_overrides": {},
+    "refit_buffer_size_gib": 0.0,
+}
+
+
 def freeze[T](target: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build a frozen dataclass from a mapping, recursively and strictly.
 
@@ -134,7 +145,7 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
     return GrpoConfig(
         grpo=freeze(GrpoSettings, cfg["grpo"], "grpo"),
         loss_fn=freeze(ClippedPGLossSettings, cfg["loss_fn"], "loss_fn"),
-        policy=to_policy_settings(cfg["policy"], _rollout_fields(cfg["policy"]) | {"seed": seed}),
+        policy=to_policy_settings(cfg["policy"], rollout_fields(cfg["policy"]) | {"seed": seed}),
         tokenizer=freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
         generation=to_generation_settings(cfg["policy"]["generation"], cfg["policy"]["model_name"], seed),
         data=DataSettings(
@@ -163,21 +174,12 @@ def to_dpo_config(cfg: DpoMasterConfig) -> DpoConfig:
 
 def _supervised_fields(cfg: SftMasterConfig | DpoMasterConfig, seed: int, rows_per_item: int) -> dict[str, Any]:
     """The fields of `SupervisedConfig`; batch sizes in the YAML count items, those of the policy rows."""
-    no_rollouts = {
-        "logprob_temperature": 1.0,
-        "engine_memory_share": 0.0,
-        "engine_kv_cache_gib": None,
-        "colocated": False,
-        "residency": "always",
-        "residency_overrides": {},
-        "refit_buffer_size_gib": 0.0,
-    }
     sizes = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
     in_rows = {name: rows_per_item * cfg["policy"][name] for name in sizes}
     data = cfg["data"]
     own = {key: data[key] for key in ("max_input_seq_length", "shuffle", "overlong_rows", "add_bos", "add_eos")}
     return {
-        "policy": to_policy_settings(cfg["policy"], no_rollouts | in_rows | {"seed": seed}),
+        "policy": to_policy_settings(cfg["policy"], {**NO_ROLLOUTS} | in_rows | {"seed": seed}),
         "tokenizer": freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
         "data": SupervisedDataSettings(**own, **_train_and_validation(data)),
         "logger": freeze(LoggerSettings, {"wandb": None, "mlflow": None, **cfg["logger"]}, "logger"),
@@ -201,7 +203,8 @@ def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) 
     return freeze(PolicySettings, {**values, **derived}, "policy")
 
 
-def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
+def rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
+    """What an engine is to a policy worker."""
     generation = policy["generation"]
     vllm = generation["vllm_cfg"]
     return {
@@ -210,6 +213,14 @@ def _rollout_fields(policy: PolicyConfig) -> dict[str, Any]:
         "engine_kv_cache_gib": vllm["kv_cache_memory_gib"],
         "colocated": generation["colocated"]["enabled"] and vllm["enable_sleep_mode"],
     }
+
+
+def scheduler_phases(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The phases of `policy.scheduler`, each with its end as `until_step`; None where no milestone ends it."""
+    phases = [entry for entry in entries or () if "name" in entry]
+    milestones = [step for entry in entries or () if "milestones" in entry for step in entry["milestones"]]
+    ends = [*milestones, *[None] * len(phases)]
+    return [{**phase, "until_step": end} for phase, end in zip(phases, ends, strict=False)]
 
 
 def to_generation_settings(generation: GenerationConfig, model_name: str, seed: int) -> GenerationSettings:

@@ -22,7 +22,13 @@ def start_policy(cluster: VirtualCluster, settings: PolicySettings, keep_referen
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
     processes = [
-        ProcessInfo(rank=rank, world_size=world_size, init_method="env://", device="cuda:0" if on_gpu else "cpu")
+        ProcessInfo(
+            rank=rank,
+            world_size=world_size,
+            init_method="env://",
+            device="cuda:0" if on_gpu else "cpu",
+            workers_per_host=cluster.settings.workers_per_node,
+        )
         for rank in range(world_size)
     ]
     spec = WorkerSpec(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.residency import ResidencyManager, local_tensor, read_host_budget
+from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -183,19 +182,16 @@ class CheckpointSaver:
 
     def _has_room(self) -> bool:
         """Whether the ranks of this host can all copy their state."""
-        mine = (socket.gethostname(), max(0, self._state_bytes - self._copies.num_bytes))
-        asked: list[tuple[str, int]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(asked, mine)
-        needed = sum(num_bytes for host, num_bytes in asked if host == mine[0])
-        budget = read_host_budget()
-        if needed <= budget.num_bytes:
+        missing = max(0, self._state_bytes - self._copies.num_bytes)
+        verdict = reserve_host_memory({"copies for a save": missing})
+        if isinstance(verdict, HostShare):
             return True
         logger.warning(
             "copies of %.2f GiB for a save in the background do not fit the %.2f GiB that %s leaves; this save is "
             "waited for",
-            needed / 2**30,
-            budget.num_bytes / 2**30,
-            budget.limit_name,
+            verdict.needed_bytes / 2**30,
+            verdict.limit.left_bytes / 2**30,
+            verdict.limit.name,
         )
         return False
 

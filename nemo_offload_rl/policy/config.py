@@ -188,8 +188,9 @@ class TrainedPolicyConfig(TypedDict):
     host_memory_budget_gib: Annotated[
         float | None,
         doc(
-            "Host memory that one worker may take for offloaded state, in GiB; null reads the machine's and the "
-            "container's limits. Set it where the machine grows its memory on use and so shows too little.",
+            "Host memory that one worker may take for offloaded state and activations, in GiB; null has the workers of "
+            "a host settle it together, from the machine's memory, their cgroups and their resource limits. Set it "
+            "where the machine grows its memory on use and so shows too little.",
             gt=0,
         ),
     ]

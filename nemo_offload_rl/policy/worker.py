@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
@@ -24,8 +25,10 @@ from nemo_offload_rl.data.packing import pack_rows
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
+from nemo_offload_rl.policy.backends.ranks import join_process_group
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
+from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
@@ -53,16 +56,20 @@ class PolicyWorker:
         if settings.deterministic:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
-        arenas = begin_host_memory(settings, expected_bytes(settings, process), keep_reference, device)
+        expected = expected_bytes(settings, process)
         with ExitStack() as made:
+            # First: the workers of a host settle together what they take of its memory.
+            if join_process_group(process):
+                made.callback(dist.destroy_process_group)
+            arenas = begin_host_memory(settings, expected, keep_reference, device)
             made.callback(arenas.close)
             self._backend = build_backend(settings, process)
             made.callback(self._backend.close)
             self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
-            self.residency, self._group_bytes = build_manager(settings, self._backend, keep_reference, arenas, device)
-            made.pop_all()  # `shutdown` ends them
-        state_bytes = sum(size for name, size in self._group_bytes.items() if name != REFERENCE)
-        self._saver = CheckpointSaver(self.residency, state_bytes)
+            self.residency, self._host_need = build_manager(settings, self._backend, keep_reference, arenas, device)
+            self._made = made.pop_all()  # `shutdown` ends them
+        self._workers_per_host = process.workers_per_host
+        self._saver = CheckpointSaver(self.residency, sum(self._host_need.sizes.values()))
         self._skipped = SkippedUpdates(settings.max_skipped_updates)
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
@@ -96,8 +103,10 @@ class PolicyWorker:
         return self.residency.enter(Phase.GENERATION)
 
     def residency_plan(self) -> str:
-        """The resolved plan as a table, with the groups' sizes."""
-        return self.residency.plan.render(self._group_bytes)
+        """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
+        table = self.residency.plan.render(self._host_need.resolve().sizes)
+        line = render_host_plan(self._host_need, self._backend.device.type, self._workers_per_host)
+        return f"{table}\n{line}"
 
     def residency_reports(self) -> list[TransitionReport]:
         """Transitions since the last call."""
@@ -348,7 +357,7 @@ class PolicyWorker:
         """Free host memory and leave the process group; the worker is of no use afterwards."""
         self.abandon_refit()
         self.residency.close()
-        self._backend.close()
+        self._made.close()
 
 
 class _Paced(Collection[TrainBatch]):

@@ -3,7 +3,7 @@
 Knows torch and nothing else of this project. See docs/residency.md.
 """
 
-from nemo_offload_rl.residency.arena import HostArena, HostBlock, aligned
+from nemo_offload_rl.residency.arena import HostAllowance, HostArena, HostBlock, aligned
 from nemo_offload_rl.residency.arenas import HostArenas
 from nemo_offload_rl.residency.device import CpuDevice, Device, SimulatedDevice, make_device
 from nemo_offload_rl.residency.errors import (
@@ -14,7 +14,15 @@ from nemo_offload_rl.residency.errors import (
 )
 from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, choose_resident, peak_bytes
 from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
-from nemo_offload_rl.residency.host_memory import HostBudget, read_host_budget
+from nemo_offload_rl.residency.host_memory import (
+    HostLimit,
+    HostShare,
+    HostShortage,
+    judge_host_memory,
+    memory_total_bytes,
+    read_host_limits,
+    reserve_host_memory,
+)
 from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.phase import Phase, Placement
@@ -43,11 +51,14 @@ __all__ = [
     "DeviceOutOfMemoryError",
     "GradsGroup",
     "GroupMove",
+    "HostAllowance",
     "HostArena",
     "HostArenas",
     "HostBlock",
-    "HostBudget",
     "HostBudgetError",
+    "HostLimit",
+    "HostShare",
+    "HostShortage",
     "Ledger",
     "OpenStepError",
     "OptimizerParts",
@@ -65,11 +76,14 @@ __all__ = [
     "aligned",
     "choose_resident",
     "divide_optimizer",
+    "judge_host_memory",
     "local_tensor",
     "make_device",
+    "memory_total_bytes",
     "optimizer_tensors",
     "peak_bytes",
-    "read_host_budget",
+    "read_host_limits",
+    "reserve_host_memory",
     "resolve_plan",
     "storage_bytes",
     "storage_key",

@@ -41,18 +41,49 @@ class HostBlock:
     size_bytes: int
 
 
+class HostAllowance:
+    """What the arenas of a worker may take from the system together.
+
+    Args:
+        num_bytes: The bound; None for none. It may be set later, before the first region is taken.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = num_bytes
+        self.taken_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count a region that is about to be made.
+
+        Raises:
+            HostBudgetError: It would go over the bound; it is not counted.
+        """
+        total = self.taken_bytes + num_bytes
+        if self.num_bytes is not None and total > self.num_bytes:
+            gib = 2**30
+            raise HostBudgetError(
+                f"host arena: {num_bytes / gib:.2f} GiB more would make {total / gib:.2f} GiB, over the budget of "
+                f"{self.num_bytes / gib:.2f} GiB. Offload fewer groups, or give the job more host memory."
+            )
+        self.taken_bytes = total
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count a region no longer."""
+        self.taken_bytes -= num_bytes
+
+
 class HostArena:
     """Sub-allocator over a few regions of host memory.
 
     Args:
-        budget_bytes: Upper bound on what the arena takes from the system, None for no bound.
+        allowance: What it may take from the system, beside other arenas; None for no bound.
         new_region: Makes a region of the given size; pageable memory unless a device brings its own.
     """
 
     def __init__(
-        self, budget_bytes: int | None = None, new_region: Callable[[int], HostRegion] = PageableRegion
+        self, allowance: HostAllowance | None = None, new_region: Callable[[int], HostRegion] = PageableRegion
     ) -> None:
-        self._budget_bytes = budget_bytes
+        self._allowance = allowance or HostAllowance()
         self._new_region = new_region
         self._regions: list[_Region] = []
         self._blocks: dict[int, HostBlock] = {}
@@ -131,6 +162,7 @@ class HostArena:
             ResidencyError: Blocks are still in use; it names their owners. The memory is given back all the same.
         """
         leaked = sorted({block.owner for block in self._blocks.values()})
+        self._allowance.give_back(self.reserved_bytes)
         for region in self._regions:
             region.memory.close()
         self._regions, self._blocks = [], {}
@@ -147,12 +179,10 @@ class HostArena:
         return None
 
     def _grow(self, size: int) -> None:
-        if self._budget_bytes is not None and self.reserved_bytes + size > self._budget_bytes:
-            gib = 2**30
-            raise HostBudgetError(
-                f"host arena: {size / gib:.2f} GiB more would make {(self.reserved_bytes + size) / gib:.2f} GiB, over "
-                f"the budget of {self._budget_bytes / gib:.2f} GiB. Offload fewer groups, or give the job more host "
-                "memory."
-            )
-        memory = self._new_region(size)
+        self._allowance.take(size)
+        try:
+            memory = self._new_region(size)
+        except BaseException:
+            self._allowance.give_back(size)
+            raise
         self._regions.append(_Region(memory, [(0, size)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.device import Device
 
 
@@ -18,8 +18,13 @@ class HostArenas:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._allowance = HostAllowance()
         self._arenas: dict[bool, HostArena] = {}
         self._filling: Future[None] | None = None
+
+    def limit(self, num_bytes: int) -> None:
+        """Take no more than this from the system, of both kinds together; what is planned must fit."""
+        self._allowance.num_bytes = num_bytes
 
     def arena(self, pinned: bool) -> HostArena:
         """The page-locked arena, or the pageable one; waits for what `begin_reserve` has started."""
@@ -70,7 +75,7 @@ class HostArenas:
 
     def _arena(self, pinned: bool) -> HostArena:
         if pinned not in self._arenas:
-            self._arenas[pinned] = self._device.new_arena(pinned)
+            self._arenas[pinned] = self._device.new_arena(pinned, self._allowance)
         return self._arenas[pinned]
 
     def _reserve(self, num_bytes: Mapping[bool, int]) -> None:

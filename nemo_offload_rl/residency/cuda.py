@@ -13,11 +13,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostArena, aligned
+from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
 from nemo_offload_rl.residency.audit import Leftover, find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, read_host_budget
+from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, lockable_bytes
 from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
@@ -112,12 +112,12 @@ class CudaDevice:
 
     Args:
         device: The CUDA device.
-        host_budget_bytes: Bound on pinned and pageable host memory together, None to read it from the machine.
     """
 
     asynchronous = True
+    is_host_memory = False
 
-    def __init__(self, device: torch.device, host_budget_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._out = torch.cuda.Stream(self.device)
         self._in = torch.cuda.Stream(self.device)
@@ -126,7 +126,6 @@ class CudaDevice:
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
-        self._budget_bytes = host_budget_bytes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
     def _load_kernels(self) -> None:
@@ -220,15 +219,14 @@ class CudaDevice:
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._in, to_host=False)
 
-    def new_arena(self, pinned: bool) -> HostArena:
-        budget = self._budget_bytes if self._budget_bytes is not None else read_host_budget().num_bytes
-        return HostArena(budget, self._new_pinned_region if pinned else PageableRegion)
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
 
     def _new_pinned_region(self, num_bytes: int) -> HostRegion:
         try:
             return PinnedRegion(num_bytes, self._numa_node)
         except ResidencyError as error:
-            lockable = read_host_budget().lockable_bytes
+            lockable = lockable_bytes()
             limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
             logger.warning(
                 "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower.",

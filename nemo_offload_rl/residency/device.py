@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.arena import HostArena
+from nemo_offload_rl.residency.arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.audit import Leftover, find_leftovers
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.host_memory import available_bytes, memory_total_bytes, resident_bytes
@@ -89,6 +89,11 @@ class Device(Protocol):
         """Whether copies run beside the device's work."""
         ...
 
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether the device's memory is the host's own."""
+        ...
+
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
         ...
@@ -151,8 +156,8 @@ class Device(Protocol):
         """Start copying host to device. If this raises, no copy is under way."""
         ...
 
-    def new_arena(self, pinned: bool) -> HostArena:
-        """A host arena of the kind whose copies are fastest, or a pageable one."""
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
         ...
 
 
@@ -189,6 +194,7 @@ class CpuDevice:
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
     asynchronous = False
+    is_host_memory = True
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "cpu"
@@ -238,9 +244,9 @@ class CpuDevice:
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return _copy_now((copy.device, copy.host) for copy in copies)
 
-    def new_arena(self, pinned: bool) -> HostArena:
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.
-        return HostArena()
+        return HostArena(allowance)
 
 
 def _copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:

@@ -1,80 +1,223 @@
-"""Host memory: how much a worker may take, and regions of it."""
+"""Host memory: its limits, the budget that the workers of a host share, and regions of it."""
 
 from __future__ import annotations
 
+import os
 import resource
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+# Version 1 writes "no limit" as a number near 2**63.
+_NO_LIMIT_BYTES = 1 << 60
+# (limit, usage, reclaimable page cache in memory.stat) of a cgroup, version 2 first.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True)
-class HostBudget:
-    """How much more host memory this process may take, and which limit says so.
+class HostLimit:
+    """A bound on the memory of some processes.
 
     Attributes:
-        num_bytes: Bytes still to be had.
-        limit_name: The tightest limit: `MemAvailable` or a cgroup file.
-        lockable_bytes: RLIMIT_MEMLOCK, or None without a limit.
+        scope: Equal for processes that share the bound, on whatever host they are.
+        name: For messages: `MemAvailable`, a file of a cgroup, or a resource limit.
+        left_bytes: What these processes together may still take.
     """
 
+    scope: str
+    name: str
+    left_bytes: int
+
+
+@dataclass(frozen=True)
+class HostShortage:
+    """A limit that is too tight for the ranks that share it.
+
+    Attributes:
+        limit: The limit; of those that are too tight, the one that leaves the smallest share of what is needed.
+        num_ranks: Ranks that share it.
+        needed_bytes: What they need together.
+        parts: What the first of them needs, in bytes by name.
+    """
+
+    limit: HostLimit
+    num_ranks: int
+    needed_bytes: int
+    parts: Mapping[str, int]
+
+    @property
+    def worker_bytes(self) -> int:
+        """What the limit leaves for the rank of `parts`: a share as large as that of its need."""
+        return self.limit.left_bytes * sum(self.parts.values()) // self.needed_bytes
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What a rank may take: its own need, and an equal part of what no rank of its host has asked for."""
+
     num_bytes: int
-    limit_name: str
-    lockable_bytes: int | None
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def available_bytes() -> int:
     """Memory that the machine could give to new work, as the kernel estimates it."""
-    return _meminfo_bytes("MemAvailable")
+    return _meminfo_bytes(PROC, "MemAvailable")
 
 
 def memory_total_bytes() -> int:
     """Memory of the machine."""
-    return _meminfo_bytes("MemTotal")
-
-
-def _meminfo_bytes(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/meminfo has no line {name}")
+    return _meminfo_bytes(PROC, "MemTotal")
 
 
 def resident_bytes() -> int:
     """Resident set size of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int((PROC / "self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def read_host_budget(cgroup_root: Path = CGROUP_ROOT) -> HostBudget:
-    """Read the machine's and the container's limits.
+def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
+    """Everything that bounds this process's memory: the machine, each cgroup that it is in, its resource limits.
 
-    A cgroup limit above the machine's memory (version 1's "no limit" value) does not count. A virtual machine that
-    grows its memory on first use shows less in MemAvailable than it can give; there the budget is on the safe side.
+    Page cache that a cgroup would drop first does not count as used. A virtual machine that grows its memory on first
+    use shows less in MemAvailable than it can give; there the reading is on the safe side.
+
+    Args:
+        proc: Where the kernel's files are.
     """
-    limits = {"MemAvailable": available_bytes()}
-    for maximum, current in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    machine = _machine_id(proc)
+    limits = [HostLimit(f"{machine} memory", "MemAvailable", _meminfo_bytes(proc, "MemAvailable"))]
+    for folder in _cgroup_folders(proc):
+        for maximum, current, cache in _CGROUP_FILES:
+            limit, used = _read_number(folder / maximum), _read_number(folder / current)
+            if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
+                left = limit - max(0, used - _table(folder / "memory.stat").get(cache, 0))
+                # The file's identity: processes may see the same cgroup under different paths.
+                scope = f"{machine} cgroup {folder.stat().st_dev}:{folder.stat().st_ino} {maximum}"
+                limits.append(HostLimit(scope, str(folder / maximum), max(0, left)))
+    sizes = _table(proc / "self/status")
+    for name, kind, used in (
+        ("RLIMIT_AS (ulimit -v)", resource.RLIMIT_AS, "VmSize:"),
+        ("RLIMIT_DATA (ulimit -d)", resource.RLIMIT_DATA, "VmData:"),
     ):
-        limit, used = _read_limit(cgroup_root / maximum), _read_limit(cgroup_root / current)
-        if limit is not None and used is not None and limit < 2**60:
-            limits[str(cgroup_root / maximum)] = max(0, limit - used)
-    name = min(limits, key=lambda key: limits[key])
+        soft_limit, _ = resource.getrlimit(kind)
+        if soft_limit != resource.RLIM_INFINITY and used in sizes:
+            left = soft_limit - 1024 * sizes[used]
+            limits.append(HostLimit(f"{machine} process {os.getpid()} {name}", name, max(0, left)))
+    return tuple(limits)
+
+
+def lockable_bytes() -> int | None:
+    """RLIMIT_MEMLOCK of this process, None without a limit."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return HostBudget(limits[name], name, None if soft_limit == resource.RLIM_INFINITY else soft_limit)
+    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
+
+
+def reserve_host_memory(
+    parts: Mapping[str, int], limits: Sequence[HostLimit] | None = None
+) -> HostShare | HostShortage:
+    """Settle whether the ranks of each host can all take what they need; none of them has taken it yet.
+
+    A collective over the default process group where there is one. Limits are read before any rank returns, so what one
+    rank takes afterwards is not missing from what another one reads. Every rank comes to the same verdict.
+
+    Args:
+        parts: What this rank needs, in bytes by name.
+        limits: Of this rank; None reads them.
+    """
+    mine = (tuple(read_host_limits() if limits is None else limits), dict(parts))
+    asked = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        asked = [mine] * dist.get_world_size()
+        dist.all_gather_object(asked, mine)
+    return judge_host_memory(asked, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def judge_host_memory(
+    asked: Sequence[tuple[Sequence[HostLimit], Mapping[str, int]]], rank: int
+) -> HostShare | HostShortage:
+    """The verdict for `rank` on what all ranks have asked for, each with its limits and its parts."""
+    tightest: dict[str, HostLimit] = {}
+    members: dict[str, list[int]] = {}
+    for index, (limits, _) in enumerate(asked):
+        for limit in limits:
+            members.setdefault(limit.scope, []).append(index)
+            if limit.scope not in tightest or limit.left_bytes < tightest[limit.scope].left_bytes:
+                tightest[limit.scope] = limit
+    needs = [sum(parts.values()) for _, parts in asked]
+    needed = {scope: sum(needs[index] for index in indices) for scope, indices in members.items()}
+    short = [scope for scope, limit in tightest.items() if needed[scope] > limit.left_bytes]
+    if short:
+        scope = min(short, key=lambda scope: tightest[scope].left_bytes / needed[scope])
+        return HostShortage(tightest[scope], len(members[scope]), needed[scope], asked[members[scope][0]][1])
+    spare = [
+        (limit.left_bytes - needed[scope]) // len(members[scope])
+        for scope, limit in tightest.items()
+        if rank in members[scope]
+    ]
+    return HostShare(needs[rank] + min(spare))
+
+
+def _meminfo_bytes(proc: Path, name: str) -> int:
+    table = _table(proc / "meminfo")
+    if f"{name}:" not in table:
+        raise OSError(f"{proc}/meminfo has no line {name}")
+    return table[f"{name}:"] * 1024
+
+
+def _machine_id(proc: Path) -> str:
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _cgroup_folders(proc: Path) -> Iterator[Path]:
+    """The folders of this process's memory cgroups, of both versions, each from its own up to the root that is seen."""
+    paths: dict[str, str] = {}  # by version
+    for line in _lines(proc / "self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    for line in _lines(proc / "self/mountinfo"):
+        mount, _, file_system = line.partition(" - ")
+        kind, _, options = file_system.split(" ", 2)
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, point = (Path(field) for field in mount.split(" ")[3:5])
+        path = Path(paths[kind])
+        # In a namespace the mount may begin below the cgroup, of which only the mounted part is seen then.
+        below = path.relative_to(root) if path.is_relative_to(root) else Path()
+        yield point / below
+        yield from (point / parent for parent in below.parents)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines `name number [unit]`."""
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _read_number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
 
 
 class HostRegion(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,14 +51,6 @@ def data_parallel_size(cfg: RunConfig) -> int:
         return world_size(cfg) // model_parallel_size(megatron)
     dtensor = cfg["policy"]["dtensor_cfg"]
     return world_size(cfg) // (dtensor["tensor_parallel_size"] * dtensor["context_parallel_size"])
-
-
-def scheduler_phases(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """The phases of `policy.scheduler`, each with its end as `until_step`; None where no milestone ends it."""
-    phases = [entry for entry in entries or () if "name" in entry]
-    milestones = [step for entry in entries or () if "milestones" in entry for step in entry["milestones"]]
-    ends = [*milestones, *[None] * len(phases)]
-    return [{**phase, "until_step": end} for phase, end in zip(phases, ends, strict=False)]
 
 
 def facts_of_optimizer(cfg: RunConfig) -> OptimizerFacts:

@@ -1,4 +1,4 @@
-"""Whether the policy, and an engine beside it, fit the GPU, by the sizes that are known before anything starts.
+"""Whether the policy, and an engine beside it, fit the GPU and the host, by the sizes known before anything starts.
 
 Known are the model's parameters (a local folder) and the GPU's memory (from the driver). Activations are not: what is
 refused here cannot work; what passes may still be too tight. Where either is unknown, nothing is said. Megatron's
@@ -7,16 +7,19 @@ parallel ranks are taken to share evenly, which is the least that the fullest of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+from nemo_offload_rl.config.convert import NO_ROLLOUTS, rollout_fields, to_policy_settings
 from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer, world_size
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.residency import adam_state_bytes
+from nemo_offload_rl.residency import BASE, OPTIMIZER, OPTIMIZER_PART, PARAMS, adam_state_bytes, memory_total_bytes
 from nemo_offload_rl.utils.flops import read_model_sizes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
@@ -96,18 +99,57 @@ def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
     """Memory of the smallest GPU, and of one worker's state groups, both in bytes."""
-    if cfg["cluster"]["gpus_per_node"] == 0:
+    gpus = read_gpus() if cfg["cluster"]["gpus_per_node"] else {}
+    groups = _group_bytes(cfg) if gpus else None
+    return None if groups is None else (min(use.total_bytes for use in gpus.values()), groups)
+
+
+def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
+    """Of one worker's state groups; None for a model that is no local folder."""
+    sizes, megatron = read_model_sizes(cfg["policy"]["model_name"]), megatron_section(cfg)
+    if sizes is None:
         return None
-    gpus, sizes = read_gpus(), read_model_sizes(cfg["policy"]["model_name"])
-    if not gpus or sizes is None:
+    if megatron is None:
+        return _dtensor_bytes(cfg, sizes.num_parameters)
+    return _megatron_bytes(cfg, megatron, sizes.num_parameters)
+
+
+def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
+    """What the workers of this host keep in its memory fits it; known where they all run here."""
+    if cfg["cluster"]["num_nodes"] != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
         return None
-    megatron = megatron_section(cfg)
-    groups = (
-        _dtensor_bytes(cfg, sizes.num_parameters)
-        if megatron is None
-        else _megatron_bytes(cfg, megatron, sizes.num_parameters)
+    try:
+        foresee_host_memory(_host_need(cfg, groups), world_size(cfg))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
+    """The least that a worker takes: neither loading nor activations nor an engine are counted."""
+    algorithm, section = algorithm_section(cfg)
+    keep_reference, derived = False, NO_ROLLOUTS
+    if algorithm == "grpo":
+        grpo = cast(GrpoMasterConfig, cfg)
+        derived, keep_reference = rollout_fields(grpo["policy"]), grpo["loss_fn"]["reference_policy_kl_penalty"] != 0
+    elif algorithm == "dpo":
+        keep_reference = not cast(DpoMasterConfig, cfg)["dpo"]["precompute_reference_logprobs"]
+    settings = to_policy_settings(cfg["policy"], {**derived, "seed": section["seed"]})
+    has_adapters = not groups["grads"]
+    # Adapters, and what follows from their number, are small.
+    sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
+    if groups["optimizer"]:
+        sizes[OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER] = groups["optimizer"]
+    on_cpu = cfg["cluster"]["gpus_per_node"] == 0
+    device_bytes = memory_total_bytes() if on_cpu else max((use.total_bytes for use in read_gpus().values()), default=0)
+    return HostNeed(
+        settings=settings,
+        sizes=sizes,
+        keep_reference=keep_reference,
+        device_bytes=device_bytes,
+        other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
+        activation_bytes=0,
     )
-    return min(use.total_bytes for use in gpus.values()), groups
 
 
 # With adapters the base has neither gradients nor optimizer, and the adapters' are small.
@@ -156,5 +198,5 @@ def _streaming_keys(cfg: RunConfig) -> tuple[str, Mapping[str, Any]]:
     return "policy.megatron_cfg.optimizer", megatron["optimizer"]
 
 
-RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu,)
+RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)
 GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (engine_leaves_room_for_the_policy,)

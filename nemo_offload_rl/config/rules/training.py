@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer, scheduler_phases
+from nemo_offload_rl.config.convert import scheduler_phases
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule

@@ -38,12 +38,27 @@ class ProcessInfo:
         init_method: What `torch.distributed.init_process_group` takes, e.g. "env://" where MASTER_ADDR and MASTER_PORT
             are set; unused where the process group exists already or `world_size` is 1.
         device: This rank's torch device, e.g. "cpu" or "cuda:0".
+        workers_per_host: Processes of the policy on this rank's host.
     """
 
     rank: int
     world_size: int
     init_method: str
     device: str
+    workers_per_host: int = 1
+
+
+@dataclass(frozen=True)
+class ExpectedBytes:
+    """What a rank will take of host memory, known before it has read a weight.
+
+    Attributes:
+        state: Bytes by row of the residency plan; empty where only the backend knows.
+        loading: Bytes that loading takes beside the state, for as long as it lasts.
+    """
+
+    state: dict[str, int]
+    loading: int
 
 
 @dataclass(frozen=True)

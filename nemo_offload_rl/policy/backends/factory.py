@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import PolicyBackend, ProcessInfo
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.backends.megatron.engine import load_engine
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
-def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> dict[str, int]:
+def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBytes:
     """What the backend's `expected_bytes` will say, before anything is loaded; empty where only the backend knows.
 
     Raises:
         UserError: The model's configuration cannot be read.
     """
     if settings.megatron is not None or settings.dtensor_cfg.lora_cfg.enabled:
-        return {}
+        return ExpectedBytes({}, 0)
     from nemo_offload_rl.policy.backends.dtensor.sizes import expected_state_bytes
 
     return expected_state_bytes(settings, process.world_size, torch.device(process.device))

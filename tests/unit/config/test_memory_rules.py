@@ -7,10 +7,13 @@ import pytest
 from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy import host_plan
+from nemo_offload_rl.residency import HostLimit
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 
 GIB = 2**30
+HOST_BYTES = 1000 * GIB
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 EXEMPLAR = CONFIGS / "grpo_math_1B.yaml"
 SUPERVISED = {"sft.yaml": load_sft_config, "dpo.yaml": load_dpo_config}
@@ -23,6 +26,7 @@ def load(monkeypatch):
     def loaded(overrides: list[str], *, parameters: int, gpu_gib: int | None, name: str | None = None):
         gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", gpu_gib * GIB, 0)}
         monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
+        monkeypatch.setattr(host_plan, "read_host_limits", lambda: [HostLimit("host", "MemAvailable", HOST_BYTES)])
         monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, 1, 1))
         return load_grpo_config(EXEMPLAR, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 
@@ -98,7 +102,7 @@ def test_an_engine_that_never_sleeps_counts_beside_training(load):
 
 
 def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch):
-    load([], parameters=100 * GIB, gpu_gib=None)
+    load([], parameters=50 * GIB, gpu_gib=None)
     monkeypatch.setattr(memory, "read_gpus", lambda: {"u": GpuUse("a GPU", GIB, 0)})
     monkeypatch.setattr(memory, "read_model_sizes", lambda name: None)
     load_grpo_config(EXEMPLAR, [])
@@ -128,3 +132,36 @@ def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(loa
     load([*frozen, "cluster.gpus_per_node=1"], parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(ConfigError, match=r"needs 84\.0 GiB .*\(frozen params 84\.0\) .* has 80\.0; use more GPUs$"):
         load([*frozen, "cluster.gpus_per_node=1"], parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
+
+
+def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anything_starts(load, monkeypatch):
+    monkeypatch.setitem(globals(), "HOST_BYTES", 17 * GIB)
+    one = ["cluster.gpus_per_node=1"]
+    load(one, parameters=GIB, gpu_gib=80)  # params 4, optimizer 8, reference 4
+    two = ["cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=1"]
+    load(two, parameters=GIB, gpu_gib=80)  # of each worker half as much
+    with pytest.raises(ConfigError, match=r"needs 32\.00 GiB .*MemAvailable leaves 17\.00 GiB; use .* needs 1[26]\.00"):
+        load(one, parameters=2 * GIB, gpu_gib=80)
+    # Megatron's workers each have all parameters, 2 + 2 for the reference, and half of the optimizer's 12.
+    load([*MEGATRON, *two[:1]], parameters=int(0.8 * GIB), gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"leaves 17\.00 GiB for 2 workers that need 18\.00; use"):
+        load([*MEGATRON, *two[:1]], parameters=GIB, gpu_gib=80)
+    load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 15\.00 GiB; use "):
+        load([*one, "policy.host_memory_budget_gib=15"], parameters=GIB, gpu_gib=80)
+
+
+def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkeypatch):
+    monkeypatch.setitem(globals(), "HOST_BYTES", GIB)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80)
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ConfigError, match=r"MemAvailable leaves 1\.00 GiB"):
+        load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80)
+
+
+def test_without_anything_that_leaves_the_gpu_no_host_memory_is_asked_for(load, monkeypatch):
+    monkeypatch.setitem(globals(), "HOST_BYTES", 0)
+    load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="sft.yaml")
+    with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 0\.00"):
+        load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="dpo.yaml")

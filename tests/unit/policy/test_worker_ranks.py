@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cgroups import joined, make_cgroup, remove
 from closeness import assert_close
 from policy_cases import (
     NLL,
@@ -32,8 +33,9 @@ from policy_cases import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.policy.backends.factory import expected_bytes
+from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
 from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
 
 
@@ -47,7 +49,7 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
     batch = make_sparse_batch() if sparse else make_batch()
     expected_loss, expected_grads = hf_loss_and_grads(model, batch)
     with make_worker(process, folder, **changes) as worker:
-        early, exact = expected_bytes(worker._settings, process), worker._backend.expected_bytes()
+        early, exact = expected_bytes(worker._settings, process).state, worker._backend.expected_bytes()
         assert not early or all(exact[row] <= early[row] < 1.1 * exact[row] for row in exact)
         mine = shard(batch, worker)
         worker.prepare_for_lp_inference()
@@ -131,7 +133,8 @@ def loads_under_another_layout(process, folder, saved):
     assert_equal(states[0][1], states[1][1])
 
 
-def check_data_parallel(process, root):
+def check_data_parallel(process, root, cgroup, fallback):
+    host_memory_is_settled_together(process, f"{root}/qwen3-tied", cgroup, fallback)
     equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True)
     # Ranks whose rows differ in length need the same number of micro-batches.
     dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
@@ -141,6 +144,26 @@ def check_data_parallel(process, root):
     equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic, sparse=True)
     equals_hugging_face(process, f"{root}/qwen3", sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied")
+
+
+def host_memory_is_settled_together(process, folder, cgroup, fallback):
+    """A limit that holds one of the two workers is told to both, in one line; one that holds both is enough."""
+    with joined(cgroup, fallback):
+        one_bytes = GROWTH_BYTES + (16 << 20)  # the model is tiny
+        refused = rf"{cgroup.maximum} leaves 0\.\d\d GiB for 2 workers that need 1\.0\d; no setting makes it fit"
+        for limit_bytes, words in ((one_bytes // 2, refused), (3 * one_bytes // 2, refused), (3 * one_bytes, None)):
+            torch.distributed.barrier()
+            if process.rank == 0:
+                cgroup.limit(limit_bytes)
+            torch.distributed.barrier()
+            if words is None:
+                with make_worker(process, folder) as worker:
+                    assert "host memory: policy" in worker.residency_plan()
+                continue
+            with pytest.raises(ConfigError, match=words) as caught:
+                make_worker(process, folder).__enter__()
+            assert "\n" not in str(caught.value)
+        torch.distributed.barrier()
 
 
 def check_tensor_parallel(process, root):
@@ -198,7 +221,12 @@ def root(tmp_path_factory):
 
 
 def test_two_data_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
-    run_ranks(2, tmp_path, check_data_parallel, str(root))
+    fallback = tmp_path / "no_cgroup"
+    cgroup = make_cgroup(fallback)
+    try:
+        run_ranks(2, tmp_path, check_data_parallel, str(root), cgroup, fallback)
+    finally:
+        remove(cgroup)
 
 
 def test_two_tensor_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):

@@ -68,7 +68,12 @@ def test_groups_stay_beside_the_engine_when_told_to_or_when_they_fit_and_not_oth
     fitting = during_generation(residency="auto", engine_memory_share=0.1)
     assert fitting["params"] > 0 and fitting["optimizer"] > 0
     assert during_generation(residency="auto", engine_memory_share=1.0) == away
-    assert during_generation(residency="auto", engine_memory_share=0.1, engine_kv_cache_gib=10_000.0) == away
+    assert (
+        during_generation(
+            residency="auto", engine_memory_share=0.1, engine_kv_cache_gib=10_000.0, host_memory_budget_gib=8.0
+        )
+        == away
+    )
     mixed = during_generation(residency="auto", engine_memory_share=0.1, residency_overrides={"params": "host"})
     assert mixed["params"] == 0 < mixed["optimizer"]
 
@@ -95,8 +100,8 @@ def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every
 
     monkeypatch.setattr(worker_module, "build_backend", build)
     with one_rank_worker(folder, keep_reference=True, offload_optimizer_states_for_logprob=True) as worker:
-        assert worker._backend.expected_bytes() == taken[0]
-        expected = taken[0]["params"] * 2 + taken[0]["optimizer"]
+        assert worker._backend.expected_bytes() == taken[0].state
+        expected = taken[0].state["params"] * 2 + taken[0].state["optimizer"]
         assert worker.residency._arenas.reserved_bytes == expected
         for seed in range(2):
             worker.prepare_for_training()
@@ -125,7 +130,8 @@ def test_the_resolved_plan_is_told_with_sizes(make_worker, folders):
     with make_worker(folder, keep_reference=True, residency_overrides={"optimizer": "device"}) as worker:
         lines = {line.split()[0]: line for line in worker.residency_plan().splitlines()}
         gib = worker.residency.device_bytes()["params"] / 2**30
-    assert list(lines) == ["group", "params", "grads", "optimizer", "reference"]
+    assert list(lines) == ["group", "params", "grads", "optimizer", "reference", "host"]
+    assert lines["host"].startswith("host memory: policy ")
     assert lines["optimizer"].split("  ")[0] == f"optimizer ({2 * gib:.2f} GiB)"
     assert "HOST" not in lines["optimizer"]
     assert lines["params"].endswith("HOST")

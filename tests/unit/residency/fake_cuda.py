@@ -116,7 +116,7 @@ class PoisoningCudaDevice(CudaDevice):
             room.storage.fill_(0xFF)
 
 
-def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, budget_bytes: int = 1 << 30) -> CudaDevice:
+def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> CudaDevice:
     """A `CudaDevice` on CPU memory; the patches end with the test."""
     main = FakeStream()
     allocator = SimpleNamespace(trims=0)
@@ -145,6 +145,6 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, budg
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: any(a <= self.data_ptr() < a + n for a, n in runtime.registered.items())
     )
-    device = PoisoningCudaDevice(torch.device("cuda", 0), budget_bytes)
+    device = PoisoningCudaDevice(torch.device("cuda", 0))
     device.device = torch.device("cpu")
     return device

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.residency import HostArena, HostBudgetError, ResidencyError
+from nemo_offload_rl.residency import HostAllowance, HostArena, HostBudgetError, ResidencyError
 from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES
 
 
@@ -45,7 +45,7 @@ def test_freeing_twice_or_closing_with_blocks_in_use_names_the_owner():
 
 
 def test_growing_over_the_budget_is_refused_and_leaves_the_arena_usable():
-    arena = HostArena(budget_bytes=2 * ALIGNMENT_BYTES)
+    arena = HostArena(HostAllowance(2 * ALIGNMENT_BYTES))
     first = arena.alloc(ALIGNMENT_BYTES, "a")
     with pytest.raises(HostBudgetError, match="over the budget"):
         arena.alloc(2 * ALIGNMENT_BYTES, "b")

@@ -11,7 +11,7 @@ import torch
 from fake_cuda import FakeRuntime, make_cuda_device
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostBudgetError, Phase, cuda, pinned
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, pinned
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
 
@@ -68,7 +68,7 @@ def test_memory_can_be_handed_over_chunk_by_chunk_while_later_copies_wait(monkey
     monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True)
+    arena = device.new_arena(True, HostAllowance())
     copies = make_copies(arena, [1000, 1000, 3000, 500])
     transfer = device.copy_out(copies)
     assert transfer.num_finished() == 0
@@ -86,7 +86,7 @@ def test_memory_can_be_handed_over_chunk_by_chunk_while_later_copies_wait(monkey
 
 def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True)
+    arena = device.new_arena(True, HostAllowance())
     hidden, waited, later = (device.copy_in(make_copies(arena, [100, 100])) for _ in range(3))
     hidden.wait_host()  # two copies: from the host to staging, from there to the tensors
     waited.wait_device()
@@ -100,7 +100,7 @@ def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_
     monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True)
+    arena = device.new_arena(True, HostAllowance())
     transfer = device.copy_in(make_copies(arena, [1000, 1000, 3000, 4000, 500]))
     seen = []
     for num_copies in (0, 1, 2, 3):
@@ -144,7 +144,7 @@ def test_nothing_to_copy_is_a_finished_transfer(monkeypatch):
 
 def test_a_failure_while_copies_are_listed_waits_for_those_under_way(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
-    arena = device.new_arena(True)
+    arena = device.new_arena(True, HostAllowance())
     first, second = make_copies(arena, [8 << 20, 8 << 20])
 
     def listing():
@@ -173,7 +173,7 @@ def test_refused_page_locking_falls_back_to_pageable_copies_with_a_warning(monke
 
 def test_a_region_that_is_dropped_without_being_closed_does_not_stay_registered(monkeypatch):
     runtime = FakeRuntime()
-    arena = make_cuda_device(monkeypatch, runtime).new_arena(True)
+    arena = make_cuda_device(monkeypatch, runtime).new_arena(True, HostAllowance())
     arena.reserve(1 << 20)
     assert len(runtime.registered) == 1
     del arena
@@ -249,9 +249,9 @@ def test_what_arrives_together_is_asked_for_at_once_where_that_is_possible(
 
 
 def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):
-    device = make_cuda_device(monkeypatch, FakeRuntime(), budget_bytes=1 << 20)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
     with pytest.raises(HostBudgetError, match="over the budget"):
-        device.new_arena(True).reserve(2 << 20)
+        device.new_arena(True, HostAllowance(1 << 20)).reserve(2 << 20)
 
 
 def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_give_back(monkeypatch):

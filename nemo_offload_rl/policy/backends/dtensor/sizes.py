@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from math import ceil, prod
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.policy.backends.base import ExpectedBytes
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_facts
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
@@ -17,14 +19,18 @@ from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, aligned
 _FP32_BYTES = 4
 
 
-def expected_state_bytes(settings: PolicySettings, world_size: int, device: torch.device) -> dict[str, int]:
+def expected_state_bytes(settings: PolicySettings, world_size: int, device: torch.device) -> ExpectedBytes:
     """Host bytes of one rank's parameters and optimizer states by row of the residency plan, before a weight is read.
 
     Exact without tensor parallelism. With it an upper bound: which dimension a weight is split along is not known here.
     """
     check_model_folder(settings.model_name)
-    params_bytes = _parameter_bytes(settings, world_size)
-    return {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}
+    config = load_config(settings.model_name, settings.hf_config_overrides)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    params_bytes = _parameter_bytes(model, settings, world_size)
+    loading_bytes = sum(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
+    return ExpectedBytes({PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}, loading_bytes)
 
 
 def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: torch.device) -> dict[str, int]:
@@ -40,11 +46,8 @@ def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: tor
     return {row: state_bytes} if state_bytes else {}
 
 
-def _parameter_bytes(settings: PolicySettings, world_size: int) -> int:
+def _parameter_bytes(model: nn.Module, settings: PolicySettings, world_size: int) -> int:
     """Bytes of one rank's fp32 parameters and buffers as the host arena holds them."""
-    config = load_config(settings.model_name, settings.hf_config_overrides)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
     return sum(_shard_bytes(parameter.shape, dp_size, tp_size) for parameter in model.parameters()) + sum(

@@ -1,0 +1,317 @@
+"""What a worker and its neighbours take of a host's memory: counted, compared with the limits, refused with advice.
+
+Advice is never worked out from the numbers alone: a change of settings is named only after the plan was resolved again
+with it and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import (
+    BASE,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    REFERENCE,
+    HostShare,
+    HostShortage,
+    Phase,
+    Placement,
+    ResidencyPlan,
+    ResidencySettings,
+    choose_resident,
+    judge_host_memory,
+    read_host_limits,
+    reserve_host_memory,
+    resolve_plan,
+)
+
+_GIB = 2**30
+# CUDA contexts and communication buffers of both processes, fragmentation.
+SHARED_RESERVE_BYTES = 6 * _GIB
+# Names in messages of what is no state group, but on the same host.
+ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state in use"
+PROCESS, ENGINE = "process", "engine"
+# What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
+GROWTH_BYTES = _GIB // 2
+# Main memory of whole processes, libraries and CUDA context included, without any state: benchmarks/host_memory.py.
+POLICY_PROCESS_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB}
+ENGINE_PROCESS_BYTES = {"cuda": 4 * _GIB, "cpu": 3 * _GIB // 2}
+DRIVER_BYTES = 3 * _GIB // 2  # with the daemons of a Ray cluster that it has started
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """A resolved plan and what it takes.
+
+    Attributes:
+        plan: The table.
+        sizes: Bytes of each row of it.
+        arena: Bytes of each row that the host holds.
+    """
+
+    plan: ResidencyPlan
+    sizes: Mapping[str, int]
+    arena: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """What decides how much host memory a worker takes.
+
+    Attributes:
+        settings: The policy's settings.
+        sizes: Bytes of the state groups by row of the plan.
+        keep_reference: A reference is kept.
+        device_bytes: Memory of the worker's device.
+        other: Bytes by name of what is no offloaded state, offloaded activations aside.
+        activation_bytes: What offloaded activations can take.
+    """
+
+    settings: PolicySettings
+    sizes: Mapping[str, int]
+    keep_reference: bool
+    device_bytes: int
+    other: Mapping[str, int]
+    activation_bytes: int
+
+    def resolve(self) -> HostPlan:
+        """The plan of these settings."""
+        settings, sizes = self.settings, self.sizes
+        plan = resolve_plan(
+            replace(
+                _plain_plan(settings, sizes),
+                resident_groups=resident_groups(settings, sizes, self.device_bytes),
+            )
+        )
+        held = {
+            name: size for name, size in sizes.items() if Placement.HOST in (plan.placement(name, p) for p in Phase)
+        }
+        if not self.keep_reference:
+            return HostPlan(plan, dict(sizes), held)
+        reference = {REFERENCE: sizes[PARAMS]}
+        # A swapped-in reference pushes the policy's own parameters to the host.
+        return HostPlan(plan, {**sizes, **reference}, {**held, **reference, PARAMS: sizes[PARAMS]})
+
+    def state_parts(self) -> dict[str, int]:
+        """Bytes by name of offloaded state and activations: what `policy.host_memory_budget_gib` bounds."""
+        activations = {ACTIVATIONS: self.activation_bytes} if self.activation_bytes else {}
+        return {**self.resolve().arena, **activations}
+
+    def parts(self) -> dict[str, int]:
+        """The same with everything else that this worker is still to take."""
+        return {**self.state_parts(), **self.other}
+
+
+def settle_host_memory(need: HostNeed) -> int:
+    """Check what the workers of each host need, before any of them takes it; a collective of all workers.
+
+    Returns:
+        What this worker's arenas may take, in bytes: what is planned, and its part of what is left over.
+
+    Raises:
+        ConfigError: It does not fit; with the numbers and the smallest change that does. All workers raise.
+    """
+    if need.settings.host_memory_budget_gib is not None:
+        return _within_budget(need, need.settings.host_memory_budget_gib)
+    return _granted(need, reserve_host_memory(need.parts()))
+
+
+def foresee_host_memory(need: HostNeed, num_workers: int) -> None:
+    """The same on the driver, before anything has started, for workers that are all to run on its own host.
+
+    Args:
+        need: Of one of the workers; they are taken to need the same.
+        num_workers: How many there will be.
+
+    Raises:
+        ConfigError: They will not fit.
+    """
+    if need.settings.host_memory_budget_gib is not None:
+        _within_budget(need, need.settings.host_memory_budget_gib)
+        return
+    shared = [limit for limit in read_host_limits() if not limit.name.startswith("RLIMIT")]
+    _granted(need, judge_host_memory([(shared, need.parts())] * num_workers, 0))
+
+
+def _within_budget(need: HostNeed, budget_gib: float) -> int:
+    state, budget_bytes = need.state_parts(), int(budget_gib * _GIB)
+    if sum(state.values()) > budget_bytes:
+        where = f"policy.host_memory_budget_gib leaves {budget_bytes / _GIB:.2f} GiB"
+        raise ConfigError(refusal(need, state, where, budget_bytes))
+    return budget_bytes - need.activation_bytes
+
+
+def _granted(need: HostNeed, verdict: HostShare | HostShortage) -> int:
+    if isinstance(verdict, HostShortage):
+        raise ConfigError(refusal(need, verdict.parts, where_short(verdict), verdict.worker_bytes))
+    return verdict.num_bytes - sum(need.parts().values()) + sum(need.resolve().arena.values())
+
+
+def where_short(shortage: HostShortage) -> str:
+    """The limit and what it leaves, and for how many workers."""
+    left = f"{shortage.limit.name} leaves {shortage.limit.left_bytes / _GIB:.2f} GiB"
+    if shortage.num_ranks == 1:
+        return left
+    return f"{left} for {shortage.num_ranks} workers that need {shortage.needed_bytes / _GIB:.2f}"
+
+
+def refusal(need: HostNeed, parts: Mapping[str, int], where: str, budget_bytes: int) -> str:
+    """One line on a worker that needs `parts` where `budget_bytes` are left."""
+    shown = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items() if size)
+    return (
+        f"offloaded state of one worker needs {sum(parts.values()) / _GIB:.2f} GiB of host memory ({shown}), but "
+        f"{where}; {advice(need, sum(parts.values()), budget_bytes)}"
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """An override and what it does to a need."""
+
+    override: str
+    apply: Callable[[HostNeed], HostNeed]
+
+
+def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
+    """The fewest changes with which the need fits, and of those the smallest; what to do where none is enough."""
+    room_gib = int((budget_bytes - needed_bytes + need.activation_bytes) / _GIB * 100) / 100
+    if need.activation_bytes and room_gib > 0:
+        return f"lower policy.megatron_cfg.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
+    # Parts outside of the state are what was counted beside it, on whichever rank.
+    beside_bytes = needed_bytes - sum(need.state_parts().values())
+    best: tuple[int, int, str] | None = None
+    for chosen in _subsets(_changes(need)):
+        changed = need
+        for change in chosen:
+            changed = change.apply(changed)
+        rest = sum(changed.state_parts().values()) + beside_bytes
+        found = (-len(chosen), rest, " ".join(change.override for change in chosen))
+        if rest <= budget_bytes and (best is None or found[:2] > best[:2]):
+            best = found
+    if best is None:
+        return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
+    return f"use {best[2]}, which needs {best[1] / _GIB:.2f} GiB, or raise the limit"
+
+
+def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    for count in range(1, len(changes) + 1):
+        yield from combinations(changes, count)
+
+
+def _changes(need: HostNeed) -> list[Change]:
+    """Overrides that can lessen what the host holds; which of them do is found by trying."""
+    settings, changes = need.settings, []
+    if need.activation_bytes:
+        off = "policy.megatron_cfg.fine_grained_activation_offloading=false"
+        changes.append(Change(off, lambda need: replace(need, activation_bytes=0)))
+    has_engine = settings.colocated or settings.engine_memory_share > 0
+    if need.keep_reference:
+        key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
+        changes.append(Change(key, lambda need: replace(need, keep_reference=False)))
+    if settings.offload_optimizer_states:
+        section = "dtensor_cfg" if settings.megatron is None else "megatron_cfg.optimizer"
+        changes.append(Change(f"policy.{section}.offload_optimizer_states=false", _without_streaming))
+    if settings.offload_optimizer_states_for_logprob:
+        key = "policy.offload_optimizer_states_for_logprob=false"
+        changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
+    if settings.colocated:
+        changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
+    return changes
+
+
+def _kept(name: str) -> Change:
+    def keep(need: HostNeed) -> HostNeed:
+        return _with_settings(need, residency_overrides={**need.settings.residency_overrides, name: "device"})
+
+    return Change(f"++policy.residency_overrides.{name}=device", keep)
+
+
+def _with_settings(need: HostNeed, **changes: object) -> HostNeed:
+    return replace(need, settings=replace(need.settings, **changes))
+
+
+def _without_streaming(need: HostNeed) -> HostNeed:
+    settings = need.settings
+    if settings.megatron is None:
+        changed = replace(settings, dtensor_cfg=replace(settings.dtensor_cfg, offload_optimizer_states=False))
+    else:
+        optimizer = replace(settings.megatron.optimizer, offload_optimizer_states=False)
+        changed = replace(settings, megatron_cfg=replace(settings.megatron, optimizer=optimizer))
+    sizes = {name: size for name, size in need.sizes.items() if name != OPTIMIZER_PART}
+    if OPTIMIZER_PART in need.sizes:
+        sizes[OPTIMIZER] = need.sizes[OPTIMIZER_PART] + need.sizes.get(OPTIMIZER, 0)
+    return replace(need, settings=changed, sizes=sizes)
+
+
+def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
+    """What shapes the plan, without what may stay on the device."""
+    return ResidencySettings(
+        colocated=settings.colocated,
+        use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
+        offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
+        offload_optimizer_states=settings.offload_optimizer_states,
+        optimizer_cpu_offload=settings.optimizer_cpu_offload,
+        has_base=BASE in sizes_bytes,
+    )
+
+
+def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], device_bytes: int) -> frozenset[str]:
+    """Groups that stay on the device while the engine generates: those told to, and with `auto` those that fit.
+
+    Args:
+        settings: `residency`, `residency_overrides` and the engine's share of the device.
+        sizes_bytes: The groups' sizes by row of the plan.
+        device_bytes: Memory of the device that is shared.
+    """
+    overrides = settings.residency_overrides
+    kept = {name for name, place in overrides.items() if place == "device"}
+    if PARAMS in kept and BASE in sizes_bytes:
+        kept.add(BASE)
+    if settings.residency == "auto":
+        plain = _plain_plan(settings, sizes_bytes)
+        # A row that leaves all the same, such as streamed parts of the optimizer, is given no room.
+        stays = {name: size for name, size in sizes_bytes.items() if _can_stay(plain, name)}
+        candidates = {name: size for name, size in stays.items() if name not in overrides}
+        engine_bytes = int(settings.engine_memory_share * device_bytes)
+        # The share says nothing of a cache whose size was fixed.
+        engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
+        kept_bytes = sum(size for name, size in stays.items() if name in kept)
+        room = device_bytes - engine_bytes - SHARED_RESERVE_BYTES - kept_bytes
+        kept |= choose_resident(candidates, max(0, room))
+    return frozenset(kept)
+
+
+def _can_stay(plain: ResidencySettings, name: str) -> bool:
+    plan = resolve_plan(replace(plain, resident_groups=frozenset({name})))
+    return plan.placement(name, Phase.GENERATION) is not Placement.HOST
+
+
+def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
+    """One line: what all processes of a host take of its memory once a run is under way, by owner, in GiB.
+
+    Args:
+        need: Of one of its workers.
+        device_type: `cuda` or `cpu`.
+        num_workers: Workers of the host; as many engine processes, where engines share their devices.
+    """
+    owners = host_bytes_by_owner(need, device_type, num_workers)
+    state = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in need.state_parts().items() if size)
+    shown = [f"{owner} {size / _GIB:.2f}" for owner, size in owners.items()]
+    return f"host memory: {' + '.join(shown)} = {sum(owners.values()) / _GIB:.2f} GiB (of each policy worker: {state})"
+
+
+def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
+    """Main memory by owner once a run is under way: `policy`, `engine` where one shares the devices, `driver`."""
+    in_use = need.other.get(DEVICE_STATE, 0)
+    worker_bytes = POLICY_PROCESS_BYTES[device_type] + sum(need.state_parts().values()) + in_use
+    owners = {"policy": num_workers * worker_bytes}
+    if need.settings.engine_memory_share > 0 and need.settings.colocated:
+        engine_bytes = need.other.get(ENGINE, ENGINE_PROCESS_BYTES[device_type])
+        owners["engine"] = num_workers * engine_bytes
+    return {**owners, "driver": DRIVER_BYTES}
