@@ -44,4 +44,5 @@ SHAPES = {
     "1.5B": Qwen3Shape(hidden=1536, layers=28, intermediate=8960, heads=12, kv_heads=2),
     "1.7B": Qwen3Shape(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
     "4B": Qwen3Shape(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
+    "8B": Qwen3Shape(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8),
 }

@@ -1,0 +1,270 @@
+"""Host memory of a GRPO run with a reference: what the plan says beside what the processes take, by owner.
+
+    python benchmarks/host_memory.py --shape 8B --steps 2 --out results
+    python benchmarks/host_memory.py --shape tiny --steps 2 --cpu --out results
+
+The model is random, made on the GPU, and written to `--dir` (a temporary folder without it), which should be on a disk:
+in a tmpfs it takes host memory itself. Every few seconds the processes of the run are read (`Pss` of
+/proc/PID/smaps_rollup, which counts a page shared by n processes as an n-th in each; resident sizes where there is no
+such file). The table is of the moment when they took most together. Overrides of `host_memory.yaml`, on CPU of
+`grpo_gpu.yaml`, follow the options, as KEY=VALUE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+
+KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
+OWNERS = ("policy", "engine", "driver")
+PERIOD_S = 3.0
+GIB = 2**30
+CPU_STREAMING = [
+    "policy.dtensor_cfg.offload_optimizer_states=true",
+    "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=1",
+    "policy.dtensor_cfg.torch_compile=false",
+]
+
+
+def write_model(path: Path, shape_name: str, device: str) -> None:
+    """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer."""
+    import torch
+    from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
+    from qwen3_shapes import SHAPES
+    from safetensors.torch import save_file
+
+    shape = SHAPES[shape_name]
+    torch.manual_seed(0)
+    path.mkdir(parents=True, exist_ok=True)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, sizes in [*shape.parameters(), ("lm_head", (shape.vocab, shape.hidden))]:
+        layer = re.match(r"layers\.(\d+)\.(.*)", name)
+        if layer is None:
+            place, file = name if name == "lm_head" else f"model.{name}", "model-rest.safetensors"
+        else:
+            block = "mlp." if layer[2] in ("gate_proj", "up_proj", "down_proj") else "self_attn."
+            block = "" if layer[2].endswith("layernorm") else block
+            place, file = f"model.layers.{layer[1]}.{block}{layer[2]}", f"model-{int(layer[1]):05d}.safetensors"
+        files.setdefault(file, {})[f"{place}.weight"] = sizes
+    total_bytes = 0
+    for file, rows in files.items():
+        tensors = {
+            name: (torch.randn(sizes, device=device) * 0.02 if len(sizes) > 1 else torch.ones(sizes)).bfloat16().cpu()
+            for name, sizes in rows.items()
+        }
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    places = {name: file for file, rows in files.items() for name in rows}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    make_tokenizer().save_pretrained(path)
+    print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
+
+
+def process_bytes(pid: int) -> dict[str, int]:
+    """Memory of one process by kind; under `Rss` where the kernel does not say how it is shared."""
+    try:
+        rows = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+        table = {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows if len(row) == 3 and row[2] == "kB"}
+        if "Pss" in table:
+            return {kind: table[kind] for kind in KINDS} if KINDS[0] in table else {"Pss": table["Pss"]}
+    except OSError:
+        pass
+    try:
+        return {"Rss": psutil.Process(pid).memory_info().rss}
+    except psutil.Error:
+        return {}
+
+
+class Watch:
+    """Reads all processes of this run in a thread of its own; `peak` is the sample with the largest sum.
+
+    Processes that are nobody's, such as the daemons of Ray, count as the driver's.
+    """
+
+    def __init__(self) -> None:
+        self.owners: dict[int, str] = {}
+        self.plan = ""
+        self.peak: dict[str, dict[str, int]] = {}
+        self.peak_s = 0.0
+        self.history: list[tuple[float, dict[str, float]]] = []
+        self._begin_s = time.perf_counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, and listen to who the processes are and what the plan says."""
+        from nemo_offload_rl.policy.policy import Policy
+        from nemo_offload_rl.utils.memory_sampler import HostMemory
+
+        watch, init, told = self, HostMemory.__init__, Policy.residency_plan
+
+        def listening(memory: HostMemory, owners: Mapping[int, str]) -> None:
+            watch.owners = dict(owners)
+            init(memory, owners)
+
+        def telling(policy: Policy) -> str:
+            watch.plan = told(policy)
+            return watch.plan
+
+        HostMemory.__init__, Policy.residency_plan = listening, telling
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            sample = self._sample()
+            sums = {owner: sum(kinds.values()) / GIB for owner, kinds in sample.items()}
+            now_s = time.perf_counter() - self._begin_s
+            self.history.append((round(now_s, 1), {owner: round(gib, 3) for owner, gib in sums.items()}))
+            if self.owners and sum(sums.values()) > sum(sum(kinds.values()) for kinds in self.peak.values()) / GIB:
+                self.peak, self.peak_s = sample, now_s
+
+    def _sample(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        root = psutil.Process()
+        for process in [root, *root.children(recursive=True)]:
+            owner = self._owner_of(process)
+            for kind, size in process_bytes(process.pid).items():
+                held = found.setdefault(owner, {})
+                held[kind] = held.get(kind, 0) + size
+        return found
+
+    def _owner_of(self, process: psutil.Process) -> str:
+        with suppress(psutil.Error):
+            for ancestor in [process, *process.parents()]:
+                if ancestor.pid in self.owners:
+                    return self.owners[ancestor.pid]
+        return "driver"
+
+
+def planned_gib(plan: str) -> dict[str, float]:
+    """GiB by owner from the plan's line on host memory."""
+    line = next(line for line in plan.splitlines() if line.startswith("host memory: "))
+    return {owner: float(gib) for owner, gib in re.findall(r"(\w+) ([\d.]+)(?= [+=])", line)}
+
+
+def table(plan: Mapping[str, float], peak: Mapping[str, Mapping[str, int]]) -> str:
+    """A line for each owner and one for the sum: planned, taken, the ratio, and the taken by kind."""
+    kinds = sorted({kind for by_kind in peak.values() for kind in by_kind})
+    lines = ["".join(f"{name:>11s}" for name in ("owner", "plan GiB", "taken GiB", "ratio", *kinds))]
+    rows = {owner: (plan.get(owner, 0.0), peak.get(owner, {})) for owner in OWNERS}
+    total = {kind: sum(by_kind.get(kind, 0) for by_kind in peak.values()) for kind in kinds}
+    rows["all"] = (sum(plan.values()), total)
+    for owner, (planned, by_kind) in rows.items():
+        taken = sum(by_kind.values()) / GIB
+        cells = [f"{planned:.2f}", f"{taken:.2f}", f"{planned / taken:.3f}" if taken else "-"]
+        cells += [f"{by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds]
+        lines.append("".join(f"{cell:>11s}" for cell in (owner, *cells)))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8B", help="of benchmarks/qwen3_shapes.py")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
+    parser.add_argument("--out", type=Path, required=True, help="folder for host_memory.json")
+    parser.add_argument("--dir", type=Path, help="folder of the model and the run; a temporary one without it")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    begin_s = time.perf_counter()
+    folder = arguments.dir or Path(tempfile.mkdtemp(prefix="host_memory_"))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # A process of its own, which leaves nothing on the GPU.
+    writer = multiprocessing.get_context("spawn").Process(
+        target=write_model, args=(folder / "model", arguments.shape, "cpu" if arguments.cpu else "cuda")
+    )
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        sys.exit("the model could not be made")
+    model_s = time.perf_counter() - begin_s
+
+    from grpo_gpu import CPU_OVERRIDES, machine
+
+    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.utils.cli import set_up_logging
+
+    set_up_logging()
+    overrides = [
+        f"policy.model_name={folder / 'model'}",
+        f"logger.log_dir={folder / 'run'}",
+        f"grpo.max_num_steps={arguments.steps}",
+        *([*CPU_OVERRIDES, *CPU_STREAMING] if arguments.cpu else []),
+        *arguments.overrides,
+    ]
+    config = load_grpo_config(
+        ROOT / "benchmarks" / ("grpo_gpu.yaml" if arguments.cpu else "host_memory.yaml"), overrides
+    )
+    watch = Watch()
+    watch.start()
+    try:
+        run_grpo(config)
+    finally:
+        watch.stop()
+    plan = planned_gib(watch.plan) if watch.plan else {}
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": machine(),
+        "plan_gib": plan,
+        "plan": watch.plan,
+        "peak_bytes": watch.peak,
+        "peak_s": watch.peak_s,
+        "history_gib": watch.history,
+        "model_s": model_s,
+        "whole_s": time.perf_counter() - begin_s,
+        "cores": os.cpu_count(),
+        "metrics": [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()],
+    }
+    (arguments.out / "host_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(watch.plan)
+    print(f"{result['whole_s']:.0f} s in all, {model_s:.0f} s of them for the model; peak at {watch.peak_s:.0f} s")
+    print(table(plan, watch.peak))
+
+
+if __name__ == "__main__":
+    main()
