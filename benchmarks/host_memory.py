@@ -137,12 +137,12 @@ class Watch:
 
         watch, init, told = self, HostMemory.__init__, Policy.residency_plan
 
-        def listening(memory: HostMemory, owners: Mapping[int, str]) -> None:
+        def listening(self: HostMemory, owners: Mapping[int, str]) -> None:
             watch.owners = dict(owners)
-            init(memory, owners)
+            init(self, owners)
 
-        def telling(policy: Policy) -> str:
-            watch.plan = told(policy)
+        def telling(self: Policy) -> str:
+            watch.plan = told(self)
             return watch.plan
 
         HostMemory.__init__, Policy.residency_plan = listening, telling
