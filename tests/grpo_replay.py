@@ -205,6 +205,7 @@ def about_rollouts(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
         "accuracy": fmean(rollout["correct"] for rollout in rollouts),
         "pass_rate": fmean(any(rollout["correct"] for rollout in group) for group in by_group),
         "constant_group_rate": fmean(len({rollout["reward"] for rollout in group}) == 1 for group in by_group),
+        "overlong_prompt_rate": fmean(rollout["prompt_is_overlong"] for rollout in rollouts),
         "mean_prompt_tokens": fmean(prompts),
         "max_prompt_tokens": max(prompts),
         "mean_response_tokens": fmean(lengths),

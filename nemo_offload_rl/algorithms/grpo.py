@@ -211,6 +211,7 @@ class GrpoTrainer:
         parts, timer, rollouts = self._parts, self._timer, groups.trained
         rewards = self._training_rewards(rollouts)
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
+        mask = mask * rollouts.loss_multipliers()
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
         prev_logprobs = self._prev_logprobs(batch, self._end_generation())

@@ -18,7 +18,8 @@ _POLICY_GRADIENT = (
     "dual_clip_fraction", "sampling_importance_ratio", "gen_kl_error", "token_mult_prob_error",
 )  # fmt: skip
 _ROLLOUTS = (
-    "accuracy", "pass_rate", "constant_group_rate", "mean_prompt_tokens", "max_prompt_tokens", "mean_response_tokens",
+    "accuracy", "pass_rate", "constant_group_rate", "overlong_prompt_rate", "mean_prompt_tokens", "max_prompt_tokens",
+    "mean_response_tokens",
     "max_response_tokens", "mean_turns", "truncation_rate",
 )  # fmt: skip
 _TRUNCATION = ("is_oob_ratio",)

@@ -51,6 +51,7 @@ def _about(rollout: Rollout) -> dict[str, Any]:
     return {
         "data_set": rollout.prompt.data_set,
         "prompt": rollout.prompt.text,
+        "prompt_is_overlong": rollout.prompt.loss_multiplier == 0,
         "response": rollout.response_text,
         "reference_answer": rollout.prompt.reference_answer,
         "reward": rollout.reward,

@@ -150,6 +150,7 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
         generation=to_generation_settings(cfg["policy"]["generation"], cfg["policy"]["model_name"], seed),
         data=DataSettings(
             max_input_seq_length=data["max_input_seq_length"],
+            overlong_rows=data["overlong_rows"],
             add_bos=data["add_bos"],
             shuffle=data["shuffle"],
             **_train_and_validation(data),

@@ -192,6 +192,13 @@ class DataConfig(TypedDict):
     """`data`: prompts for training and validation."""
 
     max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
+    overlong_rows: Annotated[
+        Literal["mask", "drop", "error"],
+        doc(
+            "What a longer prompt is: `mask` keeps its place, cut to a few tokens, and trains on no response to it, as "
+            "NeMo-RL does; `drop` leaves it out; both count. `error` names the row and ends the run."
+        ),
+    ]
     add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
     shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
     train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` says which keys follow.")]

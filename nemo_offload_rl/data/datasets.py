@@ -86,6 +86,7 @@ def load_prompts(
             task=source.task,
             templates=load_templates(source.task),
             max_input_seq_length=settings.max_input_seq_length,
+            overlong_rows=settings.overlong_rows,
             add_bos=settings.add_bos,
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             data_set=name,

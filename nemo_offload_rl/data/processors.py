@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,11 @@ from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+_MASKED_PROMPT_TOKENS = 4  # they only have to be answered; as many as NeMo-RL keeps of a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,7 @@ class PromptEncoder:
         task: Processor, prompt files and environment.
         templates: The prompt files' contents.
         max_input_seq_length: Longest prompt allowed, in tokens.
+        overlong_rows: What a longer prompt is: "mask", "drop" or "error".
         add_bos: Begin with the begin token, where there is one and the template does not write it.
         chat_template_kwargs: Extra variables for the chat template.
         data_set: What metrics call the data set.
@@ -94,15 +101,16 @@ class PromptEncoder:
     task: TaskSettings
     templates: PromptTemplates
     max_input_seq_length: int
+    overlong_rows: str
     add_bos: bool
     chat_template_kwargs: Mapping[str, Any]
     data_set: str
 
     def prompt(self, row: Row) -> Prompt:
-        """Render and tokenize one row.
+        """Render and tokenize one row. One that is too long has `loss_multiplier` 0 and only its first tokens.
 
         Raises:
-            DataError: The chat template fails, or the prompt is longer than the limit.
+            DataError: The chat template fails, or the prompt is longer than the limit and that is an error.
         """
         messages = processor_named(self.task.processor)(row, self.templates)
         text = render(
@@ -111,22 +119,48 @@ class PromptEncoder:
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids)):
             token_ids, text = (*bos, *token_ids), f"{self.tokenizer.bos_token}{text}"
-        if len(token_ids) > self.max_input_seq_length:
+        is_overlong = len(token_ids) > self.max_input_seq_length
+        if is_overlong and self.overlong_rows == "error":
             raise DataError(
                 f"{row.origin}: the prompt has {len(token_ids)} tokens, more than data.max_input_seq_length="
-                f"{self.max_input_seq_length}; raise the limit or take the row out"
+                f"{self.max_input_seq_length}; raise the limit, take the row out, or set data.overlong_rows to mask or "
+                "drop"
             )
         assert self.task.env_name is not None
         return Prompt(
-            token_ids=token_ids,
+            token_ids=token_ids[:_MASKED_PROMPT_TOKENS] if is_overlong else token_ids,
             text=text,
             reference_answer=row.answer,
             env_name=self.task.env_name,
             metadata=row.metadata,
             data_set=self.data_set,
+            loss_multiplier=0.0 if is_overlong else 1.0,
         )
 
 
 def encode_prompts(encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[Prompt, ...]:
-    """Prompts of all rows, in their order."""
-    return tuple(encoder.prompt(row) for row in rows)
+    """Prompts of all rows, in their order; too long ones are counted, and left out if they are to be dropped.
+
+    Raises:
+        DataError: A row cannot be used, or all are too long.
+    """
+    prompts = [encoder.prompt(row) for row in rows]
+    overlong = [row.origin for row, prompt in zip(rows, prompts, strict=True) if not prompt.loss_multiplier]
+    if not overlong:
+        return tuple(prompts)
+    limit, drops = encoder.max_input_seq_length, encoder.overlong_rows == "drop"
+    if len(overlong) == len(rows):
+        raise DataError(
+            f"{overlong[0]}: this prompt and all others are longer than data.max_input_seq_length={limit} tokens; "
+            "raise the limit"
+        )
+    logger.warning(
+        "%d of %d prompts of %s are longer than data.max_input_seq_length=%d tokens, first %s: %s",
+        len(overlong),
+        len(rows),
+        encoder.data_set,
+        limit,
+        overlong[0],
+        "they are left out" if drops else "responses to them are not trained on",
+    )
+    return tuple(prompt for prompt in prompts if prompt.loss_multiplier or not drops)

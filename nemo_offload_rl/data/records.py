@@ -43,6 +43,8 @@ class Prompt:
         env_name: The environment that scores the responses.
         metadata: The row's metadata.
         data_set: Where the row comes from, as metrics name it.
+        loss_multiplier: 0 for a prompt that is too long: `token_ids` are its first ones, and no response to it is
+            trained on.
     """
 
     token_ids: tuple[int, ...]
@@ -51,6 +53,7 @@ class Prompt:
     env_name: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     data_set: str = ""
+    loss_multiplier: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

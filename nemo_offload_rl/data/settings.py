@@ -129,6 +129,7 @@ class DataSettings:
     """The keys `data.*`."""
 
     max_input_seq_length: int  # tokens of a prompt
+    overlong_rows: str  # "error", "drop" or, of prompts, "mask"
     shuffle: bool
     train: DatasetSettings | MixtureSettings
     validation: DatasetSettings | MixtureSettings | None  # beside the held-out part of `train`
@@ -139,7 +140,6 @@ class DataSettings:
 class SupervisedDataSettings(DataSettings):
     """The keys `data.*` of SFT and DPO; `max_input_seq_length` counts the response too."""
 
-    overlong_rows: str  # "error" or "drop"
     add_eos: bool
 
 

@@ -26,6 +26,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
             for k in powers_of_two(batch.group_size)
         },
         "constant_group_rate": batch.constant_groups().float().mean().item(),
+        "overlong_prompt_rate": 1.0 - batch.loss_multipliers().mean().item(),
         "mean_prompt_tokens": prompt_lengths.mean().item(),
         "max_prompt_tokens": prompt_lengths.max().item(),
         "mean_response_tokens": lengths.mean().item(),

@@ -123,6 +123,10 @@ class RolloutBatch:
         """[B] bool."""
         return torch.tensor([rollout.truncated for rollout in self.rollouts], dtype=torch.bool)
 
+    def loss_multipliers(self) -> Tensor:
+        """[B] float32: 0 for responses to prompts that were too long, else 1."""
+        return torch.tensor([rollout.prompt.loss_multiplier for rollout in self.rollouts], dtype=torch.float32)
+
     def prompt_lengths(self) -> Tensor:
         """[B] int64: tokens of the prompts."""
         return torch.tensor([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=torch.int64)

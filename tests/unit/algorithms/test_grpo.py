@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,8 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         tmp_path, model, kinds, *keys, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
         "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.2, total_iters: 9}}]",
         "grpo.val_num_generations_per_prompt=2", "grpo.val_batch_size=2", "grpo.max_val_samples=3",
-        prompts=make_prompts(kinds, ("sums", "products")), validation=make_prompts([MIXED, ALWAYS, NEVER], ("a", "b")),
+        prompts=with_an_overlong_one(make_prompts(kinds, ("sums", "products"))),
+        validation=make_prompts([MIXED, ALWAYS, NEVER], ("a", "b")),
     )  # fmt: skip
     run.engine.temperature_error = 1.1  # so that engine and policy differ
     records, dumped, replay = run.run(), read_rollouts(tmp_path), Replay(run.config)
@@ -150,6 +152,10 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         assert without_match(found, known) == set()
         # A step whose prompts are all of one data set has no metrics by data set.
         assert {name for name in without_match(known, found) if "<data set>" not in name} == set()
+
+
+def with_an_overlong_one(prompts):
+    return (replace(prompts[0], loss_multiplier=0.0), *prompts[1:])
 
 
 def validation_again(run: LocalGrpo) -> dict[str, float]:

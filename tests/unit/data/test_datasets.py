@@ -30,9 +30,14 @@ TOKENIZER.chat_template = (
 )
 
 
-def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_template_kwargs=None):
+def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_template_kwargs=None, overlong_rows="error"):
     settings = DataSettings(
-        max_input_seq_length=max_input_seq_length, add_bos=True, shuffle=True, train=train, validation=validation
+        max_input_seq_length=max_input_seq_length,
+        overlong_rows=overlong_rows,
+        add_bos=True,
+        shuffle=True,
+        train=train,
+        validation=validation,
     )
     return load_prompts(settings, TOKENIZER, chat_template_kwargs)
 
@@ -75,6 +80,19 @@ def test_a_prompt_longer_than_the_limit_is_an_error_that_names_the_row(tmp_path)
     assert len(load(source, max_input_seq_length=11).train) == 4
     with pytest.raises(DataError, match=r"d\.jsonl:1: the prompt has 11 tokens, more than data\.max_inp.*=10"):
         load(source, max_input_seq_length=10)
+
+
+@pytest.mark.parametrize("overlong_rows", ["mask", "drop"])
+def test_a_prompt_longer_than_the_limit_is_masked_or_dropped_and_counted(tmp_path, caplog, overlong_rows):
+    source = write_jsonl(tmp_path / "d.jsonl", num_rows=11)  # the last question has one digit more
+    prompts = load(source, max_input_seq_length=11, overlong_rows=overlong_rows).train
+    assert [prompt.loss_multiplier for prompt in prompts[:10]] == [1.0] * 10
+    assert [(len(prompt.token_ids), prompt.loss_multiplier) for prompt in prompts[10:]] == (
+        [(4, 0.0)] if overlong_rows == "mask" else []
+    )
+    assert "1 of 11 prompts of d are longer than data.max_input_seq_length=11 tokens, first " in caplog.text
+    with pytest.raises(DataError, match=r"and all others are longer than data\.max_input_seq_length=10 tokens"):
+        load(source, max_input_seq_length=10, overlong_rows=overlong_rows)
 
 
 def test_a_validation_set_of_its_own_is_used_whole_beside_what_the_training_data_keep(tmp_path):

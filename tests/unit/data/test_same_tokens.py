@@ -85,6 +85,7 @@ def test_what_the_policy_reads_in_a_rollout_is_what_it_is_trained_on(template, k
         templates=PromptTemplates(prompt=None, system=None),
         data_set="d",
         max_input_seq_length=999,
+        overlong_rows="error",
         add_bos=add_bos,
         chat_template_kwargs={},
     ).prompt(Row(question=question, answer="", origin="x"))

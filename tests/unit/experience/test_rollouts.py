@@ -215,6 +215,7 @@ def test_metrics_are_those_counted_by_hand():
             "reward_min": 0.0,
             "reward_max": 1.0,
             "accuracy": 4 / 6,
+            "overlong_prompt_rate": 0.0,
             "mean_prompt_tokens": 4.0,
             "max_prompt_tokens": 4.0,
             "mean_response_tokens": 17 / 6,
