@@ -31,6 +31,7 @@ from transformers import (
 from nemo_offload_rl.config.convert import freeze
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.settings import (
@@ -402,7 +403,7 @@ def full_optimizer(worker: PolicyWorker) -> dict[str, Tensor]:
         if is_megatron(worker):
             return {
                 name: full(tensor.part if isinstance(tensor, FlatRange) else tensor)
-                for name, tensor in worker._backend._training_state().tensors().items()
+                for name, tensor in state_tensors(worker._backend._training_state()).items()
                 if name.startswith("optimizer/")
             }
         optimizer = worker._backend._optimizer

@@ -10,7 +10,7 @@ Every rank makes the same calls, since each of them gathers over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,14 +27,24 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.policy.backends.ranks import join_process_group
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
+from nemo_offload_rl.policy.closing import closing
 from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
 from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
-from nemo_offload_rl.policy.memory_history import explain_out_of_memory, record_memory_history
+from nemo_offload_rl.policy.memory_history import record_memory_history
+from nemo_offload_rl.policy.passes import PacedBatches, Passes
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
-from nemo_offload_rl.residency import REFERENCE, Phase, ResidencyManager, TransitionReport, make_device
+from nemo_offload_rl.residency import (
+    BASE,
+    OPTIMIZER,
+    PARAMS,
+    REFERENCE,
+    Phase,
+    TransitionReport,
+    make_device,
+)
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
@@ -62,14 +72,15 @@ class PolicyWorker:
             if join_process_group(process):
                 made.callback(dist.destroy_process_group)
             arenas = begin_host_memory(settings, expected, keep_reference, device)
-            made.callback(arenas.close)
+            made.push(closing(arenas))
             self._backend = build_backend(settings, process)
-            made.callback(self._backend.close)
+            made.push(closing(self._backend))
             self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
             self.residency, self._host_need = build_manager(settings, self._backend, keep_reference, arenas, device)
             self._made = made.pop_all()  # `shutdown` ends them
         self._workers_per_host = process.workers_per_host
         self._saver = CheckpointSaver(self.residency, sum(self._host_need.sizes.values()))
+        self._passes = Passes(self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates)
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
@@ -162,14 +173,17 @@ class PolicyWorker:
             The loss and metrics of the global batch.
         """
         self._require("forward_backward", Phase.TRAINING)
-        micro_batches = [batch.select(rows) for rows in self._training_rows(batch)]
+        micro_batches = self._trim([batch.select(rows) for rows in self._training_rows(batch)])
         norm = self._loss_norm(batch)
         self.residency.step_opened()
         try:
-            with explain_out_of_memory(self.residency):
-                return self._backend.forward_backward(_Paced(self._trim(micro_batches), self.residency), loss_fn, norm)
+            return self._passes.run(
+                micro_batches,
+                lambda batches: self._backend.forward_backward(PacedBatches(batches, self.residency), loss_fn, norm),
+                # Part of the gradients is there; using them would be a wrong step.
+                after_failure=self._backend.drop_grads,
+            )
         except BaseException:
-            # Part of the gradients is there; using them would be a wrong step.
             self.zero_grad()
             raise
 
@@ -199,8 +213,9 @@ class PolicyWorker:
         """
         self._require("evaluate", Phase.TRAINING, Phase.LP_INFERENCE)
         size = micro_batch_size or self._settings.train_micro_batch_size
-        micro_batches = [batch.select(rows) for rows in self._micro_batches(batch, is_training=True, size=size)]
-        loss, metrics = self._backend.evaluate(self._trim(micro_batches), loss_fn, self._loss_norm(batch))
+        rows_of_each = self._micro_batches(batch, is_training=True, size=size)
+        micro_batches, norm = self._trim([batch.select(rows) for rows in rows_of_each]), self._loss_norm(batch)
+        loss, metrics = self._passes.run(micro_batches, lambda batches: self._backend.evaluate(batches, loss_fn, norm))
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
@@ -223,8 +238,7 @@ class PolicyWorker:
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
-        with explain_out_of_memory(self.residency):
-            pieces = self._backend.logprobs(self._trim([batch.select(rows) for rows in plan]))
+        pieces = self._passes.run(self._trim([batch.select(rows) for rows in plan]), self._backend.logprobs)
         logprobs_BS = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
         for rows, piece in zip(plan, pieces, strict=True):
             logprobs_BS[torch.as_tensor(rows), : piece.shape[1]] = piece
@@ -343,42 +357,22 @@ class PolicyWorker:
         self._saver.finish()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Read what a save wrote, in any phase. The reference stays what the worker was made with."""
-        with self.residency.checkpoint_view():
-            self.residency.mark_written("params", "optimizer")
-            self._backend.load(path)
+        """Read what a save wrote, in any phase. The reference stays what the worker was made with.
+
+        Takes no more of the device than a training step: streamed parts of the optimizer come one after the other.
+        """
+        with self.residency.checkpoint_view(PARAMS, OPTIMIZER):
+            self.residency.mark_written(PARAMS, OPTIMIZER)
+            self._backend.load(path, self.residency.streamed())
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face folder with weights in the compute precision, in any phase."""
-        with self.residency.checkpoint_view():
+        with self.residency.checkpoint_view(PARAMS, BASE):
             self._backend.export_hf(path)
 
     def shutdown(self) -> None:
         """Free host memory and leave the process group; the worker is of no use afterwards."""
-        self.abandon_refit()
-        self.residency.close()
-        self._made.close()
-
-
-class _Paced(Collection[TrainBatch]):
-    """Micro-batches of a training pass, with the residency's turn before each.
-
-    Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
-    """
-
-    def __init__(self, micro_batches: Sequence[TrainBatch], residency: ResidencyManager) -> None:
-        self._micro_batches = micro_batches
-        self._residency = residency
-
-    def __len__(self) -> int:
-        return len(self._micro_batches)
-
-    def __contains__(self, micro_batch: object) -> bool:
-        return micro_batch in self._micro_batches
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        for index, micro_batch in enumerate(self._micro_batches):
-            self._residency.poll()
-            if index == len(self) - 1:
-                self._residency.prefetch(Phase.OPTIM_STEP)
-            yield micro_batch
+        with ExitStack() as ends:
+            ends.callback(self._made.close)
+            ends.callback(self.residency.close)
+            self.abandon_refit()

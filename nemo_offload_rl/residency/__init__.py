@@ -37,7 +37,7 @@ from nemo_offload_rl.residency.plan import (
     resolve_plan,
 )
 from nemo_offload_rl.residency.storage import local_tensor, storage_bytes, storage_key, unique_storages
-from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer
+from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
     "BASE",
@@ -85,6 +85,7 @@ __all__ = [
     "read_host_limits",
     "reserve_host_memory",
     "resolve_plan",
+    "restricted_to",
     "storage_bytes",
     "storage_key",
     "totals",

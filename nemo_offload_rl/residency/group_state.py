@@ -136,6 +136,12 @@ class GroupState:
         self._finish()
         return waited
 
+    def wait_copies(self) -> None:
+        """Wait for every copy of the group, those that only the device waits for and those of snapshots too."""
+        self.settle()
+        for flight in self._unaccounted:
+            flight.transfer.wait_host()
+
     def settle_and_charge(self) -> TransitionReport | None:
         """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned."""
         if self._flight is None:
@@ -200,9 +206,11 @@ class GroupState:
     ) -> tuple[Transfer, list[StorageRecord]]:
         """Start copying out what changed since its last copy."""
         self.mirror.cover(records)
-        dirty = [record for key, record in records.items() if not self.mirror.is_clean(key, self.generation)]
+        clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.generation)]
+        clean_keys = {record.key for record in clean}
+        dirty = [record for key, record in records.items() if key not in clean_keys and record.storage.nbytes()]
         if self._verify:
-            self._check_clean([record for key, record in records.items() if self.mirror.is_clean(key, self.generation)])
+            self._check_clean(clean)
         transfer = self._device.copy_out(_copy(record, self.mirror) for record in dirty)
         self.mirror.mark_clean((record.key for record in dirty), self.generation)
         report.group(self.group.name).bytes_out += transfer.num_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -42,7 +42,7 @@ from nemo_offload_rl.residency.plan import (
     row_of,
 )
 from nemo_offload_rl.residency.prefetch import Prefetcher
-from nemo_offload_rl.residency.snapshot import Snapshot
+from nemo_offload_rl.residency.snapshot import Snapshots
 from nemo_offload_rl.residency.streaming import stream_through
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
@@ -85,8 +85,7 @@ class ResidencyManager:
         self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
         self._mover = GroupMover(self._states, device)
-        self._snapshots: dict[str, Snapshot] = {}
-        self._swapped_in: str | None = None
+        self._snapshots = Snapshots(self._states, self._mover, device, self._arena_for)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
@@ -113,8 +112,8 @@ class ResidencyManager:
         records: Records = {}
         if is_new:
             report.peak_bytes = self._work.end(self.phase)
-            for snapshot in self._snapshots.values():
-                snapshot.drop()
+            self._snapshots.drop_staged()
+            self._prefetcher.is_held_back = False
             records = self._mover.prepare(wanted)
             self._mover.apply(wanted, records, report, trim=self.plan.makes_room(phase) and not settles)
         by_layer = self._overlap and phase in FORWARD_FIRST
@@ -144,7 +143,7 @@ class ResidencyManager:
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
             if phase is Phase.LP_INFERENCE:
-                self._prefetcher.stage(phase, self._snapshots, records, report)
+                self._prefetcher.stage(phase, self._snapshots.all, records, report)
             if phase in PREFETCHED:
                 allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
                 self._prefetcher.bring(phase, PREFETCHED[phase], allowed, records, report)
@@ -161,6 +160,27 @@ class ResidencyManager:
                 self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
             if report.groups:
                 self._ledger.add(report)
+
+    def expect_work(self, size: int) -> None:
+        """A pass of this size, say in tokens, is about to begin; every pass of a phase is told in the same unit.
+
+        Where it is larger than any before, what came early leaves if there may be no room for both.
+        """
+        self._work.expect(size)
+        if self.phase is not None and not self._prefetcher.is_held_back and self._work.is_too_tight(self.phase):
+            self.make_room()
+
+    def make_room(self) -> int:
+        """Have all leave the device that came early, and the optimizer, if the phase's passes do not read it.
+
+        It comes back with the phase that reads it. Returns the bytes that left.
+        """
+        if self.phase is None:
+            return 0
+        report = TransitionReport(self.phase, self.phase)
+        num_bytes = self._prefetcher.take_back(self.phase, self._mover, self._snapshots, report)
+        self._ledger.add(report)
+        return num_bytes
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -250,12 +270,7 @@ class ResidencyManager:
         Raises:
             ResidencyError: The group is not on the device, or the name is taken.
         """
-        if name in self._snapshots:
-            raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
-        state = self._on_device(group, f"take the snapshot {name!r}")
-        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._device)
-        made.take(self._mover.records()[group])
-        self._snapshots[name] = made
+        self._snapshots.take(group, name)
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
@@ -267,52 +282,44 @@ class ResidencyManager:
         Raises:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.
         """
-        snapshot = self._snapshots[name]
-        group = snapshot.state.group
-        self._on_device(group.name, f"swap in {name!r}")
         if self.phase is None:
             raise ResidencyError(f"swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")
         report = TransitionReport(self.phase, self.phase)
-        group.prepare()
-        records = self._mover.records()[group.name]
-        with report.held_up():
-            snapshot.prepare(records, report)
         try:
-            self._swapped_in = name
-            with report.held_up():
-                snapshot.swap_in(records, report)
-            yield
+            with self._snapshots.swapped_in(name, report):
+                yield
         finally:
-            with report.held_up():
-                self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
-                group.prepare()
-                snapshot.swap_out(records, report)
-                self._mover.failure = self._swapped_in = None
             self._ledger.add(report)
 
     @contextmanager
-    def checkpoint_view(self) -> Iterator[None]:
-        """Have everything that can be saved on the device inside the body, and back where it was after it."""
+    def checkpoint_view(self, *names: str) -> Iterator[None]:
+        """Have state that is read or loaded on the device inside the body, and back where it was after it.
+
+        Args:
+            names: Only these groups come to the device. Parts of a streamed optimizer leave it, for good, and copies
+                of snapshots go, so that `streamed` finds the room that it has in a step. None for all groups.
+
+        Raises:
+            ResidencyError: A snapshot is swapped in, so that the policy's own contents are not on the device.
+        """
         self._mover.refuse_if_failed("show the state for a checkpoint")
+        if self._snapshots.present is not None:
+            raise ResidencyError(
+                f"cannot show the state for a checkpoint while {self._snapshots.present!r} is swapped in"
+            )
+        parts = {state.group.name for state in self._parts} if names else set[str]()
         before = {name: state.location for name, state in self._states.items()}
-        phase = self.phase
-        wanted = {name: Placement.DEVICE for name, place in before.items() if place is Placement.HOST}
-        if phase is None:
-            yield
-            return
-        report = TransitionReport(phase, phase)
-        if wanted:
-            self._mover.apply(wanted, self._mover.prepare(wanted), report)
-        for state in self._states.values():
-            # What was on its way already is read now too.
-            state.wait_arrival()
+        on_host = {name for name, place in before.items() if place is Placement.HOST and name not in parts}
+        wanted = {name: Placement.DEVICE for name in on_host if not names or name in names}
+        wanted |= dict.fromkeys(parts, Placement.HOST)
+        if names:
+            self._snapshots.drop_staged()
+        report = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         try:
-            yield
+            with self._mover.visiting(wanted, report):
+                yield
         finally:
-            if wanted:
-                back = {name: before[name] for name in wanted}
-                self._mover.apply(back, self._mover.prepare(back), report)
-                self.settle()
+            if report.groups:
                 self._ledger.add(report)
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
@@ -342,7 +349,7 @@ class ResidencyManager:
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host copies by group and snapshot."""
         sizes = {name: state.mirror.num_bytes for name, state in self._states.items()}
-        sizes.update({name: snapshot.mirror.num_bytes for name, snapshot in self._snapshots.items()})
+        sizes.update({name: snapshot.mirror.num_bytes for name, snapshot in self._snapshots.all.items()})
         return sizes
 
     def location(self, group: str) -> Placement:
@@ -351,15 +358,16 @@ class ResidencyManager:
 
     def close(self) -> None:
         """Wait for copies and free all host memory. Groups that are on the host lose their contents."""
-        self.settle()
-        self._layer_waits.remove()
-        for state in self._states.values():
-            state.mirror.close()
-        for snapshot in self._snapshots.values():
-            snapshot.close()
-        self._snapshots.clear()
-        self._arenas.close()
         self._mover.failure = "the manager was closed"
+        self._layer_waits.remove()
+        with ExitStack() as ends:
+            # Whatever fails first, such as a copy, is what is raised: the rest is freed all the same.
+            ends.callback(self._arenas.close)
+            for state in self._states.values():
+                ends.callback(state.mirror.close)
+            ends.callback(self._snapshots.close)
+            for state in self._states.values():
+                state.wait_copies()
 
     # -- inside
 
@@ -374,19 +382,12 @@ class ResidencyManager:
     def _arena_for(self, name: str) -> HostArena:
         return self._arenas.arena(row_of(name) in self.plan.pinned_groups)
 
-    def _on_device(self, group: str, purpose: str) -> GroupState:
-        self._mover.refuse_if_failed(purpose)
-        state = self._states[group]
-        if state.location is not Placement.DEVICE:
-            raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
-        return state
-
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
         self._mover.refuse_if_failed(f"enter {target.value}")
-        if self._swapped_in is not None and target is not self.phase:
+        if self._snapshots.present is not None and target is not self.phase:
             raise ResidencyError(
-                f"cannot enter {target.value} while {self._swapped_in!r} is swapped in: the group's own bytes would be "
-                "taken for a copy that may go; leave `swapped_in` first"
+                f"cannot enter {target.value} while {self._snapshots.present!r} is swapped in: the group's own bytes "
+                "would be taken for a copy that may go; leave `swapped_in` first"
             )
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:

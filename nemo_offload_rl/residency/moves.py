@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -91,6 +92,20 @@ class GroupMover:
                 self._roll_back(before, error)
                 raise
             report.device_used_after_bytes = self._device.used_bytes()
+
+    @contextmanager
+    def visiting(self, wanted: Mapping[str, Placement], report: TransitionReport) -> Iterator[None]:
+        """Groups where they are wanted inside the body, with all copies in waited for; on the host after it."""
+        self.apply(wanted, self.prepare(wanted), report)
+        for state in self._states.values():
+            # What was on its way already is read now too.
+            state.wait_arrival()
+        try:
+            yield
+        finally:
+            back = dict.fromkeys(wanted, Placement.HOST)
+            self.apply(back, self.prepare(back), report)
+            self.settle(trim=True)
 
     def poll(self, *, trim: bool) -> None:
         """Give up the memory of copies out that have finished; does not block.

@@ -7,16 +7,20 @@ ahead of its use, and the two exchange their contents there: one crossing, behin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nemo_offload_rl.residency.arena import HostArena
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
-from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
+from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.mirror import HostMirror
+from nemo_offload_rl.residency.moves import GroupMover
+from nemo_offload_rl.residency.phase import Placement
 from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 EXCHANGED_AT_ONCE_BYTES = 256 << 20
@@ -49,6 +53,31 @@ class Snapshot:
         self.state.wait_arrival()
         self.state.copy_to(self.mirror, records)
 
+    def covered(self, records: Mapping[int, StorageRecord]) -> dict[int, StorageRecord]:
+        """Those of the group's storages that the snapshot has bytes for.
+
+        Buffers without contents, and those that a module has replaced since (a rotary embedding that follows the
+        longest sequence), are no part of it: a pass finds them as the module left them.
+
+        Raises:
+            ResidencyError: A parameter has got other memory since, so that its frozen contents have no place.
+        """
+        found = {
+            key: record
+            for key, record in records.items()
+            if self.mirror.has(key) and self.mirror.bytes_of(key).numel() == record.storage.nbytes()
+        }
+        others = {name for key, r in records.items() if key not in found and r.storage.nbytes() for name in r.names}
+        if others:
+            for name, tensor in self.state.group.tensors():
+                if name in others and isinstance(tensor, nn.Parameter):
+                    raise ResidencyError(
+                        f"snapshot {self.name!r} cannot be swapped in: parameter {name} of group "
+                        f"{self.state.group.name!r} was given other memory after the snapshot was taken; write into "
+                        "the parameter instead"
+                    )
+        return found
+
     def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
         """Start to bring the bytes to the device, beside the group's own; False where there is no room after all."""
         if self._staged:
@@ -58,7 +87,7 @@ class Snapshot:
                 torch.empty(0, dtype=torch.uint8, device=record.storage.device).untyped_storage(),
                 self.mirror.bytes_of(key).numel(),
             )
-            for key, record in records.items()
+            for key, record in self.covered(records).items()
         }
         try:
             self._device.allocate(list(places.values()))
@@ -70,11 +99,13 @@ class Snapshot:
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True
 
-    def drop(self) -> None:
-        """Give up the copy on the device, if there is one."""
+    def drop(self) -> int:
+        """Give up the copy on the device, if there is one; returns its bytes."""
         if self._transfer is not None:
             self._transfer.wait_host()
+        num_bytes = sum(tensor.numel() for tensor in self._staged.values())
         self._staged, self._transfer = {}, None
+        return num_bytes
 
     def prepare(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Make sure that the group's own bytes are all there and survive a swap. Changes nothing on the device."""
@@ -105,6 +136,8 @@ class Snapshot:
         batch: Pairs = []
         num_bytes = 0
         for key, record in records.items():
+            if key not in self._staged:
+                continue  # made after the copy came to the device
             own, staged = storage_bytes(record.storage, record.storage.nbytes()), self._staged[key]
             for pair in zip(own.split(EXCHANGED_AT_ONCE_BYTES), staged.split(EXCHANGED_AT_ONCE_BYTES), strict=True):
                 if batch and num_bytes + pair[0].numel() > EXCHANGED_AT_ONCE_BYTES:
@@ -117,8 +150,91 @@ class Snapshot:
 
     def close(self) -> None:
         """Free host and device memory."""
-        self.drop()
-        self.mirror.close()
+        try:
+            self.drop()
+        finally:
+            self.mirror.close()
+
+
+class Snapshots:
+    """All snapshots of a worker.
+
+    Args:
+        states: The groups.
+        mover: Lists their storages, and is told where contents cannot be brought back.
+        device: Where the groups live.
+        arena_for: Host memory for a snapshot, by its name.
+
+    Attributes:
+        all: By name.
+        present: The name of the one that is swapped in.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[str, GroupState],
+        mover: GroupMover,
+        device: Device,
+        arena_for: Callable[[str], HostArena],
+    ) -> None:
+        self.all: dict[str, Snapshot] = {}
+        self.present: str | None = None
+        self._states = states
+        self._mover = mover
+        self._device = device
+        self._arena_for = arena_for
+
+    def take(self, group: str, name: str) -> None:
+        """Copy a group's present contents; see `ResidencyManager.snapshot`."""
+        if name in self.all:
+            raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
+        state = self._on_device(group, f"take the snapshot {name!r}")
+        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._device)
+        try:
+            made.take(self._mover.records()[group])
+        except BaseException:
+            made.close()  # else its host memory would be taken for a leak, and told of instead of this error
+            raise
+        self.all[name] = made
+
+    @contextmanager
+    def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
+        """A snapshot's bytes in place of its group's; see `ResidencyManager.swapped_in`."""
+        snapshot = self.all[name]
+        group = snapshot.state.group
+        self._on_device(group.name, f"swap in {name!r}")
+        group.prepare()
+        records = snapshot.covered(self._mover.records()[group.name])
+        with report.held_up():
+            snapshot.prepare(records, report)
+        try:
+            self.present = name
+            with report.held_up():
+                snapshot.swap_in(records, report)
+            yield
+        finally:
+            with report.held_up():
+                self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+                group.prepare()
+                snapshot.swap_out(records, report)
+                self._mover.failure = self.present = None
+
+    def drop_staged(self) -> int:
+        """Give up all copies on the device that are not swapped in; returns their bytes."""
+        return sum(snapshot.drop() for name, snapshot in self.all.items() if name != self.present)
+
+    def close(self) -> None:
+        """Free host and device memory."""
+        for snapshot in self.all.values():
+            snapshot.close()
+        self.all.clear()
+
+    def _on_device(self, group: str, purpose: str) -> GroupState:
+        self._mover.refuse_if_failed(purpose)
+        state = self._states[group]
+        if state.location is not Placement.DEVICE:
+            raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
+        return state
 
 
 @torch.no_grad()

@@ -39,14 +39,18 @@ class OptimizerParts:
     rest: NamedTensors
     parts: Mapping[str, NamedTensors]
 
+    @property
+    def members(self) -> Mapping[str, NamedTensors]:
+        """The parameters of every group of states."""
+        return {OPTIMIZER: self.rest, **self.parts}
+
     def groups(self, states: Callable[[NamedTensors], Iterable[tuple[str, Tensor]]]) -> list[StateGroup]:
         """The group of the rest, then one of each part.
 
         Args:
             states: State tensors of some parameters, by name; asked at each transition.
         """
-        members = {OPTIMIZER: self.rest, **self.parts}
-        return [TensorGroup(name, lambda mine=mine: states(mine)) for name, mine in members.items()]
+        return [TensorGroup(name, lambda mine=mine: states(mine)) for name, mine in self.members.items()]
 
     def step(
         self,
@@ -65,7 +69,7 @@ class OptimizerParts:
         counts = _StepCounts(optimizer)
         for members in itertools.chain([self.rest], (waiting.pop(name) for name in streamed)):
             if members or not self.parts:
-                with counts.same_step(), _restricted(optimizer, members):
+                with counts.same_step(), restricted_to(optimizer, [parameter for _, parameter in members]):
                     optimizer.step()
                 if after_each is not None:
                     after_each(members)
@@ -186,9 +190,9 @@ class _StepCounts:
 
 
 @contextmanager
-def _restricted(optimizer: torch.optim.Optimizer, members: NamedTensors) -> Iterator[None]:
+def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Have the optimizer know these parameters only."""
-    wanted = {id(parameter) for _, parameter in members}
+    wanted = {id(parameter) for parameter in parameters}
     whole = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]

@@ -20,6 +20,8 @@ class WorkMemory:
         self._device = device
         self._held_bytes = 0
         self._needed_bytes: dict[Phase, int] = {}
+        self._size = 0
+        self._seen_sizes: dict[Phase, int] = {}
 
     def begin(self, held_bytes: int) -> None:
         """A phase begins with `held_bytes` of state groups on the device."""
@@ -30,11 +32,17 @@ class WorkMemory:
         """More of the groups came to the device during the phase."""
         self._held_bytes += num_bytes
 
+    def expect(self, size: int) -> None:
+        """A pass of this size, in any unit, is about to begin in the present phase."""
+        self._size = max(self._size, size)
+
     def end(self, phase: Phase | None) -> int:
         """The phase ends; remember the most that its work took, and return the peak of everything in it."""
         peak = self._device.drain_peak_bytes()
         if phase is not None:
             self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
+            self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
+        self._size = 0
         return peak
 
     def is_known(self, phase: Phase | None) -> bool:
@@ -45,4 +53,15 @@ class WorkMemory:
         """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
         if phase is None or phase not in self._needed_bytes:
             return False
-        return num_bytes <= self._device.free_bytes() - int(MARGIN * self._needed_bytes[phase]) - RESERVE_BYTES
+        return num_bytes <= self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
+
+    def is_too_tight(self, phase: Phase) -> bool:
+        """Whether a pass that is larger than any before it may want more than is free beside what came early."""
+        if phase not in self._needed_bytes or self._size <= self._seen_sizes[phase]:
+            return False
+        return self._device.free_bytes() < self._expected_bytes(phase)
+
+    def _expected_bytes(self, phase: Phase) -> int:
+        """What the present pass needs: as much as was seen, and in proportion for a larger one."""
+        seen = self._seen_sizes[phase]
+        return int(self._needed_bytes[phase] * max(1.0, self._size / seen if seen else 1.0))

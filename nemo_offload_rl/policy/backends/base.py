@@ -195,8 +195,12 @@ class PolicyBackend(Protocol):
         """
         ...
 
-    def load(self, path: Path) -> None:
-        """Read what `stage_save` wrote, with everything on the device; every rank calls it.
+    def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
+        """Read what `stage_save` wrote, with parameters and the optimizer's group on the device; every rank calls it.
+
+        Args:
+            path: The folder.
+            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.
 
         Raises:
             CheckpointError: `path` holds no checkpoint, a damaged one, or one of another model or optimizer.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -27,7 +28,8 @@ from nemo_offload_rl.policy.checkpointing import StateReader
 logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
-OPTIMIZER = "optimizer/"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+MASTER = "/master"  # ends the names of fp32 masters, which are there before the first step
 
 
 class TrainingState(Protocol):
@@ -38,11 +40,20 @@ class TrainingState(Protocol):
         """Where the parameters are."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer states by their names in the checkpoint, those below `OPTIMIZER` the optimizer's.
+    @property
+    def groups(self) -> Sequence[str]:
+        """The optimizer's state groups: the one that stays through a step, then streamed parts."""
+        ...
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters by their names in the checkpoint, which begin with `MODEL`.
 
         A name that several ranks give stands for the same contents, of which one is written.
         """
+        ...
+
+    def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
+        """Masters and states of one of `groups`, likewise, their names `OPTIMIZER` + parameter + "/" + state."""
         ...
 
     def values(self) -> dict[str, Any]:
@@ -53,8 +64,13 @@ class TrainingState(Protocol):
         """Take over what `values` gave when the checkpoint was written."""
         ...
 
-    def make_optimizer_state(self) -> None:
-        """Have the optimizer allocate its lazy state, which is read from disk next; changes no parameter."""
+    def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
+        """Have the optimizer allocate the lazy states of one group, which are read next; changes no parameter.
+
+        Args:
+            group: One of `groups`.
+            saved: `OPTIMIZER` + parameter of those that the checkpoint has lazy states of; others get none.
+        """
         ...
 
     def rng_state(self) -> dict[str, Tensor]:
@@ -139,7 +155,8 @@ def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> Stage
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     planner, writer = _FetchingPlanner(), FileSystemWriter(folder)
-    planner.set_up_planner({**state.tensors(), **_rng_entries(state), **_whole_values(state)}, is_coordinator=rank == 0)
+    entries = {**state_tensors(state), **_rng_entries(state), **_whole_values(state.values())}
+    planner.set_up_planner(entries, is_coordinator=rank == 0)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     plans: list[Any] = [None] * world_size
     dist.all_gather_object(plans, writer.prepare_local_plan(planner.create_local_plan()))
@@ -150,8 +167,16 @@ def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> Stage
     return StagedDcpSave(writer, planner, plan, metadata)
 
 
-def _whole_values(state: TrainingState) -> dict[str, _Whole]:
-    return {name: _Whole(value) for name, value in state.values().items()}
+def state_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """Every tensor of a state by its name in the checkpoint."""
+    found = state.model_tensors()
+    for group in state.groups:
+        found |= state.optimizer_tensors(group)
+    return found
+
+
+def _whole_values(values: Mapping[str, Any]) -> dict[str, _Whole]:
+    return {name: _Whole(value) for name, value in values.items()}
 
 
 def _rng_entries(state: TrainingState) -> dict[str, Tensor]:
@@ -161,37 +186,107 @@ def _rng_entries(state: TrainingState) -> dict[str, Tensor]:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def load_state(path: Path, state: TrainingState) -> None:
+def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -> None:
     """Read what `stage_save` wrote into the tensors that exist already; every rank calls it.
+
+    States of a streamed part are made and read while the part is on the device, so that no more of them is there than
+    in a step. Ranks may have different parts: each reads alone, and they agree on how that went at the end.
+
+    Args:
+        path: The folder.
+        state: Its parameters, and the states of its first group, are on the device.
+        streamed: Yields the name of each other group once its states are on the device.
 
     Raises:
         CheckpointError: `path` holds no checkpoint, a damaged one, or one of another model or optimizer.
     """
-    saved = _read_metadata(path).state_dict_metadata
-    present = state.tensors()
-    # Masters are there from the start; only what the first step makes has to be made for it.
-    if any(key.startswith(OPTIMIZER) and key not in present for key in saved):
-        state.make_optimizer_state()
-    wanted: dict[str, Any] = {**state.tensors()}
-    _check_fits(path, wanted, saved)
+    reader = _Reader(path)
+    _check_nothing_is_left_over(path, state.model_tensors(), reader.entries)
     random_states = _rng_entries(state)
-    has_rng = saved.keys() >= random_states.keys()
-    if has_rng:
-        wanted |= random_states
-    else:
+    has_rng = reader.entries.keys() >= random_states.keys()
+    if not has_rng:
         logger.warning("checkpoint %s has no random state for rank %d; it keeps its seed", path, dist.get_rank())
-    wanted |= _whole_values(state)
+    # Replaced, or filled in place, by what is read.
+    values: dict[str, Any] = {**_whole_values(state.values())}
+    names = list(values)
+    values |= random_states if has_rng else {}
+    failure: CheckpointError | None = None
     try:
-        load(wanted, checkpoint_id=path)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(
-            f"{path} cannot be read by rank {rank} ({type(cause).__name__}: {_first_line(cause)}); the checkpoint is "
-            "damaged: remove it to go on from an older one"
-        ) from error
-    state.set_values({name: wanted[name].value for name in state.values()})
+        _read_alone(reader, state, streamed, values)
+    except CheckpointError as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    others = [text for text in failures if text is not None]
+    if others:
+        raise CheckpointError(others[0])
+    state.set_values({name: values[name].value for name in names})
     if has_rng:
-        state.set_rng_state({name.rpartition("/")[2]: wanted[name] for name in random_states})
+        state.set_rng_state({name.rpartition("/")[2]: values[name] for name in random_states})
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors of one checkpoint, whose metadata is read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._metadata = _read_metadata(path)
+        self.entries = self._metadata.state_dict_metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read(self, entries: dict[str, Any]) -> None:
+        """Fill tensors in place, and replace values; calls no collective.
+
+        Raises:
+            CheckpointError: The checkpoint lacks one, has it in another shape, or is damaged.
+        """
+        _check_fits(self._folder, entries, self.entries)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told of every load without it
+                load(entries, storage_reader=self, no_dist=True)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise CheckpointError(
+                f"{self._folder} cannot be read by rank {dist.get_rank()} ({type(cause).__name__}: "
+                f"{_first_line(cause)}); the checkpoint is damaged: remove it to go on from an older one"
+            ) from error
+
+
+def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], others: dict[str, Any]) -> None:
+    """Everything that this rank needs, group by group, and then `others`."""
+    lazy = {
+        name.rpartition("/")[0] for name in reader.entries if name.startswith(OPTIMIZER) and not name.endswith(MASTER)
+    }
+    first, waiting = state.groups[0], list(state.groups[1:])
+    reader.read({**state.model_tensors()})
+    state.make_optimizer_state(first, lazy)
+    reader.read({**state.optimizer_tensors(first)})
+    for group in streamed:
+        waiting.remove(group)
+        state.make_optimizer_state(group, lazy)
+        reader.read({**state.optimizer_tensors(group)})
+    if waiting:
+        raise RuntimeError(f"the states of {', '.join(waiting)} never came, so they were not read")
+    reader.read(others)
+
+
+def _check_nothing_is_left_over(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Refuse parameters of the checkpoint that no rank has; a collective."""
+    mine = [name for name in saved if name.startswith(MODEL) and name not in tensors]
+    everyones: list[list[str]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    left_over = sorted(set(mine).intersection(*everyones))
+    if left_over:
+        raise CheckpointError(
+            f"The checkpoint {path} has {left_over[0]}, which the model lacks ({len(left_over)} such tensors); it "
+            "belongs to another model."
+        )
 
 
 def saved_names(path: Path) -> list[str]:

@@ -23,10 +23,14 @@ from policy_cases import (
     shard,
 )
 from resume_cases import goes_on_bitwise, train_steps, weights_of
+from tiny_models import qwen3_config, save_model_folder
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.dcp import state_tensors
+from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
@@ -198,7 +202,7 @@ def test_a_truncated_or_foreign_file_is_refused_with_its_path(folder, tmp_path, 
 
 
 def test_a_checkpoint_with_other_shapes_is_refused_by_the_first(folder, tmp_path):
-    save_family(tmp_path / "wide", "llama-tied")
+    save_model_folder(tmp_path / "wide", 0, qwen3_config(tied=True, hidden_size=96))
     with make_worker(folder) as worker:
         worker.prepare_for_training()
         worker.save_checkpoint(tmp_path / "saved")
@@ -207,7 +211,63 @@ def test_a_checkpoint_with_other_shapes_is_refused_by_the_first(folder, tmp_path
         worker.load_checkpoint(tmp_path / "saved")
 
 
+@contextmanager
+def make_worker_with_a_frozen_norm(folder, monkeypatch):
+    """What a model's own code may do as it is built."""
+    apply_fsdp = parallel.apply_fsdp
+
+    def freeze_and_apply(model, *args):
+        model.causal_lm.model.norm.weight.requires_grad_(False)
+        return apply_fsdp(model, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parallel, "apply_fsdp", freeze_and_apply)
+        with make_worker(folder) as worker:
+            yield worker
+
+
+def test_a_frozen_parameter_and_one_that_got_no_gradient_have_no_states_before_and_after_a_resume(
+    folder, tmp_path, monkeypatch
+):
+    def hide_a_gradient(worker):
+        parameters = dict(worker._backend._parameters)
+        parameters["model.layers.0.input_layernorm.weight"].requires_grad_(False)
+
+    with make_worker_with_a_frozen_norm(folder, monkeypatch) as worker:
+        hide_a_gradient(worker)
+        train_steps(worker, 1, 2)
+        state = state_tensors(worker._backend._training_state())
+        worker.save_checkpoint(tmp_path / "saved")
+        expected = train_steps(worker, 3, 4)
+    without = ("optimizer/model.norm.weight/", "optimizer/model.layers.0.input_layernorm.weight/")
+    assert not [name for name in state if name.startswith(without)]
+    with make_worker_with_a_frozen_norm(folder, monkeypatch) as worker:
+        hide_a_gradient(worker)
+        worker.load_checkpoint(tmp_path / "saved")
+        assert state_tensors(worker._backend._training_state()).keys() == state.keys()
+        after = train_steps(worker, 3, 4)
+    assert after.results == expected.results
+    assert_equal(after.weights, expected.weights)
+
+
+def test_a_parameter_that_only_the_checkpoint_has_is_refused(folder, tmp_path):
+    config = {"hf_config_overrides": {}}
+    with make_worker(folder, **config) as worker:
+        worker.prepare_for_training()
+        worker._backend._parameters.append(("model.norm.bias", torch.nn.Parameter(torch.zeros(3))))
+        worker.save_checkpoint(tmp_path / "saved")
+    with make_worker(folder, **config) as worker:
+        before = full_params(worker)
+        with pytest.raises(CheckpointError, match=r"has model/model.norm.bias, which the model lacks"):
+            worker.load_checkpoint(tmp_path / "saved")
+        assert_equal(full_params(worker), before)
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def raise_unreadable(*_: object) -> None:
+    raise CheckpointError("rank 1 cannot read it")
 
 
 def two_ranks_go_on(process: ProcessInfo, folder: str, root: str) -> None:
@@ -227,6 +287,12 @@ def two_ranks_go_on(process: ProcessInfo, folder: str, root: str) -> None:
         state = {"params": full_params(worker), "optimizer": full_optimizer(worker)}
         if process.rank == 0:
             torch.save(state, paths / "two.pt")
+
+        with pytest.MonkeyPatch.context() as patched:
+            if process.rank == 1:
+                patched.setattr(dcp._Reader, "read", raise_unreadable)
+            with pytest.raises(CheckpointError, match=r"^rank 1 cannot read it$"):
+                worker.load_checkpoint(paths / "two")
 
         error = OSError(28, "No space left on device") if process.rank == 1 else None
         start_gated(worker, paths / "full", error).set()

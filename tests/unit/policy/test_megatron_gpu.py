@@ -169,18 +169,42 @@ def test_an_update_with_gradients_that_are_not_finite_leaves_no_trace(folder: Pa
     assert trained(poisoned=True) == trained(poisoned=False)
 
 
-@pytest.mark.parametrize("flavour", ["masters", "precision-aware", "on the CPU", "half on the CPU"])
-def test_a_resumed_run_goes_on_bit_by_bit(folder: Path, tmp_path: Path, flavour: str) -> None:
-    changes = FLAVOURS[flavour]
+RESUMED: dict[str, dict[str, Any]] = {
+    **{name: FLAVOURS[name] for name in ("masters", "precision-aware", "on the CPU", "half on the CPU")},
+    "masters, streamed": {**WITH_MASTERS, **STREAMED},
+    "precision-aware, streamed": {**PRECISION_AWARE, **STREAMED},
+}
+
+
+@pytest.mark.parametrize("flavour", RESUMED)
+def test_a_resumed_run_goes_on_bit_by_bit_and_takes_no_more_memory_for_it(
+    folder: Path, tmp_path: Path, flavour: str
+) -> None:
+    changes = RESUMED[flavour]
+
+    def peak_since_last_asked() -> int:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
     with worker_of(gpu_settings(folder, **changes), GPU) as worker:
         worker.prepare_for_training()
+        peak_since_last_asked()
         worker.train(make_batch(seed=0), NLLLoss())
+        training = peak_since_last_asked()
         worker.offload_after_refit()
+        peak_since_last_asked()
         worker.save_checkpoint(tmp_path / "saved")
+        worker.export_hf(tmp_path / "hf")
+        assert peak_since_last_asked() <= training
         worker.prepare_for_training()
         expected = [worker.train(make_batch(seed=seed), NLLLoss()) for seed in (1, 2)]
     with worker_of(gpu_settings(folder, **changes), GPU) as worker:
+        worker.offload_after_refit()
+        peak_since_last_asked()
         worker.load_checkpoint(tmp_path / "saved")
+        assert peak_since_last_asked() <= training
         worker.prepare_for_training()
         assert [worker.train(make_batch(seed=seed), NLLLoss()) for seed in (1, 2)] == expected
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from policy_cases import make_batch, make_settings
-from tiny_models import make_qwen3, make_tokenizer
+from policy_cases import make_batch, make_settings, worker_of
+from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.losses.nll import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
@@ -58,6 +60,45 @@ def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(var
     values, weights = losses(folder, **VARIANTS[variant])
     assert values == expected
     assert torch.equal(weights, expected_weights)
+
+
+@pytest.mark.parametrize("variant", ["away", "streamed", "streamed in parts"])
+def test_saving_loading_and_exporting_take_no_more_gpu_memory_than_training(variant, tmp_path):
+    config = qwen3_config(num_layers=8, hidden_size=1024)
+    config.initializer_range = 0.02
+    save_model_folder(tmp_path / "model", 0, config)
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    changes = {**VARIANTS[variant], **({"offload_optimizer_states_chunk_mib": 64} if "parts" in variant else {})}
+    settings = make_settings(tmp_path / "model", precision="bfloat16", **changes)
+    peaks: dict[str, int] = {}
+
+    @contextmanager
+    def peak_of(name):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated()
+
+    def trained(worker):
+        worker.prepare_for_training()
+        return [worker.train(make_batch(seed=seed), NLLLoss()).loss for seed in (1, 2)]
+
+    with worker_of(settings, process) as worker:
+        with peak_of("training"):
+            trained(worker)
+        worker.offload_after_refit()
+        with peak_of("saving"):
+            worker.save_checkpoint(tmp_path / "saved")
+        with peak_of("exporting"):
+            worker.export_hf(tmp_path / "hf")
+        expected = trained(worker)
+    with worker_of(settings, process) as worker:
+        worker.offload_after_refit()
+        with peak_of("loading"):
+            worker.load_checkpoint(tmp_path / "saved")
+        assert trained(worker) == expected
+    assert max(peaks, key=lambda name: peaks[name]) == "training", peaks
 
 
 def test_running_out_of_memory_leaves_a_snapshot_and_says_what_was_where(tmp_path, monkeypatch):

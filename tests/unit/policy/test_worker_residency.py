@@ -19,7 +19,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
-from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase
+from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError
 
 
 def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worker, folders):
@@ -258,3 +258,40 @@ def test_a_reference_pass_that_raises_in_the_middle_gives_the_policy_back(make_w
             each.prepare_for_training()
             each.train(batch, NLL())
         assert_equal(full_params(worker), full_params(other))
+
+
+def test_a_rotary_embedding_that_follows_the_longest_sequence_is_the_references_too(folders):
+    folder, _ = folders("llama-tied")
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    overrides = {"rope_parameters": dynamic, "max_position_embeddings": 8}
+    with one_rank_worker(folder, keep_reference=True, hf_config_overrides=overrides) as worker:
+        worker.prepare_for_lp_inference()
+        first = worker.get_reference_logprobs(make_batch(width=14))
+        assert torch.equal(worker.get_logprobs(make_batch(width=14)), first)
+        for width in (14, 20):
+            worker.prepare_for_training()
+            worker.train(make_batch(width=width), NLL())
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.prepare_for_lp_inference()
+            policy = worker.get_logprobs(make_batch(width=width))
+            assert not torch.equal(worker.get_reference_logprobs(make_batch(width=width)), policy)
+            assert torch.equal(worker.get_logprobs(make_batch(width=width)), policy)
+
+
+def test_what_keeps_a_worker_from_being_built_is_not_hidden_by_what_its_cleanup_finds(folders, monkeypatch):
+    folder, _ = folders("qwen3")
+
+    def close(arenas):
+        raise ResidencyError("host blocks still in use at close: reference; free them first")
+
+    def fail(settings, process):
+        raise UserError("no such weights")
+
+    monkeypatch.setattr(worker_module, "build_backend", fail)
+    monkeypatch.setattr(HostArenas, "close", close)
+    with pytest.raises(UserError, match="no such weights") as caught:
+        one_rank_worker(folder).__enter__()
+    assert caught.value.__notes__ == [
+        "and then: ResidencyError: host blocks still in use at close: reference; free them first"
+    ]

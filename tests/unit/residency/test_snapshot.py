@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from deferred_device import DeferredDevice
+from deferred_device import DeferredDevice, DeferredTransfer
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot, storage_key
@@ -100,7 +100,7 @@ def test_no_other_phase_is_entered_while_the_policys_bytes_are_swapped_out(free_
 def test_the_copy_on_the_device_goes_with_the_phase():
     training, _ = with_reference()
     training.manager.enter(Phase.LP_INFERENCE)
-    (staged,) = training.manager._snapshots.values()
+    (staged,) = training.manager._snapshots.all.values()
     assert staged._staged
     training.manager.enter(Phase.TRAINING)
     assert not staged._staged
@@ -125,3 +125,79 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
         pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
     training.step()
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20], ids=["staged", "without room"])
+def test_buffers_that_a_module_replaces_or_empties_are_left_to_it(free_bytes):
+    training, initial = with_reference(free_bytes)
+    for phase in (Phase.LP_INFERENCE, Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+        training.manager.enter(phase)
+        # Made by a forward pass, after the copy of the snapshot came to the device.
+        training.model.register_buffer("scale", torch.full((32,), 0.25))
+        training.model.register_buffer("nothing", torch.empty(0))
+        if phase is not Phase.LP_INFERENCE:
+            continue
+        own = {name: value.clone() for name, value in training.model.state_dict().items()}
+        with training.manager.swapped_in("reference"):
+            shown = dict(training.model.state_dict())
+            assert torch.equal(shown.pop("scale"), own["scale"]) and not shown.pop("nothing").numel()
+            assert_bitwise_equal(shown, {name: initial[name] for name in shown})
+        assert_bitwise_equal(dict(training.model.state_dict()), own)
+
+
+def test_a_parameter_in_other_memory_than_the_snapshot_has_bytes_for_is_refused_by_name():
+    training, _ = with_reference(free_bytes=1 << 20)
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.model.norm.bias = torch.nn.Parameter(torch.ones(16))
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    with pytest.raises(ResidencyError, match=r"'reference'.* parameter norm.bias of group 'params'"):
+        training.manager.swapped_in("reference").__enter__()
+    assert_bitwise_equal(dict(training.model.state_dict()), before)
+    training.manager.enter(Phase.TRAINING)
+
+
+def test_closing_waits_for_copies_that_only_the_device_has_waited_for(monkeypatch):
+    training, _ = with_reference(free_bytes=1 << 20)
+    training.manager.enter(Phase.LP_INFERENCE)
+    copy_now, waited_for = DeferredTransfer.wait_device, []
+    monkeypatch.setattr(DeferredTransfer, "wait_device", lambda self, num_copies=None: waited_for.append(self))
+
+    def wait_host(transfer):
+        copy_now(transfer)
+        return 0.0
+
+    monkeypatch.setattr(DeferredTransfer, "wait_host", wait_host)
+    with training.manager.swapped_in("reference"):
+        pass
+    assert any(not transfer.finished for transfer in waited_for)
+    arenas, close = training.manager._arenas, training.manager._arenas.close
+
+    def close_arenas():
+        assert all(transfer.finished for transfer in waited_for)
+        close()
+        arenas.is_closed = True
+
+    monkeypatch.setattr(arenas, "close", close_arenas)
+    training.manager.close()
+    assert arenas.is_closed
+
+
+def test_what_fails_while_a_snapshot_is_taken_or_copies_are_waited_for_is_what_is_raised(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a copy failed")
+
+    training = Training(device=DeferredDevice())
+    training.manager.enter(Phase.LP_INFERENCE)
+    with monkeypatch.context() as patched:
+        patched.setattr(DeferredTransfer, "wait_host", fail)
+        with pytest.raises(RuntimeError, match="a copy failed"):
+            training.manager.snapshot("params", "reference")
+    training.manager._arenas.close()  # nothing is in use
+
+    training, _ = with_reference()
+    training.manager.enter(Phase.LP_INFERENCE)
+    with monkeypatch.context() as patched:
+        patched.setattr(DeferredTransfer, "wait_host", fail)
+        with pytest.raises(RuntimeError, match="a copy failed"):
+            training.manager.close()
+    assert training.manager._arenas.reserved_bytes == 0

@@ -155,7 +155,7 @@ class DTensorBackend:
         return self._device
 
     def _trainable(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._parameters]
+        return [parameter for _, parameter in self._parameters if parameter.requires_grad]
 
     def _reshard(self) -> None:
         parallel.reshard_all(self._fsdp_root)
@@ -318,13 +318,13 @@ class DTensorBackend:
         """Begin to save model, optimizer, scheduler and RNG."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
         """Read what `stage_save` wrote."""
         self._reshard()
-        dcp.load_state(path, self._training_state())
+        dcp.load_state(path, self._training_state(), streamed)
 
     def _training_state(self) -> checkpoint.DTensorState:
-        return checkpoint.DTensorState(self._parameters, self._optimizer, self._scheduler)
+        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._scheduler)
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.policy.backends import dcp
-from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.residency import OptimizerParts, local_tensor, restricted_to
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class DTensorState:
 
     Attributes:
         parameters: By Hugging Face name.
-        optimizer: Over these parameters.
+        parts: Which of them have their states in which group.
+        optimizer: Over those of these parameters that are trained.
         scheduler: Of its learning rate.
     """
 
     parameters: list[tuple[str, nn.Parameter]]
+    parts: OptimizerParts
     optimizer: Optimizer
     scheduler: LRScheduler | None
 
@@ -35,15 +37,25 @@ class DTensorState:
         """Where the parameters are."""
         return self.parameters[0][1].device
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer states by their names in the checkpoint."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters}
-        found: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in self.parameters}
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    found[f"{dcp.OPTIMIZER}{names[parameter]}/{key}"] = value
-        return found
+    @property
+    def groups(self) -> Sequence[str]:
+        """State groups of the optimizer."""
+        return list(self.parts.members)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters by their names in the checkpoint."""
+        return {f"{dcp.MODEL}{name}": parameter.detach() for name, parameter in self.parameters}
+
+    def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
+        """The states of one group by their names in the checkpoint."""
+        state = self.optimizer.state
+        return {
+            f"{dcp.OPTIMIZER}{name}/{key}": value
+            for name, parameter in self.parts.members[group]
+            # Not `state[parameter]`: that would make an entry.
+            for key, value in (state[parameter].items() if parameter in state else ())
+            if isinstance(value, Tensor)
+        }
 
     def values(self) -> dict[str, Any]:
         """What is no tensor: the optimizer's settings and the schedule."""
@@ -59,19 +71,27 @@ class DTensorState:
         if self.scheduler is not None and values["scheduler"] is not None:
             self.scheduler.load_state_dict(values["scheduler"])
 
-    def make_optimizer_state(self) -> None:
-        """Have the optimizer allocate its state, by a step that changes nothing."""
-        if self.optimizer.state:
+    def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
+        """Have the optimizer allocate the states of one group, by a step that changes nothing."""
+        state = self.optimizer.state
+        # What was never trained has no states, neither here nor in the checkpoint.
+        wanted = [
+            parameter
+            for name, parameter in self.parts.members[group]
+            if dcp.OPTIMIZER + name in saved and not state.get(parameter)
+        ]
+        if not wanted:
             return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        rates = [options["lr"] for options in self.optimizer.param_groups]
+        for options in self.optimizer.param_groups:
+            options["lr"] = 0.0
+        for parameter in wanted:
+            parameter.grad = torch.zeros_like(parameter)
+        with restricted_to(self.optimizer, wanted):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        for options, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            options["lr"] = rate
 
     def rng_state(self) -> dict[str, Tensor]:
         """This rank's random states."""

@@ -238,16 +238,17 @@ class MegatronBackend:
         """Begin to save model, optimizer, scheduler and RNG."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
         """Read what `stage_save` wrote."""
         training_state = self._training_state()
         training_state.check_layout(path)
-        dcp.load_state(path, training_state)
+        dcp.load_state(path, training_state, streamed)
 
     def _training_state(self) -> MegatronState:
         return MegatronState(
             self._model,
             self._optimizer,
+            self._streamed,
             self._scheduler,
             self._device,
             with_frozen=not self._cfg.peft.enabled,

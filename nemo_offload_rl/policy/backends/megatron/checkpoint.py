@@ -9,7 +9,7 @@ Another split of the model itself is refused. With delayed scaling each part's 8
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.backends.megatron import fp8_scales, parallel
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
-from nemo_offload_rl.residency import unique_storages
+from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
+from nemo_offload_rl.residency import restricted_to, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class MegatronState:
     Args:
         model: The model.
         optimizer: Megatron's optimizer.
+        streamed: Which of its states are in which group.
         scheduler: Megatron's schedule.
         device: Where the parameters are.
         with_frozen: Save parameters that are not trained, too. Without, there is nothing of the model but adapters.
@@ -53,6 +55,7 @@ class MegatronState:
         self,
         model: BuiltModel,
         optimizer: Any,
+        streamed: StreamedStates,
         scheduler: Any,
         device: torch.device,
         *,
@@ -61,6 +64,7 @@ class MegatronState:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._streamed = streamed
         self._scheduler = scheduler
         self._device = device
         self._with_frozen = with_frozen
@@ -76,7 +80,7 @@ class MegatronState:
         if self._with_scales and not any(name.startswith(SCALES) for name in saved):
             self._with_scales = False
             logger.warning("checkpoint %s has no scales of 8-bit layers; the next steps find them anew", path)
-        layouts = {name.split("/")[1] for name in saved if name.startswith("model/")}
+        layouts = {name.split("/")[1] for name in saved if name.startswith(dcp.MODEL)}
         if layouts != {parallel.layout_name()}:
             raise CheckpointError(
                 f"The checkpoint {path} was written by ranks laid out as {', '.join(sorted(layouts))}, not as "
@@ -88,21 +92,28 @@ class MegatronState:
         """Where the parameters are."""
         return self._device
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters, and its ranges of masters and optimizer states."""
+    @property
+    def groups(self) -> Sequence[str]:
+        """State groups of the optimizer."""
+        return self._streamed.group_names
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters, and what else of the model is saved."""
         found: dict[str, Tensor] = {}
         for index, chunk in enumerate(self._model.chunks):
             for name, tensor in chunk.module.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and not name.endswith("_extra_state") and self._is_saved(tensor):
-                    found[f"model/{_place(tensor)}/{index}/{name}"] = tensor.detach()
-        params = unique_storages(found.items())
-        names = {
-            parameter: f"{dcp.OPTIMIZER}{_place(parameter)}/{index}/{name}"
-            for index, chunk in enumerate(self._model.chunks)
-            for name, parameter in chunk.module.named_parameters()
-        }
+                    found[f"{dcp.MODEL}{_place(tensor)}/{index}/{name}"] = tensor.detach()
+        return found
+
+    def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
+        """This rank's ranges of the masters and states of one group."""
+        found: dict[str, Tensor] = {}
+        params, names = unique_storages(self.model_tensors().items()), self._optimizer_names()
         for mcore in _real(self._optimizer):
             for held, parameter, offset in _ranges(mcore):
+                if self._streamed.group_of(held) != group:
+                    continue
                 for key, tensor in _kept_for(held, mcore.optimizer):
                     # Without fp32 masters the optimizer's parameters are the model's.
                     if unique_storages([(key, tensor)]).keys().isdisjoint(params):
@@ -111,6 +122,14 @@ class MegatronState:
                             FlatRange(tensor, offset, parameter.numel()) if is_range else tensor.detach()
                         )
         return found
+
+    def _optimizer_names(self) -> dict[Tensor, str]:
+        """What the names of each parameter's masters and states begin with."""
+        return {
+            parameter: f"{dcp.OPTIMIZER}{_place(parameter)}/{index}/{name}"
+            for index, chunk in enumerate(self._model.chunks)
+            for name, parameter in chunk.module.named_parameters()
+        }
 
     def _is_saved(self, tensor: Tensor) -> bool:
         return self._with_frozen or tensor.requires_grad
@@ -173,27 +192,35 @@ class MegatronState:
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(mine["scheduler"])
 
-    def make_optimizer_state(self) -> None:
-        """Have the optimizers allocate their states."""
+    def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
+        """Have the optimizers allocate the states of one group."""
+        names = self._optimizer_names()
         for mcore in _real(self._optimizer):
             inner = mcore.optimizer
-            if inner.state:
+            wanted = [
+                held
+                for held, parameter, _ in _ranges(mcore)
+                # Not `state[held]`: that would make an entry.
+                if self._streamed.group_of(held) == group and names[parameter] in saved and not inner.state.get(held)
+            ]
+            if not wanted:
                 continue
             if isinstance(inner, HybridDeviceOptimizer):
-                inner.dummy_step()
+                if not inner.state:
+                    inner.dummy_step()  # of all parameters
             elif mcore.init_state_fn is None:  # SGD: a momentum of zeros gives the step that having none gives
-                for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-                    inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                for held in wanted:
+                    inner.state[held]["momentum_buffer"] = torch.zeros_like(held)
             elif hasattr(inner, "initialize_state"):
                 # Transformer Engine's; Megatron's own function calls it without its second argument.
-                for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-                    remainders = inner.store_param_remainders and parameter.dtype is torch.bfloat16
-                    inner.initialize_state(parameter, remainders)
+                for held in wanted:
+                    inner.initialize_state(held, inner.store_param_remainders and held.dtype is torch.bfloat16)
             else:
-                mcore.init_state_fn(inner, mcore.config)
+                with restricted_to(inner, wanted):
+                    mcore.init_state_fn(inner, mcore.config)
                 if isinstance(inner, torch.optim.Adam):
-                    for state in inner.state.values():
-                        state["step"] = torch.zeros((), dtype=torch.float32)
+                    for held in wanted:
+                        inner.state[held]["step"] = torch.zeros((), dtype=torch.float32)
 
     def rng_state(self) -> dict[str, Tensor]:
         """Random states of torch and of Megatron's tracker."""

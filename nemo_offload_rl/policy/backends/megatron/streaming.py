@@ -51,18 +51,33 @@ class StreamedStates:
             )
             self._parts.append((mcore, parts))
             first_index += len(parts.parts)
+        self._part_of = {
+            parameter: name for _, parts in self._parts for name, some in parts.parts.items() for _, parameter in some
+        }
         self.rest_bytes = sum(state_bytes[p] for _, parts in self._parts for _, p in parts.rest)
         self.streamed_bytes = sum(state_bytes.values()) - self.rest_bytes
 
+    @property
+    def group_names(self) -> list[str]:
+        """The group of the states that stay through a step, then that of each part."""
+        return list(self._members())
+
+    def group_of(self, parameter: Tensor) -> str:
+        """The group with the states of what an inner optimizer updates."""
+        return self._part_of.get(parameter, OPTIMIZER)
+
     def groups(self) -> list[StateGroup]:
         """The states that stay through a step as one group, then one of each part."""
+        return [
+            TensorGroup(name, lambda mine=mine: state.optimizer_tensors(self._optimizer, mine))
+            for name, mine in self._members().items()
+        ]
+
+    def _members(self) -> dict[str, list[Tensor]]:
         members = {OPTIMIZER: [p for _, parts in self._parts for _, p in parts.rest]}
         for _, parts in self._parts:
             members |= {name: [parameter for _, parameter in some] for name, some in parts.parts.items()}
-        return [
-            TensorGroup(name, lambda mine=mine: state.optimizer_tensors(self._optimizer, mine))
-            for name, mine in members.items()
-        ]
+        return members
 
     @contextmanager
     def streaming(self, streamed: Iterator[str]) -> Iterator[None]:

@@ -27,6 +27,7 @@ from policy_cases import (
 from resume_cases import goes_on_bitwise, train_steps
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.worker import PolicyWorker
 
@@ -159,7 +160,7 @@ def test_a_checkpoint_without_scales_is_read_with_a_warning(folder, tmp_path, mo
 def optimizer_ranges(worker: PolicyWorker) -> dict[str, tuple[int, torch.Tensor]]:
     """Where this rank's range of each flattened tensor of the optimizer begins, and its contents."""
     with worker.residency.checkpoint_view():
-        found = worker._backend._training_state().tensors()
+        found = state_tensors(worker._backend._training_state())
         ranges = {name: tensor for name, tensor in found.items() if name.startswith("optimizer/")}
         return {
             name: (tensor.offset, tensor.part.clone()) if isinstance(tensor, FlatRange) else (0, tensor.clone())

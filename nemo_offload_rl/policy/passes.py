@@ -1,0 +1,93 @@
+"""A worker's passes over micro-batches, beside the copies that residency has under way."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from nemo_offload_rl.data.batch import TokenBatch, TrainBatch
+from nemo_offload_rl.policy.memory_history import explain_out_of_memory
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyManager
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """Runs passes so that what came to the device early takes no memory that a pass turns out to need.
+
+    A pass of more tokens than any before it is announced, so that early copies leave ahead of it if need be. A single
+    rank that runs out of memory all the same runs the pass once more without them. Several ranks cannot: the others
+    wait in a collective of the pass that failed.
+
+    Args:
+        residency: The rank's state.
+        is_alone: Passes have no collectives with other ranks.
+    """
+
+    def __init__(self, residency: ResidencyManager, *, is_alone: bool) -> None:
+        self._residency = residency
+        self._is_alone = is_alone
+
+    def run[Batch: TokenBatch, Result](
+        self,
+        micro_batches: Sequence[Batch],
+        run: Callable[[Sequence[Batch]], Result],
+        after_failure: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """`run(micro_batches)`, perhaps twice.
+
+        Args:
+            micro_batches: What the pass goes over.
+            run: The pass.
+            after_failure: Undoes what a failed pass has left behind, before it is run again.
+        """
+        self._residency.expect_work(max((batch.input_ids.numel() for batch in micro_batches), default=0))
+        try:
+            with explain_out_of_memory(self._residency):
+                return run(micro_batches)
+        except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
+            if not self._is_alone:
+                raise
+            after_failure()
+            num_bytes = self._residency.make_room()
+            if not num_bytes:
+                raise
+            phase = self._residency.phase.value if self._residency.phase else "start"
+            logger.warning(
+                "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
+                "not read",
+                phase,
+                " ".join(str(error).split())[:200],
+                num_bytes / 2**30,
+            )
+        # Outside of the handler: the error's traceback holds the failed pass's tensors.
+        gc.collect()
+        with explain_out_of_memory(self._residency):
+            return run(micro_batches)
+
+
+class PacedBatches(Collection[TrainBatch]):
+    """Micro-batches of a training pass, with the residency's turn before each.
+
+    Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
+    """
+
+    def __init__(self, micro_batches: Sequence[TrainBatch], residency: ResidencyManager) -> None:
+        self._micro_batches = micro_batches
+        self._residency = residency
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def __contains__(self, micro_batch: object) -> bool:
+        return micro_batch in self._micro_batches
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        for index, micro_batch in enumerate(self._micro_batches):
+            self._residency.poll()
+            if index == len(self) - 1:
+                self._residency.prefetch(Phase.OPTIM_STEP)
+            yield micro_batch

@@ -1,0 +1,160 @@
+"""What comes to the device early takes no memory that a pass turns out to need."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from policy_cases import NLL, assert_equal, full_optimizer, full_params, has_grads, make_batch
+from torch import nn
+
+from nemo_offload_rl.policy.passes import Passes
+from nemo_offload_rl.residency import (
+    DeviceOutOfMemoryError,
+    Phase,
+    Placement,
+    ResidencyManager,
+    ResidencySettings,
+    SimulatedDevice,
+    TensorGroup,
+    resolve_plan,
+    work_memory,
+)
+
+
+class BusyDevice(SimulatedDevice):
+    """A simulated device whose passes take memory too."""
+
+    asynchronous = True
+    pass_peak_bytes = 0
+
+    def run_pass(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes():
+            raise DeviceOutOfMemoryError(f"{num_bytes} bytes for a pass, {self.free_bytes()} are free")
+        self.pass_peak_bytes = max(self.pass_peak_bytes, self.used_bytes() + num_bytes)
+
+    def drain_peak_bytes(self) -> int:
+        peak, self.pass_peak_bytes = max(self.pass_peak_bytes, self.used_bytes()), 0
+        return peak
+
+
+def make_manager(capacity_bytes: int, monkeypatch) -> tuple[ResidencyManager, BusyDevice, dict[str, nn.Parameter]]:
+    """Parameters of 40 bytes and an optimizer of 80, which comes early behind logprobs where there is room."""
+    monkeypatch.setattr(work_memory, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(work_memory, "MARGIN", 1.0)
+    device = BusyDevice(capacity_bytes)
+    tensors = {"params": torch.arange(10.0), "optimizer": torch.arange(20.0)}
+    groups = [TensorGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]
+    plan = resolve_plan(
+        ResidencySettings(
+            colocated=True, use_pinned_optimizer_offload=False, offload_optimizer_states_for_logprob=False
+        )
+    )
+    return ResidencyManager(plan=plan, groups=groups, device=device), device, tensors
+
+
+def next_logprobs(manager: ResidencyManager) -> None:
+    for phase in (Phase.TRAINING, Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+        manager.enter(phase)
+
+
+@dataclass
+class _Sized:
+    """All that a pass looks at of a micro-batch."""
+
+    input_ids: torch.Tensor
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
+@pytest.mark.parametrize("is_announced", [True, False], ids=["by its tokens", "by failing"])
+def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_prefetching(
+    monkeypatch, caplog, is_alone, is_announced
+):
+    manager, device, tensors = make_manager(160, monkeypatch)
+    passes = Passes(manager, is_alone=is_alone)
+    ran = []
+
+    def run(batches):
+        device.run_pass(40 if len(ran) < 2 else 100)
+        ran.append(manager.location("optimizer"))
+
+    def attempt(num_bytes: int) -> None:
+        batch = _Sized(torch.empty(num_bytes if is_announced else 1))
+        passes.run([batch], run)
+
+    for num_bytes in (40, 40):
+        next_logprobs(manager)
+        attempt(num_bytes)
+    assert ran == [Placement.HOST, Placement.DEVICE]  # the second time it came early
+    next_logprobs(manager)
+    assert manager.location("optimizer") is Placement.DEVICE
+    if not is_alone and not is_announced:
+        with pytest.raises(DeviceOutOfMemoryError, match="for a pass"):
+            attempt(100)
+        return
+    with caplog.at_level(logging.WARNING):
+        attempt(100)
+    assert ran[2] is Placement.HOST
+    assert len(caplog.records) == (0 if is_announced else 1)
+    manager.enter(Phase.TRAINING)
+    assert torch.equal(tensors["optimizer"], torch.arange(20.0)) and torch.equal(tensors["params"], torch.arange(10.0))
+    # What such a pass takes is known now.
+    next_logprobs(manager)
+    assert manager.location("optimizer") is Placement.HOST
+
+
+def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_leave(monkeypatch):
+    manager, device, _ = make_manager(160, monkeypatch)
+    tries = []
+
+    def run(batches):
+        tries.append(len(batches))
+        device.run_pass(130)
+
+    manager.enter(Phase.TRAINING)
+    for num_tries in (2, 3):
+        with pytest.raises(DeviceOutOfMemoryError, match="for a pass"):
+            Passes(manager, is_alone=True).run([_Sized(torch.empty(1))], run)
+        assert len(tries) == num_tries
+
+
+@dataclass
+class OutOfMemoryOnce:
+    """NLL that runs out of memory in its second micro-batch, once."""
+
+    worker: object
+    locations: list[Placement]
+
+    def __call__(self, logprobs_BS, batch, norm):
+        self.locations.append(self.worker.residency.location("optimizer"))
+        if len(self.locations) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return NLL()(logprobs_BS, batch, norm)
+
+
+def test_a_step_that_ran_out_of_memory_and_was_run_again_is_bit_by_bit_the_step_that_did_not(
+    make_worker, folders, caplog
+):
+    folder, _ = folders("qwen3-tied")
+
+    def run(*, interrupted: bool):
+        with make_worker(folder) as worker:
+            worker.prepare_for_training()
+            results = [worker.train(make_batch(seed=0), NLL())]
+            loss = OutOfMemoryOnce(worker, []) if interrupted else NLL()
+            results.append(worker.train(make_batch(seed=1), loss))
+            if interrupted:
+                assert loss.locations == [Placement.DEVICE] * 2 + [Placement.HOST] * 4
+                assert worker.residency.location("optimizer") is Placement.DEVICE
+            assert not has_grads(worker)
+            results.append(worker.train(make_batch(seed=2), NLL()))
+            return results, full_params(worker), full_optimizer(worker)
+
+    expected, params, optimizer = run(interrupted=False)
+    caplog.clear()
+    results, params_after, optimizer_after = run(interrupted=True)
+    assert results == expected
+    assert_equal(params_after, params)
+    assert_equal(optimizer_after, optimizer)
+    told = [r.getMessage() for r in caplog.records if "run again" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("out of memory in a pass of phase training (CUDA out of memory.")
