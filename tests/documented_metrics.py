@@ -14,7 +14,7 @@ def documented(*headings: str) -> set[str]:
     sections = re.split(r"^## (.*)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
     by_heading = dict(zip(sections[1::2], sections[2::2], strict=True))
     texts = [by_heading[heading] for heading in headings or by_heading]
-    return {name for text in texts for name in re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)}
+    return {name for text in texts for name in re.findall(r"^\| `([^`/]+/[^`]+)` \|", text, flags=re.MULTILINE)}
 
 
 def pattern(name: str) -> re.Pattern[str]:

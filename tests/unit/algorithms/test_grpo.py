@@ -66,7 +66,7 @@ def test_a_second_pass_over_the_data_goes_on_where_the_unfilled_step_began(tmp_p
     whole = local_grpo(tmp_path / "whole", model, kinds, *keys, "grpo.max_num_epochs=2").run()
     resumed = local_grpo(tmp_path, model, kinds, *keys, "grpo.max_num_epochs=2").run()
     assert list(resumed) == list(whole) == [1, 2, 3]
-    for name in ("train/loss", "train/reward_mean", "train/grad_norm"):
+    for name in ("train/loss", "train/reward_mean", "train/grad_norm", "train/total_tokens"):
         assert [resumed[step][name] for step in whole] == [whole[step][name] for step in whole]
 
 

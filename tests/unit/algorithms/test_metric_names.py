@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from documented_metrics import documented, without_match
 
 from nemo_offload_rl.algorithms.metric_names import (
     DPO_NAMES,
@@ -48,3 +49,20 @@ def test_a_metric_about_a_data_set_needs_that_data_set_beside_others():
     assert data_set_problem("train:reward_mean/math", sets) is None
     assert "choose one of gsm8k, math" in str(data_set_problem("train:reward_mean/maths", sets))
     assert "one data set only; write val:accuracy" in str(data_set_problem("val:accuracy/gsm8k", sets))
+
+
+def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_clocks_and_counters():
+    """The tests of trainers and of whole runs compare these lists with the runs and with what plain code computes."""
+    everything = grpo_names(
+        group_size=64, val_group_size=64, dynamic_sampling=True, scores_before_training=True, truncates=True
+    )
+    prefixes = {"train": "train", "val": "validation"}
+    computed = {
+        f"{prefixes[prefix]}/{name}"
+        for names in (everything, SFT_NAMES, DPO_NAMES)
+        for prefix, known in names.items()
+        for name in known
+    }
+    told = {name for name in documented() if not name.startswith(("timing/", "residency/", "memory/"))}
+    assert without_match(told, computed) == {"train/training_mfu"}  # needs a GPU: see utils/flops.py and its test
+    assert without_match(computed, told) == set()
