@@ -39,11 +39,11 @@ ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state 
 PROCESS, ENGINE = "process", "engine"
 # What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
-# Main memory of whole processes, libraries and CUDA context included, without any state. Those on CPU were measured
-# (benchmarks/host_memory.py); those on a GPU are what one run of 8.19 B parameters took beside its state, halved.
-POLICY_PROCESS_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB // 2}
-ENGINE_PROCESS_BYTES = {"cuda": 4 * _GIB, "cpu": 3 * _GIB // 4}
-DRIVER_BYTES = _GIB  # with the daemons of a Ray cluster that it has started
+# Main memory of whole processes, libraries and CUDA context included, without any state: measured by
+# benchmarks/host_memory.py (docs/residency.md). The driver's is with the daemons of a Ray cluster that it has started.
+POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
+ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
+DRIVER_BYTES = {"cuda": 2 * _GIB, "cpu": _GIB}
 
 
 @dataclass(frozen=True)
@@ -315,4 +315,4 @@ def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> d
     if need.settings.engine_memory_share > 0 and need.settings.colocated:
         engine_bytes = need.other.get(ENGINE, ENGINE_PROCESS_BYTES[device_type])
         owners["engine"] = num_workers * engine_bytes
-    return {**owners, "driver": DRIVER_BYTES}
+    return {**owners, "driver": DRIVER_BYTES[device_type]}
