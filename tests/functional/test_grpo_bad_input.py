@@ -27,7 +27,11 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["data.train.num_digits", "~data.train +data.train="],
     ),
     "batch that does not divide": (["policy.train_global_batch_size=24"], ["train_global_batch_size", "24", "32"]),
-    "prompt too long": (["data.max_input_seq_length=7"], ["data.max_input_seq_length", "7"]),
+    "prompt too long": (
+        ["data.max_input_seq_length=7", "data.overlong_rows=error"],
+        ["arithmetic problem", "data.max_input_seq_length=7", "data.overlong_rows"],
+    ),
+    "every prompt too long": (["data.max_input_seq_length=2"], ["and all others are longer than"]),
     "responses too long for the engine": (
         ["policy.generation.max_new_tokens=17", "policy.max_total_sequence_length=33",
          "policy.generation.vllm_cfg.max_model_len=32"],
