@@ -77,15 +77,20 @@ class ResidencyManager:
         self.plan = plan
         self.phase: Phase | None = None
         self._device = device
-        self._arenas = arenas or HostArenas(device)
+        self._arenas = held = arenas or HostArenas(device)
+
+        # No method: a manager in a circle would live until a collection, and keep a Megatron model from that one.
+        def arena_for(name: str) -> HostArena:
+            return held.arena(row_of(name) in plan.pinned_groups)
+
         self._states = {
-            group.name: GroupState(group, device, HostMirror(group.name, self._arena_for(group.name)), verify)
+            group.name: GroupState(group, device, HostMirror(group.name, arena_for(group.name)), verify)
             for group in groups
         }
         self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
         self._mover = GroupMover(self._states, device)
-        self._snapshots = Snapshots(self._states, self._mover, device, self._arena_for)
+        self._snapshots = Snapshots(self._states, self._mover, device, arena_for)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
@@ -378,9 +383,6 @@ class ResidencyManager:
     @property
     def _gives_back(self) -> bool:
         return self.phase is not None and self.plan.makes_room(self.phase)
-
-    def _arena_for(self, name: str) -> HostArena:
-        return self._arenas.arena(row_of(name) in self.plan.pinned_groups)
 
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
         self._mover.refuse_if_failed(f"enter {target.value}")

@@ -146,7 +146,7 @@ def test_cached_memory_and_that_of_the_optimizer_go_back_when_somebody_looks_aft
 def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
     training = Training()
     training.manager.reserve({"params": 1 << 30})
-    arena = training.manager._arena_for("params")
+    arena = training.manager._arenas.arena(True)
     assert arena.pinned
     assert arena.reserved_bytes == 1 << 30
     block = arena.alloc(1 << 29, "test")
@@ -256,7 +256,7 @@ def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypa
         training.manager.enter(Phase.REFIT)
         training.manager.enter(Phase.GENERATION)
     assert "pageable memory" in caplog.text
-    assert not training.manager._arena_for("params").pinned
+    assert not training.manager._arenas.arena(True).pinned
     for a, b in zip(training.contents(), plain.contents(), strict=True):
         assert torch.equal(a, b)
     training.manager.close()
