@@ -36,6 +36,7 @@ def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, toke
 
     settings: dict[str, Any] = {
         "model_name": str(model),
+        "hf_config_overrides": {},
         "seed": 0,
         "async_engine": False,
         "precision": "bfloat16",

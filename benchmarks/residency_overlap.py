@@ -84,6 +84,7 @@ def write_model(shape_name: str, folder: Path, device: str) -> None:
 
 def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
     """A policy worker on one device."""
+    from nemo_offload_rl.data.settings import TokenizerSettings
     from nemo_offload_rl.policy.backends.base import ProcessInfo
     from nemo_offload_rl.policy.settings import (
         BatchingSettings,
@@ -99,6 +100,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
     settings = PolicySettings(
         model_name=str(folder),
         hf_config_overrides={},
+        tokenizer=TokenizerSettings(name=str(folder), chat_template=None, chat_template_kwargs=None),
         precision="bfloat16" if on_gpu else "float32",
         deterministic=False,
         train_global_batch_size=args.rows,

@@ -26,6 +26,7 @@ def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
     """For a tiny float32 model on the CPU."""
     settings: dict[str, Any] = {
         "model_name": str(folder),
+        "hf_config_overrides": {},
         "seed": 0,
         "async_engine": False,
         "precision": "float32",

@@ -30,6 +30,7 @@ from transformers import (
 
 from nemo_offload_rl.config.convert import freeze
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
+from nemo_offload_rl.data.settings import TokenizerSettings
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
@@ -162,6 +163,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
     return PolicySettings(
         model_name=str(model_name),
         hf_config_overrides={},
+        tokenizer=TokenizerSettings(name=str(model_name), chat_template=None, chat_template_kwargs=None),
         precision="float32",
         train_global_batch_size=8,
         train_micro_batch_size=2,

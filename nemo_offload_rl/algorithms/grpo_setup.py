@@ -29,8 +29,7 @@ from nemo_offload_rl.environments.math import MathEnvironment
 from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
-from nemo_offload_rl.policy.backends.megatron.engine import check_engine
-from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
 from nemo_offload_rl.utils.logger import RunLogger
@@ -51,8 +50,7 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can mend; a worker that died is one too.
     """
-    check_model_folder(config.policy.model_name)
-    check_engine(config.policy)
+    check_model(config.policy)
     tokenizer = load_tokenizer(config.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)

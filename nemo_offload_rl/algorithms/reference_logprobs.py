@@ -31,7 +31,7 @@ def fingerprint(pairs: Splits[ExamplePair], policy: PolicySettings) -> str:
     The files of a model folder are told apart by name, size and time of change: their bytes would take as long to read
     as the logprobs to compute. A name of a model hub stands for itself.
     """
-    folder = Path(policy.model_name).expanduser()
+    folder = Path(policy.model_name)
     patterns = ("config.json", *WEIGHT_PATTERNS)
     files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     model = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] or policy.model_name

@@ -25,8 +25,7 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.megatron.engine import check_engine
-from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
@@ -47,8 +46,7 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
     Raises:
         UserError: Something that the user can mend; a worker that died is one too.
     """
-    check_model_folder(config.policy.model_name)
-    check_engine(config.policy)
+    check_model(config.policy)
     tokenizer = load_tokenizer(config.tokenizer)
     kwargs = config.tokenizer.chat_template_kwargs
     examples = load_examples(config.data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
@@ -64,8 +62,7 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
 
 def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
     """Run DPO from a checked configuration; arguments and errors as above."""
-    check_model_folder(config.policy.model_name)
-    check_engine(config.policy)
+    check_model(config.policy)
     tokenizer = load_tokenizer(config.tokenizer)
     pairs = load_example_pairs(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     saved: ReferenceFile | None = None

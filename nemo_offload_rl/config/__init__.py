@@ -76,4 +76,17 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
             f"{path} configures {others[0]}, not {algorithm}; start it with examples/run_{others[0]}.py, or give the "
             f"configuration of a run of {algorithm}"
         )
-    return raw
+    return _with_home(raw)
+
+
+def _with_home(node: Any) -> Any:
+    """Paths that begin with `~/` in full: what reads them, in whatever process, need not know of it."""
+    match node:
+        case Mapping():
+            return {key: _with_home(value) for key, value in node.items()}
+        case list():
+            return [_with_home(value) for value in node]
+        case str() if node.startswith("~/"):
+            return str(Path(node).expanduser())
+        case _:
+            return node

@@ -25,7 +25,6 @@ from nemo_offload_rl.data.settings import (
     TokenizerSettings,
 )
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings, VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
@@ -147,7 +146,7 @@ def to_grpo_config(cfg: GrpoMasterConfig) -> GrpoConfig:
         loss_fn=freeze(ClippedPGLossSettings, cfg["loss_fn"], "loss_fn"),
         policy=to_policy_settings(cfg["policy"], rollout_fields(cfg["policy"]) | {"seed": seed}),
         tokenizer=freeze(TokenizerSettings, cfg["policy"]["tokenizer"], "policy.tokenizer"),
-        generation=to_generation_settings(cfg["policy"]["generation"], cfg["policy"]["model_name"], seed),
+        generation=to_generation_settings(cfg["policy"], seed),
         data=DataSettings(
             max_input_seq_length=data["max_input_seq_length"],
             overlong_rows=data["overlong_rows"],
@@ -197,7 +196,7 @@ def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) 
         policy: The section.
         derived: Fields that do not stand in it, or not as the worker wants them.
     """
-    elsewhere = {"tokenizer", "generation", "scheduler"}
+    elsewhere = {"generation", "scheduler"}
     values: dict[str, Any] = {key: value for key, value in policy.items() if key not in elsewhere}
     values["scheduler"] = scheduler_phases(policy["scheduler"])
     values["megatron_cfg"] = policy.get("megatron_cfg")  # the section may be left out
@@ -224,8 +223,9 @@ def scheduler_phases(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[s
     return [{**phase, "until_step": end} for phase, end in zip(phases, ends, strict=False)]
 
 
-def to_generation_settings(generation: GenerationConfig, model_name: str, seed: int) -> GenerationSettings:
+def to_generation_settings(policy: PolicyConfig, seed: int) -> GenerationSettings:
     """The keys `policy.generation.*`, with one `SamplingSettings` for rollouts and one for validation."""
+    generation = policy["generation"]
     common = {
         "max_new_tokens": generation["max_new_tokens"],
         "stop_token_ids": generation["stop_token_ids"] or (),
@@ -238,7 +238,8 @@ def to_generation_settings(generation: GenerationConfig, model_name: str, seed: 
         "top_p": generation["val_top_p"],
         "top_k": generation["val_top_k"],
     }
-    vllm = {**generation["vllm_cfg"], "vllm_kwargs": generation["vllm_kwargs"], "model_name": model_name, "seed": seed}
+    model = {key: policy[key] for key in ("model_name", "hf_config_overrides")}
+    vllm = {**generation["vllm_cfg"], "vllm_kwargs": generation["vllm_kwargs"], **model, "seed": seed}
     return GenerationSettings(
         backend=generation["backend"],
         colocated=generation["colocated"]["enabled"],

@@ -15,9 +15,10 @@ from nemo_offload_rl.generation.interfaces import SamplingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """One vLLM engine. `model_name` is `policy.model_name`; `seed` is `grpo.seed`; the rest is `vllm_cfg`."""
+    """One vLLM engine. The first two are keys of `policy`; `seed` is `grpo.seed`; the rest is `vllm_cfg`."""
 
     model_name: str
+    hf_config_overrides: Mapping[str, Any]
     seed: int
     async_engine: bool
     precision: str  # "float32", "bfloat16" or "float16"

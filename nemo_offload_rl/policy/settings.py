@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.data.settings import TokenizerSettings
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -212,6 +214,7 @@ class PolicySettings:
 
     model_name: str
     hf_config_overrides: Mapping[str, Any]
+    tokenizer: TokenizerSettings  # goes into exports
     precision: str  # of compute: "float32", "bfloat16" or "float16" (without loss scaling); the rest is float32
     train_global_batch_size: int
     train_micro_batch_size: int

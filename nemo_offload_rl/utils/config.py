@@ -225,8 +225,11 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
 
 
 def _parse_override(text: str) -> Override:
+    key, _, value = text.partition("=")
+    # In Hydra's grammar such a value needs quotes, which the shell takes away.
+    quoted = f'{key}="{value}"' if value.startswith("~/") else text
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(quoted)
     except HydraException as error:
         raise ConfigError(
             f"override {text!r} is not in Hydra's grammar ({_first_line(error)}); write key=value, +key=value or ~key"

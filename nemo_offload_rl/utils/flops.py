@@ -35,7 +35,7 @@ class ModelSizes:
 
 def read_model_sizes(model_name: str) -> ModelSizes | None:
     """Sizes of a local Hugging Face folder with safetensors, without reading weights; None for anything else."""
-    folder = Path(model_name).expanduser()
+    folder = Path(model_name)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None

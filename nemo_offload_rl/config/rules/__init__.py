@@ -11,6 +11,7 @@ from nemo_offload_rl.config.rules import (
     megatron,
     megatron_optimizer,
     memory,
+    model,
     rollouts,
     supervised,
     training,
@@ -22,6 +23,7 @@ from nemo_offload_rl.errors import ConfigError
 
 _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
     *cluster.RULES,
+    *model.RULES,
     *training.RULES,
     *megatron.RULES,
     *megatron_optimizer.RULES,

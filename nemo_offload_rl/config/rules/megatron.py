@@ -13,7 +13,6 @@ from nemo_offload_rl.config.rules.megatron_facts import (
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.policy.backends.megatron.supported import (
     YARN,
-    rope_settings,
     rope_type,
     unsupported_family,
     unsupported_layers,
@@ -162,19 +161,6 @@ def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
-    """An override of the rotary embeddings has all of them, their base too."""
-    overrides = cfg["policy"]["hf_config_overrides"]
-    if megatron_section(cfg) is None or "rope_parameters" not in overrides:
-        return None
-    if rope_settings(overrides).get("rope_theta") is not None:
-        return None
-    return (
-        "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "
-        "says of rotary embeddings; add it"
-    )
-
-
 def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
     """The fused kernel for rotary embeddings leaves YaRN's attention factor out."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
@@ -303,7 +289,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
     megatron_layers_divide_over_stages,
     megatron_attends_to_all_tokens_before,
     megatron_takes_the_whole_model,
-    megatron_rotary_embeddings_keep_their_base,
     fused_rotary_embeddings_have_no_factor,
     megatron_sequence_parallel_needs_tensor_parallel,
     megatron_lengths_can_be_split,

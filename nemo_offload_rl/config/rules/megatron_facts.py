@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.backends.model_folder import is_hub_name
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
 
 
@@ -27,8 +30,15 @@ def model_parallel_size(megatron: MegatronConfig) -> int:
 
 
 def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
-    """The model folder's config.json with `policy.hf_config_overrides`; None for a hub's name or a broken folder."""
-    path = Path(cfg["policy"]["model_name"]).expanduser() / "config.json"
+    """The model's config.json with `policy.hf_config_overrides`; None for a broken folder.
+
+    Of a hub's model it is known once a run has used it, or it was downloaded otherwise; None before.
+    """
+    name = cfg["policy"]["model_name"]
+    path = Path(name) / "config.json"
+    if is_hub_name(name):
+        cached = try_to_load_from_cache(name, "config.json")
+        path = Path(cached) if isinstance(cached, str) else path
     if not path.is_file():
         return None
     try:

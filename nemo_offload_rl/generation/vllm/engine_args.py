@@ -28,6 +28,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {
         "model": settings.model_name,
+        # The policy's model has them: without them the engine would be another model.
+        "hf_overrides": dict(settings.hf_config_overrides),
         "seed": settings.seed,
         "dtype": settings.precision,
         "kv_cache_dtype": settings.kv_cache_dtype,

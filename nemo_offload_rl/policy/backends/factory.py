@@ -6,7 +6,10 @@ import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
-from nemo_offload_rl.policy.backends.megatron.engine import load_engine
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
+from nemo_offload_rl.policy.backends.megatron.engine import check_engine, load_engine
+from nemo_offload_rl.policy.backends.megatron.supported import unsupported_family, unsupported_layers, unsupported_rope
+from nemo_offload_rl.policy.backends.model_folder import check_model_folder, read_model_config
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
@@ -21,6 +24,28 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBy
     from nemo_offload_rl.policy.backends.dtensor.sizes import expected_state_bytes
 
     return expected_state_bytes(settings, process.world_size, torch.device(process.device))
+
+
+def check_model(settings: PolicySettings) -> None:
+    """Refuse a model that cannot be trained by what its files or this machine's packages say; loads nothing.
+
+    Rules have said so of a folder already. The config of a hub's model may be known from here on only.
+
+    Raises:
+        UserError: A part of the model is missing or damaged, the backend does not train it, or lacks a package.
+    """
+    check_model_folder(settings.model_name)
+    check_engine(settings)
+    config = {**read_model_config(settings.model_name), **settings.hf_config_overrides}
+    key, checks = "policy.dtensor_cfg", (unsupported,)
+    if settings.megatron is not None:
+        key, checks = "policy.megatron_cfg", (unsupported_family, unsupported_layers, unsupported_rope)
+    for check in checks:
+        if (reason := check(config)) is not None:
+            raise ConfigError(
+                f"{key}.enabled is true, but config.json of {settings.model_name} has {reason}; use another model, or "
+                "the other backend if it trains this one (docs/models.md)"
+            )
 
 
 def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBackend:

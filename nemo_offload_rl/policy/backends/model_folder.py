@@ -1,9 +1,14 @@
-"""Checks on a Hugging Face model folder that need no model library, for use before any worker starts."""
+"""Finding and checking the files of a Hugging Face model, with no model library, for use before any worker starts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.errors import UserError
 
@@ -19,29 +24,114 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _ONE_TOKENIZER_OF = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# In the order in which `transformers` looks for them; other files beside them, such as `consolidated.safetensors`, are
+# not the model's.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_hub_name(model_name: str) -> bool:
+    """Whether a name of the form `owner/name` that is no folder stands for a model hub's."""
+    is_path = model_name.startswith((".", "/", "~")) or Path(model_name).is_dir()
+    return model_name.count("/") == 1 and not is_path
+
+
+def find_file(model_name: str, file_name: str) -> Path | None:
+    """A file of a model folder, or of a hub's model, fetched unless the cache has it; None if it cannot be had.
+
+    Raises:
+        UserError: The hub refuses the model.
+    """
+    if not is_hub_name(model_name):
+        path = Path(model_name) / file_name
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(model_name, file_name))
+    except EntryNotFoundError:  # also where neither the cache nor the network has it
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.model_name={model_name} is no folder, and the model hub does not give {file_name} "
+            f"({_first_line(error)}); check the name, or give the folder of a downloaded model"
+        ) from error
+
+
+def find_weight_files(model_name: str) -> list[Path]:
+    """The files with a model's weights, as its index names them.
+
+    Raises:
+        UserError: There are none, or one that the index names is missing.
+    """
+    path = next((found for name in _WEIGHTS if (found := find_file(model_name, name)) is not None), None)
+    if path is None:
+        raise UserError(f"policy.model_name={model_name} has no weights ({', '.join(_WEIGHTS)}); add them")
+    if path.suffix != ".json":
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no index of weights ({error}); copy it again") from error
+    files = {name: find_file(model_name, name) for name in names}
+    missing = [name for name, file in files.items() if file is None]
+    if missing:
+        raise UserError(f"{path} names {len(missing)} files that are not there, first {missing[0]}; add them")
+    return [file for file in files.values() if file is not None]
+
+
+def read_model_config(model_name: str) -> dict[str, Any]:
+    """What config.json has.
+
+    Raises:
+        UserError: There is none, or it is no JSON.
+    """
+    path = find_file(model_name, "config.json")
+    if path is None and is_hub_name(model_name):
+        raise UserError(
+            f"policy.model_name={model_name} is no folder, and neither the model hub nor its cache has a config.json "
+            "of it; check the name and the network, or give the folder of a downloaded model"
+        )
+    if path is None:
+        raise UserError(f"The model folder {model_name} has no config.json; it is not a Hugging Face model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); repair or replace it.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; replace it.")
+    return config
 
 
 def check_model_folder(model_name: str) -> None:
-    """Refuse a local folder that lacks its config, weights or tokenizer.
+    """Refuse a local folder that lacks its config, weights or tokenizer, or has a damaged file of weights.
 
-    A name of the form `owner/name` that is no folder is taken for a model hub's and left to the model library.
+    Of a hub's model only the config is asked for: the rest may be large, and is fetched by the workers.
 
     Raises:
         UserError: The folder does not exist, or a part of the model is missing.
     """
-    folder = Path(model_name).expanduser()
+    if is_hub_name(model_name):
+        read_model_config(model_name)
+        return
+    folder = Path(model_name)
     if not folder.is_dir():
-        if model_name.count("/") == 1 and not model_name.startswith((".", "/", "~")):
-            return
         raise UserError(f"policy.model_name={model_name} is not a folder; give that of a Hugging Face model.")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"The model folder {folder} has no config.json; it is not a Hugging Face model folder.")
-    if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
-        raise UserError(f"The model folder {folder} has no weights (*.safetensors or pytorch_model*.bin); add them.")
+    read_model_config(model_name)
+    for path in find_weight_files(model_name):
+        _check_whole(path)
     if not any((folder / name).is_file() for name in _ONE_TOKENIZER_OF):
         wanted = " or ".join(_ONE_TOKENIZER_OF)
         raise UserError(f"The model folder {folder} has no tokenizer ({wanted}); save the model's tokenizer there too.")
+
+
+def _check_whole(path: Path) -> None:
+    """A copy that was cut off, and a pointer left by git-lfs, are shorter than their header says."""
+    if path.suffix != ".safetensors":
+        return
     try:
-        json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not valid JSON ({error}); repair or replace it.") from error
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({error}); copy it again") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -46,6 +46,7 @@ DERIVED: dict[type, dict[str, str]] = {
     SchedulerSettings: {"until_step": "policy.scheduler[].milestones"},
     VllmSettings: {
         "model_name": "policy.model_name",
+        "hf_config_overrides": "policy.hf_config_overrides",
         "seed": "grpo.seed",
         "vllm_kwargs": "policy.generation.vllm_kwargs",
     },

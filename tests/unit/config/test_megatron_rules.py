@@ -100,9 +100,6 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([], "has rotary embeddings 'yarn', which is no mapping", {**DENSE, "rope_scaling": "yarn"}),
         (["+policy.hf_config_overrides.attention_bias=true"], "has attention_bias true, whose biases", DENSE),
     ],
-    "megatron_rotary_embeddings_keep_their_base": [
-        (["+policy.hf_config_overrides.rope_parameters={rope_type: linear, factor: 2.0}"], "has no rope_theta", None)
-    ],
     "fused_rotary_embeddings_have_no_factor": [
         ([], "set it to false", {**DENSE, "rope_parameters": YARN}),
         ([], "set it to false", {**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),

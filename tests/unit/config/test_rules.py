@@ -17,6 +17,7 @@ from nemo_offload_rl.config.rules import (
     megatron,
     megatron_optimizer,
     memory,
+    model,
     training,
 )
 from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
@@ -263,8 +264,8 @@ CASES = [(name, overrides, words) for name, cases in BROKEN.items() for override
 
 
 def test_every_rule_is_listed_and_broken_here() -> None:
-    # In test_megatron_rules.py and test_memory_rules.py.
-    listed = (megatron, megatron_optimizer, activations, adapters, memory)
+    # In test_megatron_rules.py, test_memory_rules.py and test_model_rules.py.
+    listed = (megatron, megatron_optimizer, activations, adapters, memory, model)
     elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
     elsewhere |= {rule.__name__ for rule in memory.GRPO_RULES}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder

@@ -29,6 +29,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
     save_model_folder(tmp_path / "model", 0, qwen3_config(tied=True))
     settings = VllmSettings(
         model_name=str(tmp_path / "model"),
+        hf_config_overrides={},
         seed=0,
         async_engine=False,
         precision="float32",

@@ -14,11 +14,15 @@ from engine_process import EngineProcess, engine_process, engine_settings, send_
 from model_families import checkpoint_tensors, save_family_folder
 from tiny_models import make_tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError, DataError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.policy.backends.hf_folder import load_config
 
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
+# With these the model says something else than its config.json would.
+OVERRIDES = {"rms_norm_eps": 0.3, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 60, 140, 300)]
 
 
@@ -30,15 +34,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    """Hugging Face's, whose weights the engine gets."""
-    return save_family_folder(folder, "qwen3")
+    """Hugging Face's with the config of a policy, whose weights the engine gets."""
+    save_family_folder(folder, "qwen3")
+    return AutoModelForCausalLM.from_pretrained(folder, config=load_config(str(folder), OVERRIDES))
 
 
 @pytest.fixture(scope="module")
 def started(folder: Path, model: Any) -> Iterator[EngineProcess]:
     """An engine that has had no refit yet, or one of a test before."""
     with engine_process() as process:
-        process.start(engine_settings(folder))
+        process.start(engine_settings(folder, hf_config_overrides=OVERRIDES))
         yield process
 
 

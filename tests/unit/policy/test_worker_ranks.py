@@ -3,6 +3,8 @@
 Starting processes costs seconds, so each `check_*` runs in one set of them and makes several workers.
 """
 
+import shutil
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -31,12 +33,15 @@ from policy_cases import (
     worker_of,
 )
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import CheckpointError, ConfigError
+from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.policy.backends.factory import expected_bytes
 from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
 from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
+from nemo_offload_rl.residency import local_tensor
 
 
 def make_worker(process, folder, *, keep_reference=False, **changes):
@@ -67,6 +72,23 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
         worker.zero_grad()
         worker.offload_before_refit()
         assert_equal(dict(worker.named_weights()), load_file(Path(folder) / "model.safetensors"))
+
+
+def holds_a_shard_and_one_tensor_at_most(process, folder, **changes):
+    """Host memory that torch takes while a model is built and read."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backend = DTensorBackend(make_settings(folder, **changes), process)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    # A mapped file is told as its size; its pages are the system's.
+    mapped_bytes = (Path(folder) / "model.safetensors").stat().st_size
+    taken = [event for event in events if abs(event.nbytes()) != mapped_bytes]
+    peak_bytes = max(accumulate(event.nbytes() for event in sorted(taken, key=lambda event: event.start_ns())))
+    parameters = [parameter for _, parameter in backend._parameters]
+    shard_bytes = sum(local_tensor(parameter).nbytes for parameter in parameters)
+    sizes = [4 * parameter.numel() for parameter in parameters]
+    rest_bytes = 2**15  # rotary frequencies, messages between ranks
+    assert shard_bytes < peak_bytes < shard_bytes + max(sizes) + rest_bytes < 0.8 * sum(sizes)
+    backend.close()
 
 
 def goes_on_bit_by_bit(process, folder, **changes):
@@ -135,6 +157,7 @@ def loads_under_another_layout(process, folder, saved):
 
 def check_data_parallel(process, root, cgroup, fallback):
     host_memory_is_settled_together(process, f"{root}/qwen3-tied", cgroup, fallback)
+    holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16")
     equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True)
     # Ranks whose rows differ in length need the same number of micro-batches.
     dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
@@ -178,6 +201,7 @@ def check_tensor_parallel(process, root):
 
 
 def check_both(process, root):
+    holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16", tensor_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
     fused = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "fused": True})
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
@@ -217,6 +241,8 @@ def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "qwen3-moe"):
         save_family(path / family, family)
+    shutil.copytree(path / "qwen3", path / "qwen3-bf16")
+    AutoModelForCausalLM.from_pretrained(path / "qwen3", dtype=torch.bfloat16).save_pretrained(path / "qwen3-bf16")
     return path
 
 

@@ -23,8 +23,9 @@ from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
+from nemo_offload_rl.policy.backends.dtensor.loading import build_causal_lm, find_weights, materialize, read_weights
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, load_causal_lm
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
 from nemo_offload_rl.policy.backends.logprobs import VocabShard
@@ -111,7 +112,8 @@ class DTensorBackend:
         on_gpu = self._device.type == "cuda"
         packs = settings.sequence_packing.enabled
         attention = choose_attention(self._config, self._device, self._compute_dtype, packs=packs)
-        causal_lm = load_causal_lm(settings.model_name, self._config, attention)
+        causal_lm = build_causal_lm(self._config, attention)
+        sources = find_weights(causal_lm, settings.model_name)
         if settings.dtensor_cfg.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lora_cfg = settings.dtensor_cfg.lora_cfg
@@ -133,8 +135,10 @@ class DTensorBackend:
         # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
         self._gather = parallel.gather if dp_mesh.size() > 1 else None
         self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
+        materialize(self._model, self._device)
         self._parameters = self._model.hf_parameters()
         self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None
+        read_weights(self._parameters if self._lora is None else self._lora.named_base(), sources)
         if self._lora is not None:
             self._parameters = self._lora.trainable
         if settings.optimizer is None:
@@ -328,8 +332,7 @@ class DTensorBackend:
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""
-        source = self._settings.model_name
-        export_hf_folder(path, self.named_weights(), self._config, self._compute_dtype, source)
+        export_hf_folder(path, self.named_weights(), self._config, self._settings)
 
     def close(self) -> None:
         """Leave the process group, if this backend made it."""

@@ -6,6 +6,7 @@ The model's own parameters become the state group `base`, which nothing writes: 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ def add_adapters(causal_lm: Any, settings: LoraSettings, seed: int) -> None:
         exclude_modules=list(settings.exclude_modules) or None,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, causal_lm)
@@ -58,6 +59,22 @@ def add_adapters(causal_lm: Any, settings: LoraSettings, seed: int) -> None:
             for name, parameter in causal_lm.named_parameters():
                 if _A in name:
                     nn.init.xavier_normal_(parameter)
+
+
+@contextmanager
+def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
+    """Have peft make real adapters beside linear layers on the meta device: it puts them where the weight is.
+
+    Meanwhile the weight is one element on the host, seen in the weight's shape.
+    """
+    weights = {layer: layer.weight for layer in causal_lm.modules() if isinstance(layer, nn.Linear)}
+    for layer, weight in weights.items():
+        layer.weight = nn.Parameter(weight.new_zeros((), device="cpu").expand(weight.shape))
+    try:
+        yield
+    finally:
+        for layer, weight in weights.items():
+            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -89,9 +106,13 @@ class LoraWeights:
         self._by_name: dict[str, nn.Parameter] = dict(parameters)
         self._scaling = settings.alpha / settings.dim
 
+    def named_base(self) -> list[tuple[str, nn.Parameter]]:
+        """The model's own parameters under the names that the model without adapters gives them."""
+        return [(name.replace(_BASE, "."), parameter) for name, parameter in self.base]
+
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the merged weights."""
-        return [(name.replace(_BASE, "."), tuple(parameter.shape)) for name, parameter in self.base]
+        return [(name, tuple(parameter.shape)) for name, parameter in self.named_base()]
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Full merged weights under the names that the model without adapters gives them; a collective."""

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal model, and the module that FSDP wraps: token ids in, token logprobs out."""
+"""The module that FSDP wraps: token ids in, token logprobs out."""
 
 from __future__ import annotations
 
@@ -7,51 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
 from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
 
 PREFIX = "causal_lm."
-
-
-def load_causal_lm(model_name: str, config: Any, attention: str) -> Any:
-    """The model with fp32 weights on the CPU.
-
-    Args:
-        model_name: Folder or hub name.
-        config: What `load_config` gave.
-        attention: What `choose_attention` gave.
-
-    Raises:
-        UserError: The weights cannot be read, or some are missing.
-    """
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_name,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, in one line
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"The weights of policy.model_name={model_name} cannot be read: {error}") from error
-    model, info = loaded
-    wrong = sorted(info["missing_keys"]) or sorted(str(key[0]) for key in info["mismatched_keys"])
-    if wrong:
-        raise UserError(
-            f"The weights of {model_name} lack or misshape {len(wrong)} tensors that its config asks for, first "
-            f"{wrong[0]}; the folder is incomplete or belongs to another config."
-        )
-    # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
-    model.model.embed_tokens.padding_idx = None
-    return model
 
 
 def compile_layers(layers: nn.ModuleList) -> None:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
 DP, TP = "dp", "tp"
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
 def build_mesh(device: torch.device, world_size: int, tensor_parallel_size: int) -> DeviceMesh:
@@ -38,16 +38,13 @@ def build_mesh(device: torch.device, world_size: int, tensor_parallel_size: int)
 
 
 def check_model(config: Any, tensor_parallel_size: int) -> None:
-    """Refuse model types without a plan here, and sizes that tensor parallelism cannot divide.
+    """Refuse models that the backend does not train, and sizes that tensor parallelism cannot divide.
 
     Raises:
-        ConfigError: Names the size and the key to change.
+        ConfigError: Names what of the config is in the way, or the size and the key to change.
     """
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(
-            f"The DTensor backend does not know model_type {config.model_type!r}; it runs "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}. Choose a model of these."
-        )
+    if (reason := unsupported(config.to_dict())) is not None:
+        raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         size = getattr(config, name)
         if size % tensor_parallel_size:

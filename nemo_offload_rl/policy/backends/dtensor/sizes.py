@@ -29,7 +29,8 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     params_bytes = _parameter_bytes(model, settings, world_size)
-    loading_bytes = sum(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
+    # Of one tensor a rank reads its part, at most the whole.
+    loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
     return ExpectedBytes({PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}, loading_bytes)
 
 

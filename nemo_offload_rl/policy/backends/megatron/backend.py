@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.policy.backends import dcp
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.megatron import caches, optim, parallel, state
 from nemo_offload_rl.policy.backends.megatron.activation_offload import (
@@ -257,8 +257,7 @@ class MegatronBackend:
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""
-        dtype = COMPUTE_DTYPES[self._settings.precision]
-        export_hf_folder(path, self.named_weights(), self._model.hf_config, dtype, self._settings.model_name)
+        export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings)
 
     def _release_device_memory(self) -> None:
         """Of the state, whatever still holds its tensors: Megatron's hooks refer to each other in circles."""

@@ -1,4 +1,7 @@
+import shutil
+
 import pytest
+from hub_cache import fill_hub_cache
 from tiny_models import save_model_folder
 
 from nemo_offload_rl.errors import UserError
@@ -12,9 +15,30 @@ def model_folder(tmp_path_factory):
     return path
 
 
-def test_a_complete_folder_and_a_hub_name_pass(model_folder):
+def test_a_complete_folder_and_a_model_that_the_hub_has_pass(model_folder, tmp_path, monkeypatch):
     check_model_folder(str(model_folder))
+    fill_hub_cache(monkeypatch, tmp_path, "Qwen/Qwen2.5-1.5B", model_folder)
     check_model_folder("Qwen/Qwen2.5-1.5B")
+    with pytest.raises(UserError, match=r"policy\.model_name=Qwen/Qwen2\.5 is no folder, and neither the model hub"):
+        check_model_folder("Qwen/Qwen2.5")
+
+
+def test_weights_that_were_cut_off_or_are_not_those_of_the_index_are_refused_before_they_are_read(
+    model_folder, tmp_path
+):
+    for file in model_folder.iterdir():
+        shutil.copy(file, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        check_model_folder(str(tmp_path))
+    weights.write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        check_model_folder(str(tmp_path))
+    weights.unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match="no index of weights"):
+        check_model_folder(str(tmp_path))
 
 
 @pytest.mark.parametrize(

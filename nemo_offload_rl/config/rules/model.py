@@ -1,0 +1,33 @@
+"""Whether the backend that is on trains the model, by its config.json. Silent for a hub's model that was never used."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import Rule
+from nemo_offload_rl.config.rules.megatron_facts import local_model_config
+from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.backends.dtensor.supported import has_rotary_base, unsupported
+
+
+def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
+    """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
+    model = local_model_config(cfg)
+    if not cfg["policy"]["dtensor_cfg"]["enabled"] or model is None or (reason := unsupported(model)) is None:
+        return None
+    return (
+        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
+        "another model, or policy.megatron_cfg if it trains this one (docs/models.md)"
+    )
+
+
+def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
+    """An override of the rotary embeddings has all of them, their base too."""
+    overrides = cfg["policy"]["hf_config_overrides"]
+    if "rope_parameters" not in overrides or has_rotary_base(overrides["rope_parameters"]):
+        return None
+    return (
+        "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "
+        "says of rotary embeddings; add it"
+    )
+
+
+RULES: tuple[Rule[RunConfig], ...] = (dtensor_trains_the_model, rotary_embeddings_keep_their_base)

@@ -1,0 +1,119 @@
+"""What is said of a model before Ray starts, from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_cache import fill_hub_cache
+
+from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.config.rules.model import RULES, dtensor_trains_the_model, rotary_embeddings_keep_their_base
+from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.utils.config import load_config
+
+CPU = "tests/unit/config/cpu.yaml"
+LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+# config.json, and words of the refusal
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mistral"}, "model_type mistral, and that backend trains llama, qwen2, qwen3"),
+    ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
+    ({"model_type": "olmoe"}, "model_type olmoe"),
+    ({"model_type": "qwen3_moe"}, "model_type qwen3_moe"),
+    ({"model_type": "deepseek_v3"}, "model_type deepseek_v3"),
+    ({"model_type": "glm4_moe"}, "model_type glm4_moe"),
+    ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
+    ({}, "model_type None"),
+    ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+    ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+    ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope"),
+    ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is no mapping"),
+]
+ACCEPTED: list[dict[str, Any]] = [
+    LLAMA,
+    {"model_type": "qwen2", "use_sliding_window": True},
+    {"model_type": "qwen3", "rope_scaling": None},
+    {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+]
+
+
+def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:
+    (folder / "config.json").write_text(json.dumps(model))
+    cfg = validate_keys(load_config(CPU, [f"policy.model_name={folder}", *overrides]), GrpoMasterConfig)
+    assert rotary_embeddings_keep_their_base in RULES
+    return dtensor_trains_the_model(cfg)
+
+
+@pytest.mark.parametrize(("model", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_model_that_the_dtensor_backend_does_not_train_is_refused_in_one_line(
+    tmp_path: Path, model: dict[str, Any], words: str
+) -> None:
+    message = message_about(tmp_path, model)
+    assert message is not None
+    assert words in message
+    assert "\n" not in message
+    assert "; use another model" in message
+    with pytest.raises(ConfigError, match=words):
+        load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    other = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+    assert message_about(tmp_path, model, *other) is None
+
+
+@pytest.mark.parametrize("model", ACCEPTED)
+def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any]) -> None:
+    assert message_about(tmp_path, model) is None
+
+
+def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:
+    dynamic = "policy.hf_config_overrides={rope_parameters: {rope_type: dynamic, rope_theta: 1}}"
+    assert "rope_type dynamic" in str(message_about(tmp_path, LLAMA, dynamic))
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_an_override_of_the_rotary_embeddings_has_their_base(tmp_path: Path, backend: str) -> None:
+    enabled = [f"policy.{name}_cfg.enabled={str(name == backend).lower()}" for name in ("dtensor", "megatron")]
+    rope = "+policy.hf_config_overrides.rope_parameters={rope_type: linear, factor: 2.0}"
+    cfg = validate_keys(load_config(CPU, [*enabled, rope]), GrpoMasterConfig)
+    assert "has no rope_theta" in str(rotary_embeddings_keep_their_base(cfg))
+    for nothing in ("null", "linear", "{}"):
+        emptied = f"+policy.hf_config_overrides.rope_parameters={nothing}"
+        cfg = validate_keys(load_config(CPU, [*enabled, emptied]), GrpoMasterConfig)
+        assert "has no rope_theta" in str(rotary_embeddings_keep_their_base(cfg))
+    cfg = validate_keys(load_config(CPU, [*enabled, rope.replace("}", ", rope_theta: 1e4}")]), GrpoMasterConfig)
+    assert rotary_embeddings_keep_their_base(cfg) is None
+
+
+def test_a_model_of_a_hub_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/mistral", tmp_path / "model")
+    cfg = validate_keys(load_config(CPU, ["policy.model_name=some/mistral"]), GrpoMasterConfig)
+    assert "model_type mistral" in str(dtensor_trains_the_model(cfg))
+    with pytest.raises(ConfigError, match="model_type mistral"):
+        load_grpo_config(CPU, ["policy.model_name=some/mistral"])
+    # What was never used is not known by rules: the run looks once more, before Ray.
+    config = load_grpo_config(CPU, ["policy.model_name=some/unknown"])
+    with pytest.raises(UserError, match="is no folder, and neither the model hub nor its cache"):
+        check_model(config.policy)
+
+
+def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
+    config = load_grpo_config(CPU, ["policy.model_name=~/m", "policy.tokenizer.name=~/t", "logger.log_dir=~/a b"])
+    model, tokenizer = str(tmp_path / "m"), str(tmp_path / "t")
+    assert config.policy.model_name == config.generation.vllm.model_name == model
+    assert config.tokenizer.name == config.policy.tokenizer.name == tokenizer
+    assert config.resolved["policy"]["model_name"] == model
+    assert config.logger.log_dir == str(tmp_path / "a b")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(ConfigError, match="model_type mistral"):
+        load_grpo_config(CPU, ["policy.model_name=~/m"])
