@@ -453,7 +453,9 @@ def run_ranks(world_size: int, tmp_path: Path, check: Callable[..., None], *args
     """
     path = check.__code__.co_filename
     shared = (world_size, str(tmp_path), path, check.__name__, args, device, dict(os.environ))
-    mp.start_processes(_rank_main, shared, nprocs=world_size, start_method=context().get_start_method())
+    # The server of forked processes may have asked the driver for its GPUs, after which CUDA works in none of them.
+    start_method = context().get_start_method() if device == "cpu" else "spawn"
+    mp.start_processes(_rank_main, shared, nprocs=world_size, start_method=start_method)
 
 
 def _rank_main(

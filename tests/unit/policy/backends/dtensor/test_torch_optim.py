@@ -36,6 +36,18 @@ VARIANTS = [
 ]
 
 
+def test_a_driver_on_a_machine_with_gpus_tries_an_optimizer_without_asking_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append("context") or False)
+    assert optimizer_facts(ADAMW, on_gpu=True).state_bytes_per_element == 8
+    assert not asked
+    (parameter,) = made = [nn.Parameter(torch.ones(2))]
+    parameter.grad = torch.ones(2)
+    build_optimizer(ADAMW, made).step()
+    assert asked  # what it would have done
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("optim") / "model"
