@@ -34,7 +34,7 @@ _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
 
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
     (*availability.RULES, *availability.GRPO_RULES),
-    (*cluster.GRPO_RULES, *rollouts.RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
+    (*cluster.GRPO_RULES, *rollouts.RULES, *model.GRPO_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
     availability.RULES, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)

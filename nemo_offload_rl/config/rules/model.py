@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.rules.megatron_facts import local_model_config
-from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.backends.dtensor.supported import has_rotary_base, unsupported
+from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.policy.backends.dtensor.supported import changing_rope_type, has_rotary_base, unsupported
 
 
 def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
@@ -30,4 +30,17 @@ def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
     )
 
 
+def rotary_frequencies_of_engine_and_policy_agree(cfg: GrpoMasterConfig) -> str | None:
+    """Rotary frequencies do not change with the longest row of a batch, which the engine never sees."""
+    model = local_model_config(cfg)
+    if model is None or (kind := changing_rope_type(model)) is None:
+        return None
+    return (
+        f"config.json of {cfg['policy']['model_name']} has rope_type {kind}, whose frequencies change with the longest "
+        "row of a batch in training, but not in the engine; use another model, or another type in "
+        "policy.hf_config_overrides.rope_parameters"
+    )
+
+
 RULES: tuple[Rule[RunConfig], ...] = (dtensor_trains_the_model, rotary_embeddings_keep_their_base)
+GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (rotary_frequencies_of_engine_and_policy_agree,)

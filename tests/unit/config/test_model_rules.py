@@ -10,7 +10,12 @@ import pytest
 from hub_cache import fill_hub_cache
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules.model import RULES, dtensor_trains_the_model, rotary_embeddings_keep_their_base
+from nemo_offload_rl.config.rules.model import (
+    RULES,
+    dtensor_trains_the_model,
+    rotary_embeddings_keep_their_base,
+    rotary_frequencies_of_engine_and_policy_agree,
+)
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
@@ -32,8 +37,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
-    ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope"),
     ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is no mapping"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
@@ -71,9 +74,21 @@ def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any])
     assert message_about(tmp_path, model) is None
 
 
+@pytest.mark.parametrize("rope", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
+def test_frequencies_that_change_with_a_batch_are_refused_beside_an_engine(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    (kind,) = {"dynamic", "longrope"} & set(rope.values())
+    assert message_about(tmp_path, {**LLAMA, "rope_scaling": rope}) is None  # DTensor alone computes them
+    with pytest.raises(ConfigError, match=f"rope_type {kind}, .* but not in the engine; use another"):
+        load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+
+
 def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:
-    dynamic = "policy.hf_config_overrides={rope_parameters: {rope_type: dynamic, rope_theta: 1}}"
-    assert "rope_type dynamic" in str(message_about(tmp_path, LLAMA, dynamic))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    dynamic = "+policy.hf_config_overrides.rope_parameters={rope_type: dynamic, rope_theta: 1}"
+    cfg = validate_keys(load_config(CPU, [f"policy.model_name={tmp_path}", dynamic]), GrpoMasterConfig)
+    assert "rope_type dynamic" in str(rotary_frequencies_of_engine_and_policy_agree(cfg))
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])

@@ -267,7 +267,7 @@ def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py, test_memory_rules.py and test_model_rules.py.
     listed = (megatron, megatron_optimizer, activations, adapters, memory, model)
     elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
-    elsewhere |= {rule.__name__ for rule in memory.GRPO_RULES}
+    elsewhere |= {rule.__name__ for rule in (*memory.GRPO_RULES, *model.GRPO_RULES)}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
 

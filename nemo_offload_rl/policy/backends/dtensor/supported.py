@@ -30,10 +30,14 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return f"rotary embeddings {rope!r}, which is no mapping"
-    kind = rope.get("rope_type") or rope.get("type")
-    if kind in _CHANGING:
-        return f"rope_type {kind}, whose frequencies change with the longest row of a batch"
     return None
+
+
+def changing_rope_type(config: Mapping[str, Any]) -> str | None:
+    """The type of rotary embeddings whose frequencies change with the longest row of a batch, if the model has it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+    return kind if kind in _CHANGING else None
 
 
 def has_rotary_base(rope_parameters: object) -> bool:
