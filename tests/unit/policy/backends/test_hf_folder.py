@@ -1,4 +1,4 @@
-"""What an export has, and that what loads models loads it: this package, transformers and vLLM's tokenizer loader."""
+"""What an export has, and that this package and transformers load it."""
 
 from __future__ import annotations
 
