@@ -264,9 +264,9 @@ def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], 
         name.rpartition("/")[0] for name in reader.entries if name.startswith(OPTIMIZER) and not name.endswith(MASTER)
     }
     first, waiting = state.groups[0], list(state.groups[1:])
-    reader.read({**state.model_tensors()})
+    # First, since Megatron's hybrid optimizer makes its states by a step that changes the parameters.
     state.make_optimizer_state(first, lazy)
-    reader.read({**state.optimizer_tensors(first)})
+    reader.read({**state.model_tensors(), **state.optimizer_tensors(first)})
     for group in streamed:
         waiting.remove(group)
         state.make_optimizer_state(group, lazy)

@@ -72,7 +72,11 @@ class DTensorState:
             self.scheduler.load_state_dict(values["scheduler"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Have the optimizer allocate the states of one group, by a step that changes nothing."""
+        """Have the optimizer allocate the states of one group, by steps that change nothing.
+
+        A step of one parameter after the other: a step of all takes gradients and, on a GPU, intermediate results of
+        all of them beside the states, which is more than training does.
+        """
         state = self.optimizer.state
         # What was never trained has no states, neither here nor in the checkpoint.
         wanted = [
@@ -87,9 +91,9 @@ class DTensorState:
             options["lr"] = 0.0
         for parameter in wanted:
             parameter.grad = torch.zeros_like(parameter)
-        with restricted_to(self.optimizer, wanted):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            with restricted_to(self.optimizer, [parameter]):
+                self.optimizer.step()
+            parameter.grad = None
         for options, rate in zip(self.optimizer.param_groups, rates, strict=True):
             options["lr"] = rate
 
