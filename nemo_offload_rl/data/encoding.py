@@ -153,14 +153,15 @@ class ChatEncoder:
     def _tokenize(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids of a text, and where in it each begins.
 
-        A rollout's prompt is tokenized without the response. So that training reads the same tokens, none crosses a
-        cut, the place where a turn of the assistant begins; but where the tokenizer cannot go on in the middle of a
-        text (some put a space before it), the text is tokenized as a whole.
+        A rollout's prompt is tokenized without the response. So that training reads the same tokens, a text is cut
+        where a turn of the assistant begins, if it would not be tokenized up to there as it is by itself: a token may
+        cross the cut, and what follows may decide how white space before it is divided. But where the tokenizer cannot
+        go on in the middle of a text (some put a space before it), the text is tokenized as a whole.
         """
         token_ids, offsets = self._tokens(text, 0)
-        crossed = [cut for cut in cuts if any(begin < cut < end for begin, end in offsets)]
-        if crossed:
-            edges = [0, *crossed, len(text)]
+        needed = [cut for cut in cuts if (read := self._tokens(text[:cut], 0)[0]) != token_ids[: len(read)]]
+        if needed:
+            edges = [0, *needed, len(text)]
             pieces = [self._tokens(text[begin:end], begin) for begin, end in itertools.pairwise(edges)]
             in_pieces = [token for tokens, _ in pieces for token in tokens]
             if self.tokenizer.decode(in_pieces) == self.tokenizer.decode(token_ids):

@@ -37,6 +37,8 @@ def dashboard() -> Iterator[str]:
         RAY, "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", "--object-store-memory=268435456",
         f"--port={port}", f"--dashboard-port={dashboard_port}", f"--temp-dir={folder}", "--disable-usage-stats",
         f"--ray-client-server-port={find_free_port(22500, 22999)}",
+        # That of another cluster on this machine has the default one.
+        f"--dashboard-agent-listen-port={find_free_port(22000, 22249)}",
     ]  # fmt: skip
     variables = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
     log = Path(folder) / "start.log"

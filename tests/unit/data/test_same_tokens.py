@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS_TOKEN, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -69,6 +69,7 @@ WORDS = st.lists(st.sampled_from(["the", "answer", " ", "\n", "1", "+", "é", "a
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=40, deadline=None)
+@example(kind="merges", bos="none", add_bos=False, question="\n\n", answers=("the", "the"))
 @given(
     kind=st.sampled_from(["bytes", "merges", "merges over spaces"]),
     bos=st.sampled_from(["none", "has one", "written by the tokenizer"]),
@@ -94,9 +95,9 @@ def test_what_the_policy_reads_in_a_rollout_is_what_it_is_trained_on(template, k
     for answer in answers:
         messages = [user, {"role": "assistant", "content": answer}]
         for num_given in (0, 1):  # SFT and DPO
-            example = encoder.encode(messages, "x", num_given=num_given)
-            assert tuple(example.token_ids[: len(prompt.token_ids)].tolist()) == prompt.token_ids
-            assert example.token_mask.tolist().index(True) == len(prompt.token_ids)
+            made_example = encoder.encode(messages, "x", num_given=num_given)
+            assert tuple(made_example.token_ids[: len(prompt.token_ids)].tolist()) == prompt.token_ids
+            assert made_example.token_mask.tolist().index(True) == len(prompt.token_ids)
     assert prompt.text == made.decode(prompt.token_ids)
     begins = prompt.token_ids[:2].count(made.bos_token_id) if bos != "none" else 0
     writes = "bos_token" in TEMPLATES[template]
