@@ -52,6 +52,8 @@ AT_ONCE = 32  # tensors of a refit between two pauses
 class NLL:
     """Mean negative log-likelihood of the counted tokens."""
 
+    token_stat: None = None
+
     def __call__(self, logprobs_BS: Any, batch: Any, norm: Any) -> tuple[Any, dict[str, Any]]:
         loss = -(logprobs_BS * batch.token_mask).sum() / norm.num_valid_tokens
         return loss, {"loss": loss.detach()}

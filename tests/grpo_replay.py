@@ -120,6 +120,8 @@ class Replay:
             return torch.cat([value[mask] for value, mask in zip(values, counted, strict=True)])
 
         now = flat([response_logprobs(self._model, rollout) for rollout in rollouts])
+        with torch.no_grad():
+            entropy = flat([response_entropy(self._model, rollout) for rollout in rollouts])
         old, frozen = flat(prev).double(), flat(reference).double()
         engine = flat([torch.tensor(rollout["generation_logprobs"], dtype=torch.float64) for rollout in rollouts])
         advantage = flat([torch.full((len(rollout["token_ids"]),), rollout["advantage"]) for rollout in rollouts])
@@ -155,6 +157,7 @@ class Replay:
             "sampling_importance_ratio": applied.mean(),
             "token_mult_prob_error": (old - engine).abs().exp().mean(),
             "gen_kl_error": ((old - engine).exp() - 1 - (old - engine)).mean(),
+            "entropy": entropy.mean(),
             "approx_entropy": -((now - engine).exp() * now).mean(),
             "grad_norm": grad_norm,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
@@ -170,9 +173,19 @@ class Replay:
 
 def response_logprobs(model: Any, rollout: Rollout) -> Tensor:
     """Of each token after the prompt, by a whole log-softmax."""
+    logprobs = response_logits(model, rollout).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(rollout["token_ids"])[:, None])[:, 0]
+
+
+def response_entropy(model: Any, rollout: Rollout) -> Tensor:
+    """Of the model's choice at each token after the prompt."""
+    return torch.distributions.Categorical(logits=response_logits(model, rollout)).entropy()
+
+
+def response_logits(model: Any, rollout: Rollout) -> Tensor:
+    """Those that each token after the prompt was chosen by."""
     ids = torch.tensor([*rollout["prompt_token_ids"], *rollout["token_ids"]])
-    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, ids[1:, None])[len(rollout["prompt_token_ids"]) - 1 :, 0]
+    return model(input_ids=ids[None]).logits[0, len(rollout["prompt_token_ids"]) - 1 : -1]
 
 
 def groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

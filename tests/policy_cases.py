@@ -35,6 +35,7 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
+from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import (
     BatchingSettings,
     DTensorSettings,
@@ -65,6 +66,8 @@ NO_LORA = LoraSettings(
 class NLL:
     """Mean negative logprob over the tokens of the global batch."""
 
+    token_stat: TokenStat | None = None
+
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         weights_BS = batch.loss_mask
         loss = -(logprobs_BS * weights_BS).sum() / norm.num_valid_tokens
@@ -78,6 +81,7 @@ class RaisesAt:
 
     call: int
     seen: int = 0
+    token_stat: TokenStat | None = None
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         self.seen += 1
@@ -93,6 +97,7 @@ class Poisoned:
     factor: float
     call: int = 1
     seen: int = 0
+    token_stat: TokenStat | None = None
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         self.seen += 1

@@ -34,9 +34,15 @@ class Row:
 
     def logprobs(self, model: Any) -> Tensor:
         """Of each token of the response and of its end, by a whole log-softmax."""
+        return self._logits(model).log_softmax(-1).gather(1, torch.tensor(self.response_ids)[:, None])[:, 0]
+
+    def is_predicted(self, model: Any) -> list[bool]:
+        """Of the same tokens, whether the model would have chosen them."""
+        return (self._logits(model).argmax(-1) == torch.tensor(self.response_ids)).tolist()
+
+    def _logits(self, model: Any) -> Tensor:
         ids = torch.tensor([*self.prompt_ids, *self.response_ids])
-        logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        return logprobs.gather(1, ids[1:, None])[len(self.prompt_ids) - 1 :, 0]
+        return model(input_ids=ids[None]).logits[0, len(self.prompt_ids) - 1 : -1]
 
 
 class SftReplay:
@@ -75,8 +81,8 @@ class SftReplay:
     @torch.no_grad()
     def validation(self, pairs: Sequence[Any]) -> Metrics:
         """Every metric under `validation/`, with the present weights."""
-        loss = self._about_loss(pairs)[0]["loss"]
-        return {"loss": loss, "perplexity": math.exp(loss)}
+        found = self._about_loss(pairs)[0]
+        return {**found, "perplexity": math.exp(found["loss"])}
 
     def _rows(self, pairs: Sequence[Any]) -> list[Row]:
         return [Row(pair.prompt, pair.chosen) for pair in pairs]
@@ -86,7 +92,8 @@ class SftReplay:
 
     def _about_loss(self, pairs: Sequence[Any]) -> tuple[Metrics, Tensor]:
         loss = -torch.cat([row.logprobs(self._model) for row in self._rows(pairs)]).mean()
-        return {"loss": loss.item()}, loss
+        is_predicted = [is_one for row in self._rows(pairs) for is_one in row.is_predicted(self._model)]
+        return {"loss": loss.item(), "token_accuracy": fmean(is_predicted)}, loss
 
 
 class DpoReplay(SftReplay):

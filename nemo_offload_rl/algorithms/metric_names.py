@@ -14,8 +14,8 @@ from nemo_offload_rl.experience.pass_at_k import powers_of_two
 _UPDATE = ("loss", "grad_norm", "learning_rate", "skipped_updates")
 _SPREAD = ("mean", "std", "min", "max")
 _POLICY_GRADIENT = (
-    "actor_loss", "kl", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max", "clip_fraction",
-    "dual_clip_fraction", "sampling_importance_ratio", "gen_kl_error", "token_mult_prob_error",
+    "actor_loss", "kl", "entropy", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max",
+    "clip_fraction", "dual_clip_fraction", "sampling_importance_ratio", "gen_kl_error", "token_mult_prob_error",
 )  # fmt: skip
 _ROLLOUTS = (
     "accuracy", "pass_rate", "constant_group_rate", "overlong_prompt_rate", "mean_prompt_tokens", "max_prompt_tokens",
@@ -72,8 +72,8 @@ def grpo_names(
 
 
 SFT_NAMES: Names = {
-    "train": (*_UPDATE, *_SIZES, "num_counted_tokens", "max_sequence_tokens"),
-    "val": ("loss", "perplexity"),
+    "train": (*_UPDATE, *_SIZES, "token_accuracy", "num_counted_tokens", "max_sequence_tokens"),
+    "val": ("loss", "perplexity", "token_accuracy"),
 }
 DPO_NAMES: Names = {
     "train": (*_UPDATE, *_SIZES, *_PREFERENCES, "max_sequence_tokens", "training_pairs_per_s"),

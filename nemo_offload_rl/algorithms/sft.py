@@ -68,7 +68,8 @@ class SftRecipe:
 
     def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         # Above e^80 a perplexity says nothing, and above e^709 it is no number.
-        return {"loss": means["loss"], "perplexity": math.exp(min(means["loss"], 80.0))}
+        perplexity = math.exp(min(means["loss"], 80.0))
+        return {"loss": means["loss"], "perplexity": perplexity, "token_accuracy": means["token_accuracy"]}
 
     def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
         shown = {"loss": train, "held-out loss": validation}

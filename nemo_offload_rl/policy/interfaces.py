@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
+
+
+class TokenStat(Enum):
+    """What can be measured of the distribution over the whole vocabulary at a token; the value is the metric's name.
+
+    Attributes:
+        ACCURACY: 1 where no logit is above the token's own, so that a tie for the first place counts; 0 elsewhere.
+        ENTROPY: In nats, at the temperature of the logprobs.
+    """
+
+    ACCURACY = "token_accuracy"
+    ENTROPY = "entropy"
 
 
 class LossFn(Protocol):
@@ -17,6 +30,14 @@ class LossFn(Protocol):
     Summing the returned loss over all micro-batches and data-parallel ranks gives the loss of the global batch, so
     gradients are summed, never averaged. Instances are picklable and hold no tensors.
     """
+
+    @property
+    def token_stat(self) -> TokenStat | None:
+        """What the backend measures beside this loss, as a mean over the counted tokens; None for nothing.
+
+        Losses see logprobs only, and this needs the logits.
+        """
+        ...
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch.

@@ -24,6 +24,7 @@ from nemo_offload_rl.algorithms.losses.reduce import (
 )
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
+from nemo_offload_rl.policy.interfaces import TokenStat
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class ClippedPGLoss:
     def reads_prev_logprobs(self) -> bool:
         """Whether `prev_logprobs` of a batch count; where they do not, no pass has to compute them."""
         return not self.settings.force_on_policy_ratio
+
+    @property
+    def token_stat(self) -> TokenStat:
+        """See `LossFn`."""
+        return TokenStat.ENTROPY
 
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch; see `LossFn`. `batch` has to be a `PolicyGradientBatch`."""

@@ -24,6 +24,11 @@ class DpoLoss:
 
     settings: DpoSettings
 
+    @property
+    def token_stat(self) -> None:
+        """See `LossFn`."""
+        return None
+
     def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch of whole pairs; see `LossFn`. `batch` has to be a `PreferenceBatch`."""
         assert isinstance(batch, PreferenceBatch), type(batch)

@@ -1,5 +1,7 @@
 """Triton kernels for logprobs of given tokens: one pass over the logits forward, one backward, nothing kept in fp32.
 
+On demand the forward pass also sums what the entropy needs.
+
 In plain torch the same takes about ten passes over an fp32 copy of the logits, which for a vocabulary of 152,000 costs
 a third of a 0.6 B model's forward pass.
 """
@@ -17,24 +19,42 @@ _LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: the difference o
 
 @triton.jit
 def _stats_kernel(
-    logits, targets, max_out, sum_out, picked_out, num_columns, temperature, start, BLOCK: tl.constexpr
+    logits,
+    targets,
+    max_out,
+    sum_out,
+    picked_out,
+    weighted_out,
+    num_columns,
+    temperature,
+    start,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # pragma: no cover - compiled
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * num_columns
     lane = tl.arange(0, BLOCK)
-    # Each lane keeps a maximum and a sum of its own; they meet after the loop.
+    # Each lane keeps a maximum and sums of its own; they meet after the loop. `weighted` is the sum of
+    # exp(x - maximum) * (x - maximum), which with another maximum is both another factor and another difference.
     highest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
     for first in range(0, num_columns, BLOCK):
         column = first + lane
         value = tl.load(base + column, mask=column < num_columns, other=_LOWEST).to(tl.float32) / temperature
         value = tl.maximum(value, _LOWEST)
         new_highest = tl.maximum(highest, value)
+        if WITH_ENTROPY:
+            drop, rest = highest - new_highest, value - new_highest
+            weighted = (weighted + total * drop) * tl.exp(drop) + tl.exp(rest) * rest
         total = total * tl.exp(highest - new_highest) + tl.exp(value - new_highest)
         highest = new_highest
     row_max = tl.max(highest, axis=0)
     tl.store(max_out + row, row_max)
     tl.store(sum_out + row, tl.sum(total * tl.exp(highest - row_max), axis=0))
+    if WITH_ENTROPY:
+        drop = highest - row_max
+        tl.store(weighted_out + row, tl.sum((weighted + total * drop) * tl.exp(drop), axis=0))
     local = tl.load(targets + row) - start
     is_mine = (local >= 0) & (local < num_columns)
     picked = tl.load(base + local, mask=is_mine, other=0.0).to(tl.float32) / temperature
@@ -56,7 +76,9 @@ def _gradient_kernel(
     tl.store(out + row * num_columns + column, result.to(out.dtype.element_ty), mask=mask)
 
 
-def logit_stats(logits: Tensor, targets: Tensor, temperature: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def logit_stats(
+    logits: Tensor, targets: Tensor, temperature: float, start: int, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Maximum, sum of exponentials below it, and the target's value of each row of logits / temperature.
 
     Args:
@@ -64,12 +86,14 @@ def logit_stats(logits: Tensor, targets: Tensor, temperature: float, start: int)
         targets: [...] int64 ids; `start` is the id of column 0. A target in another shard gives the value 0.
         temperature: Above 0.
         start: See `targets`.
+        with_entropy: Give the last of the results, which is None without.
 
     Returns:
-        Three tensors [...] float32: max, sum of exp(x - max), x at the target.
+        Tensors [...] float32: max, sum of exp(x - max), x at the target, sum of exp(x - max) * (x - max).
     """
     num_columns = logits.shape[-1]
     highest, total, picked = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    weighted = torch.empty_like(total) if with_entropy else None
     if targets.numel():
         _stats_kernel[(targets.numel(),)](
             logits,
@@ -77,13 +101,15 @@ def logit_stats(logits: Tensor, targets: Tensor, temperature: float, start: int)
             highest,
             total,
             picked,
+            total if weighted is None else weighted,  # not written without
             num_columns,
             float(temperature),
             start,
+            WITH_ENTROPY=with_entropy,  # pyright: ignore[reportArgumentType]
             BLOCK=_block(num_columns),  # pyright: ignore[reportArgumentType]
             num_warps=8,  # pyright: ignore[reportCallIssue]
         )
-    return highest, total, picked
+    return highest, total, picked, weighted
 
 
 def logit_gradient_(

@@ -1,5 +1,7 @@
 """Logprobs of given tokens from logits, computed in fp32, with one chunk of logits alive at a time.
 
+What is measured of the whole distribution (`TokenStat`) comes from the same pass over the logits, without gradient.
+
 On a GPU the kernels of `logprob_kernels.py` read the logits as they are, so that they never exist in fp32.
 
 Shape suffixes: B samples, S positions, V vocabulary (V is this rank's part under tensor parallelism).
@@ -9,12 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from nemo_offload_rl.data.batch import LossNorm, TrainBatch
+from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
+
+
+class TokenScores(NamedTuple):
+    """What is known of tokens, in float32 tensors of one shape.
+
+    A tuple, since FSDP and Megatron look for tensors in what a model returns.
+
+    Attributes:
+        logprobs: With gradient.
+        stat: The `TokenStat` that was asked for, without gradient; None where none was.
+    """
+
+    logprobs: Tensor
+    stat: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
+        """The same of each tensor."""
+        return TokenScores(change(self.logprobs), None if self.stat is None else change(self.stat))
 
 
 @dataclass(frozen=True)
@@ -31,11 +54,13 @@ class VocabShard:
         return value
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[targets]; saves the logits as they came, not an fp32 copy."""
+class _TokenScores(torch.autograd.Function):
+    """log softmax(logits / temperature)[targets] and the stat; saves the logits as they came, not an fp32 copy."""
 
     @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard) -> Tensor:
+    def forward(
+        ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard, stat: TokenStat | None
+    ) -> tuple[Tensor, Tensor | None]:
         shifted_BSV = _scaled(logits_BSV, temperature)
         max_BS = shard.reduce(shifted_BSV.amax(dim=-1), dist.ReduceOp.MAX)
         shifted_BSV -= max_BS.unsqueeze(-1)
@@ -44,13 +69,21 @@ class _TokenLogprobs(torch.autograd.Function):
         index_BS1 = local_BS.clamp(0, logits_BSV.shape[-1] - 1).unsqueeze(-1)
         picked_BS = shifted_BSV.gather(-1, index_BS1).squeeze(-1) * is_mine_BS
         picked_BS = shard.reduce(picked_BS, dist.ReduceOp.SUM)
-        log_sum_BS = shard.reduce(shifted_BSV.exp_().sum(dim=-1), dist.ReduceOp.SUM).log_()
+        sum_BS = shard.reduce(shifted_BSV.exp_().sum(dim=-1), dist.ReduceOp.SUM)
+        log_sum_BS = sum_BS.log()
         ctx.save_for_backward(logits_BSV, max_BS, log_sum_BS, index_BS1, is_mine_BS)
         ctx.temperature = temperature
-        return picked_BS - log_sum_BS
+        stat_BS = None
+        if stat is TokenStat.ACCURACY:
+            stat_BS = (picked_BS == 0).float()
+        elif stat is TokenStat.ENTROPY:
+            # -e log e in place, where e is exp of the shifted logits: no second tensor of the logits' size.
+            weighted_BS = torch.special.entr(shifted_BSV, out=shifted_BSV).sum(dim=-1)
+            stat_BS = log_sum_BS + shard.reduce(weighted_BS, dist.ReduceOp.SUM) / sum_BS
+        return _without_gradient(ctx, picked_BS - log_sum_BS, stat_BS)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_BSV, max_BS, log_sum_BS, index_BS1, is_mine_BS = ctx.saved_tensors
         grad_BS1 = grad_outputs[0].unsqueeze(-1)
         # The same subtractions in the same order as forward, so that large logits lose no digits.
@@ -61,7 +94,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_BSV.scatter_add_(-1, index_BS1, grad_BS1 * is_mine_BS.unsqueeze(-1))
         if ctx.temperature != 1.0:
             grad_BSV /= ctx.temperature
-        return grad_BSV.to(logits_BSV.dtype), None, None, None
+        return grad_BSV.to(logits_BSV.dtype), None, None, None, None
 
 
 def _scaled(logits_BSV: Tensor, temperature: float) -> Tensor:
@@ -72,55 +105,80 @@ def _scaled(logits_BSV: Tensor, temperature: float) -> Tensor:
     return scaled
 
 
-class _FusedTokenLogprobs(torch.autograd.Function):
+def _without_gradient(ctx: Any, logprobs_BS: Tensor, stat_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if stat_BS is not None:
+        ctx.mark_non_differentiable(stat_BS)
+    return logprobs_BS, stat_BS
+
+
+class _FusedTokenScores(torch.autograd.Function):
     """The same by Triton kernels. The logits' memory becomes the gradient's: only for logits that nobody else has."""
 
     @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard) -> Tensor:
+    def forward(
+        ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard, stat: TokenStat | None
+    ) -> tuple[Tensor, Tensor | None]:
         from nemo_offload_rl.policy.backends.logprob_kernels import logit_stats
 
         logits_BSV = logits_BSV.contiguous()
-        local_max_BS, sum_BS, picked_BS = logit_stats(logits_BSV, targets_BS, temperature, shard.start)
+        local_max_BS, local_sum_BS, picked_BS, weighted_BS = logit_stats(
+            logits_BSV, targets_BS, temperature, shard.start, with_entropy=stat is TokenStat.ENTROPY
+        )
         max_BS = shard.reduce(local_max_BS.clone(), dist.ReduceOp.MAX)
-        log_sum_BS = shard.reduce(sum_BS * (local_max_BS - max_BS).exp_(), dist.ReduceOp.SUM).log_()
+        below_BS = local_max_BS - max_BS
+        sum_BS = shard.reduce(local_sum_BS * below_BS.exp(), dist.ReduceOp.SUM)
+        log_sum_BS = sum_BS.log()
         picked_BS = shard.reduce(picked_BS, dist.ReduceOp.SUM)
+        stat_BS = None
+        if stat is TokenStat.ACCURACY:
+            stat_BS = (picked_BS == max_BS).float()
+        elif weighted_BS is not None:
+            weighted_BS = (weighted_BS + local_sum_BS * below_BS) * below_BS.exp()
+            stat_BS = log_sum_BS - shard.reduce(weighted_BS, dist.ReduceOp.SUM) / sum_BS
         ctx.save_for_backward(logits_BSV, targets_BS, max_BS, log_sum_BS)
         ctx.temperature, ctx.start = temperature, shard.start
-        return picked_BS - max_BS - log_sum_BS
+        return _without_gradient(ctx, picked_BS - max_BS - log_sum_BS, stat_BS)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         from nemo_offload_rl.policy.backends.logprob_kernels import logit_gradient_
 
         logits_BSV, targets_BS, max_BS, log_sum_BS = ctx.saved_tensors
         stats = (max_BS, log_sum_BS)
         grad = logit_gradient_(logits_BSV, targets_BS, stats, grad_outputs[0], ctx.temperature, ctx.start)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
-def token_logprobs(
-    logits_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard, *, owns_logits: bool = False
-) -> Tensor:
-    """Logprob of each target under softmax(logits / temperature).
+def token_scores(
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
+    temperature: float,
+    shard: VocabShard,
+    *,
+    stat: TokenStat | None = None,
+    owns_logits: bool = False,
+) -> TokenScores:
+    """Logprob of each target under softmax(logits / temperature), and a stat of that distribution.
 
     Args:
         logits_BSV: [B, S, V] any float type; this rank's vocabulary columns.
         targets_BS: [B, S] int64, ids in the whole vocabulary.
         temperature: What the sampler divided its logits by; above 0.
         shard: Which columns these are.
+        stat: What to measure beside; None for nothing.
         owns_logits: Nobody else uses the logits: on a GPU backward may write the gradient over them.
 
     Returns:
-        [B, S] float32, equal on all ranks of `shard.group`.
+        Tensors [B, S], equal on all ranks of `shard.group`.
     """
     if logits_BSV.is_cuda:
         if not owns_logits:
             logits_BSV = logits_BSV.clone()
-        return _FusedTokenLogprobs.apply(logits_BSV, targets_BS, temperature, shard)  # type: ignore[return-value]
-    return _TokenLogprobs.apply(logits_BSV, targets_BS, temperature, shard)  # type: ignore[return-value]
+        return TokenScores(*_FusedTokenScores.apply(logits_BSV, targets_BS, temperature, shard, stat))  # type: ignore[misc]
+    return TokenScores(*_TokenScores.apply(logits_BSV, targets_BS, temperature, shard, stat))  # type: ignore[misc]
 
 
-def chunked_logprobs(
+def chunked_scores(
     output_layer: Callable[[Tensor], Tensor],
     hidden: Tensor,
     targets: Tensor,
@@ -128,8 +186,9 @@ def chunked_logprobs(
     temperature: float,
     chunk_size: int | None,
     shard: VocabShard,
-) -> Tensor:
-    """Logprob of the target at each of N positions, which may be none at all.
+    stat: TokenStat | None = None,
+) -> TokenScores:
+    """Logprob of the target at each of N positions, which may be none at all, and a stat of the distribution there.
 
     With a `chunk_size`, logits exist for that many positions at a time, and backward computes them again.
 
@@ -138,21 +197,44 @@ def chunked_logprobs(
             their `targets` and V.
         hidden: [N, ...] last hidden states.
         targets: [N, ...] int64 token ids.
-        temperature: See `token_logprobs`.
+        temperature: See `token_scores`.
         chunk_size: Positions per chunk; None takes all at once.
-        shard: See `token_logprobs`.
+        shard: See `token_scores`.
+        stat: See `token_scores`.
 
     Returns:
-        float32 in the shape of `targets`.
+        Tensors in the shape of `targets`.
     """
 
-    def score(chunk: tuple[Tensor, Tensor]) -> Tensor:
-        return token_logprobs(output_layer(chunk[0]), chunk[1], temperature, shard, owns_logits=True)
+    def score(chunk: tuple[Tensor, Tensor]) -> TokenScores:
+        return token_scores(output_layer(chunk[0]), chunk[1], temperature, shard, stat=stat, owns_logits=True)
 
-    def score_again_in_backward(chunk: tuple[Tensor, Tensor]) -> Tensor:
+    def score_again_in_backward(chunk: tuple[Tensor, Tensor]) -> TokenScores:
         return checkpoint(score, chunk, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     if chunk_size is None:
         return score((hidden, targets))
     chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-    return torch.cat([(score_again_in_backward if torch.is_grad_enabled() else score)(chunk) for chunk in chunks])
+    scores = [(score_again_in_backward if torch.is_grad_enabled() else score)(chunk) for chunk in chunks]
+    stats = [score.stat for score in scores if score.stat is not None]
+    return TokenScores(torch.cat([score.logprobs for score in scores]), torch.cat(stats) if stats else None)
+
+
+def measured_loss(
+    loss_fn: LossFn, scores_BS: TokenScores, batch: TrainBatch, norm: LossNorm
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of a micro-batch, with its share of the mean of the stat that the loss asks for.
+
+    Args:
+        loss_fn: The loss.
+        scores_BS: Tensors [B, S], with `loss_fn.token_stat`; 0 where nothing is scored.
+        batch: The micro-batch.
+        norm: Counts of the global batch.
+    """
+    loss, metrics = loss_fn(scores_BS.logprobs, batch, norm)
+    measured = dict(metrics)
+    if loss_fn.token_stat is not None:
+        assert scores_BS.stat is not None
+        share = (scores_BS.stat * batch.loss_mask).sum() / max(norm.num_valid_tokens, 1.0)
+        measured[loss_fn.token_stat.value] = share
+    return loss, measured

@@ -124,6 +124,7 @@ class OutOfMemoryOnce:
 
     worker: object
     locations: list[Placement]
+    token_stat: None = None
 
     def __call__(self, logprobs_BS, batch, norm):
         self.locations.append(self.worker.residency.location("optimizer"))

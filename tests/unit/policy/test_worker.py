@@ -28,6 +28,7 @@ from policy_cases import (
     output_layer,
 )
 from safetensors.torch import load_file
+from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_offload_rl.errors import ConfigError, UserError
@@ -100,6 +101,30 @@ def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(make_w
         worker.prepare_for_training()
         worker.forward_backward(batch, NLL())
         assert_close(full_grads(worker), expected_grads)
+        worker.zero_grad()
+        measures_tokens_and_changes_no_gradient(worker, model)
+
+
+def measures_tokens_and_changes_no_gradient(worker, model, temperature=1.0):
+    batch = with_predicted_tokens(model, make_batch())
+    loss, metrics = worker.forward_backward(batch, NLL())
+    grads = full_grads(worker)
+    for stat, expected in hf_token_stats(model, batch, temperature).items():
+        worker.zero_grad()
+        *found, measured = worker.forward_backward(batch, NLL(stat))
+        assert measured.pop(stat.value) == pytest.approx(expected, rel=1e-5)
+        assert (*found, measured) == (loss, metrics)
+        assert_equal(full_grads(worker), grads)
+        assert worker.evaluate(batch, NLL(stat)).metrics[stat.value] == [pytest.approx(expected, rel=1e-5)]
+    assert "token_accuracy" not in metrics and "entropy" not in metrics
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_the_entropy_is_that_at_the_temperature_of_rollouts(make_worker, folders, chunk_size):
+    folder, model = folders("qwen3-tied")
+    with make_worker(folder, logprob_temperature=0.6, logprob_chunk_size=chunk_size) as worker:
+        worker.prepare_for_training()
+        measures_tokens_and_changes_no_gradient(worker, model, temperature=0.6)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -34,12 +34,14 @@ from policy_cases import (
 )
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
+from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.policy.backends.factory import expected_bytes
 from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
+from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
 from nemo_offload_rl.residency import local_tensor
 
@@ -52,6 +54,8 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
     """Loss, gradients, their norm, logprobs and refit tensors of a fresh worker."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_sparse_batch() if sparse else make_batch()
+    batch = with_predicted_tokens(model, batch)
+    expected_stats = hf_token_stats(model, batch)
     expected_loss, expected_grads = hf_loss_and_grads(model, batch)
     with make_worker(process, folder, **changes) as worker:
         early, exact = expected_bytes(worker._settings, process).state, worker._backend.expected_bytes()
@@ -59,8 +63,11 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
         mine = shard(batch, worker)
         worker.prepare_for_lp_inference()
         assert_close(worker.get_logprobs(mine), hf_logprobs(model, mine).detach())
+        accuracy = worker.evaluate(mine, NLL(TokenStat.ACCURACY)).metrics["token_accuracy"]
+        assert accuracy == [pytest.approx(expected_stats[TokenStat.ACCURACY])]
         worker.prepare_for_training()
-        loss, metrics = worker.forward_backward(mine, NLL())
+        loss, metrics = worker.forward_backward(mine, NLL(TokenStat.ENTROPY))
+        assert metrics["entropy"] == pytest.approx(expected_stats[TokenStat.ENTROPY], rel=1e-5)
         assert_close(loss, expected_loss)
         assert metrics["seqs"] == 7
         assert_close(metrics["logprob_min"], hf_lowest(model, batch))

@@ -28,11 +28,11 @@ from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapte
 from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, measured_loss
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
-from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
     BASE,
@@ -220,8 +220,8 @@ class DTensorBackend:
                 # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
                 # end. With more ranks they would.
                 self._fsdp_root.set_requires_gradient_sync(number == len(micro_batches))
-            logprobs_BS, batch = self._score(micro_batch)
-            loss, metrics = loss_fn(logprobs_BS, batch, norm)
+            scores_BS, batch = self._score(micro_batch, loss_fn.token_stat)
+            loss, metrics = measured_loss(loss_fn, scores_BS, batch, norm)
             loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
@@ -235,8 +235,8 @@ class DTensorBackend:
         totals = Totals(self._device)
         try:
             for micro_batch in micro_batches:
-                logprobs_BS, batch = self._score(micro_batch)
-                loss, metrics = loss_fn(logprobs_BS, batch, norm)
+                scores_BS, batch = self._score(micro_batch, loss_fn.token_stat)
+                loss, metrics = measured_loss(loss_fn, scores_BS, batch, norm)
                 totals.add(loss, metrics)
         finally:
             self._reshard()
@@ -247,20 +247,20 @@ class DTensorBackend:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
         self._model.eval()
         try:
-            found = [self._score(micro_batch)[0] for micro_batch in micro_batches]
+            found = [self._score(micro_batch, None)[0].logprobs for micro_batch in micro_batches]
         finally:
             self._reshard()
         return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
 
-    def _score[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Tensor, Batch]:
-        """[B, S] logprobs of the scored tokens, 0 elsewhere, and the micro-batch on the device."""
+    def _score[Batch: TokenBatch](self, micro_batch: Batch, stat: TokenStat | None) -> tuple[TokenScores, Batch]:
+        """Tensors [B, S] of the scored tokens, 0 elsewhere, and the micro-batch on the device."""
         # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
         scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
         if self._settings.sequence_packing.enabled:
             width = micro_batch.input_ids.shape[1]
             row = PackedRow.of(micro_batch.input_lengths, width, scored_N, self._device)
         batch = micro_batch.to(self._device)
-        return self._model(batch.input_ids, scored_N.to(self._device, non_blocking=True), row), batch
+        return self._model(batch.input_ids, scored_N.to(self._device, non_blocking=True), row, stat), batch
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
-from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
+from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, chunked_scores
+from nemo_offload_rl.policy.interfaces import TokenStat
 
 PREFIX = "causal_lm."
 
@@ -83,13 +84,16 @@ class LogprobModel(nn.Module):
         self.causal_lm = causal_lm
         self._how = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
 
-    def forward(self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None) -> Tensor:
-        """[B, S] float32 logprobs by the package's convention; 0 where none is wanted.
+    def forward(
+        self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None, stat: TokenStat | None
+    ) -> TokenScores:
+        """[B, S] float32 logprobs by the package's convention, and a stat at the same places; 0 where none is wanted.
 
         Args:
             input_ids_BS: [B, S] int64.
             scored_N: [N] int64 places in the flattened rows, the tokens to score: real, and never a row's first.
             row: The real tokens as one row, which the model gets instead; None for the padded rows.
+            stat: What to measure beside; None for nothing.
         """
         if row is None:
             hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
@@ -98,9 +102,12 @@ class LogprobModel(nn.Module):
             hidden_TH, place_N = self._of_row(input_ids_BS, row), row.places_N
         before_NH = hidden_TH.index_select(0, place_N - 1)
         targets_N = input_ids_BS.flatten().index_select(0, scored_N)
-        found_N = chunked_logprobs(self.causal_lm.lm_head, before_NH, targets_N, **self._how)
-        logprobs = torch.zeros(input_ids_BS.numel(), dtype=found_N.dtype, device=found_N.device)
-        return logprobs.index_copy(0, scored_N, found_N).view_as(input_ids_BS)
+        scores_N = chunked_scores(self.causal_lm.lm_head, before_NH, targets_N, stat=stat, **self._how)
+
+        def at_their_places(found_N: Tensor) -> Tensor:
+            return found_N.new_zeros(input_ids_BS.numel()).index_copy(0, scored_N, found_N).view_as(input_ids_BS)
+
+        return scores_N.map(at_their_places)
 
     def _of_row(self, input_ids_BS: Tensor, row: PackedRow) -> Tensor:
         """[T, H] hidden states."""

@@ -22,7 +22,7 @@ from nemo_offload_rl.policy.backends.megatron import parallel
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Input of this rank, and what brings its logprobs back to the samples' places.
+    """Input of this rank, and what brings the targets' values back to the samples' places.
 
     Attributes:
         ids_RL: Token ids.
@@ -46,12 +46,12 @@ class ModelInput:
     samples_shape: torch.Size
     order_T: Tensor | None
 
-    def logprobs(self, scored_RL: Tensor) -> Tensor:
-        """[B, S] logprobs by the package's convention, from those of the positions' targets; 0 where none is scored."""
+    def of_samples(self, scored_RL: Tensor) -> Tensor:
+        """[B, S] values by the convention of logprobs, from those of the positions' targets; 0 where none is scored."""
         scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
         found_K = scored_RT.flatten().index_select(0, self.scored_K)
-        logprobs = found_K.new_zeros(self.samples_shape.numel()).index_copy(0, self.tokens_K, found_K)
-        return logprobs.view(self.samples_shape)
+        values = found_K.new_zeros(self.samples_shape.numel()).index_copy(0, self.tokens_K, found_K)
+        return values.view(self.samples_shape)
 
 
 def by_place(value_RL: Tensor, splits: int) -> Tensor:

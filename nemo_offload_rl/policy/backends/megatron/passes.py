@@ -1,12 +1,13 @@
 """Forward and backward passes through Megatron's schedules: losses while training, logprobs otherwise.
 
 Logits never leave the model: its output layer is called by `GPTModel`'s output processor, chunk by chunk, and what
-comes out of the last pipeline stage are logprobs.
+comes out of the last pipeline stage are logprobs and what is measured beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
-from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
+from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, chunked_scores, measured_loss
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
 from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
-from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
 from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
 
 
@@ -65,7 +66,7 @@ class Passes:
     ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
         """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
         with self._activations.training_pass(len(micro_batches)):
-            return self._run(micro_batches, _Losses(loss_fn, norm), forward_only=False)
+            return self._run(micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, forward_only=False)
 
     @torch.no_grad()
     def evaluate(
@@ -73,29 +74,30 @@ class Passes:
     ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
         """The same without gradients, dropout off."""
         with self._activations.forward_only():
-            return self._run(micro_batches, _Losses(loss_fn, norm), forward_only=True)
+            return self._run(micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, forward_only=True)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[B, S] logprobs by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
         with self._activations.forward_only():
-            found = self._run(micro_batches, _keep_logprobs, forward_only=True)
+            found = self._run(micro_batches, _keep_logprobs, None, forward_only=True)
         return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
 
     def _run(
         self,
         micro_batches: Collection[Any],
-        consume: Callable[[Tensor, Any], tuple[Tensor, Any]],
+        consume: Callable[[TokenScores, Any], tuple[Tensor, Any]],
+        stat: TokenStat | None,
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Results of `consume`, which turns logprobs and their micro-batch into a scalar and a result to keep."""
+        """Results of `consume`, which turns the scores of a micro-batch into a scalar and a result to keep."""
         if not micro_batches:
             return []
         for chunk in self._chunks:
             chunk.train(not forward_only)
 
-        def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             if self._empties_cache:
                 torch.cuda.empty_cache()
             batch = next(batches)
@@ -108,12 +110,12 @@ class Passes:
             )
             batch = batch.to(self._device)
 
-            def reduce(logprobs_BS: Tensor) -> tuple[Tensor, Tensor, Any]:
-                scalar, result = consume(logprobs_BS, batch)
+            def reduce(scores_BS: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Any]:
+                scalar, result = consume(TokenScores(*scores_BS), batch)  # Megatron's wrappers make it a plain tuple
                 # No tokens: our losses are divided by the counts of the global batch already.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            return self._forward(chunk, laid_out), reduce
+            return self._forward(chunk, laid_out, stat), reduce
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -126,21 +128,28 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _forward(self, chunk: Any, laid_out: ModelInput) -> Tensor:
-        """Logprobs on the last pipeline stage, hidden states on the others."""
+    def _forward(self, chunk: Any, laid_out: ModelInput, stat: TokenStat | None) -> Any:
+        """`TokenScores` on the last pipeline stage, hidden states on the others."""
         return chunk(
             input_ids=laid_out.ids_RL,
             position_ids=laid_out.positions_RL,
             attention_mask=None,  # causal, and rows are padded on the right
             packed_seq_params=laid_out.packed,
-            output_processor=self._logprobs_of,
+            output_processor=partial(self._scores_of, stat),
             output_processor_context=laid_out,
         )
 
-    def _logprobs_of(
-        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: ModelInput, **_: Any
-    ) -> Tensor:
-        """[B, S] logprobs from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
+    def _scores_of(
+        self,
+        stat: TokenStat | None,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: ModelInput,
+        **_: Any,
+    ) -> TokenScores:
+        """Tensors [B, S] from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
 
         With sequence parallelism the output layer gathers the ranks' positions, as many from each: a place among a
         rank's P positions stands for one position of every rank (X of them), and is scored if any of those is.
@@ -153,30 +162,35 @@ class Passes:
             return found.unflatten(0, (splits, len(hidden_N1H))).squeeze(2).transpose(0, 1)
 
         targets_PX = by_place(context.targets_RL, splits)
-        found_NX = chunked_logprobs(
+        scores_NX = chunked_scores(
             logits,
             hidden_states.flatten(0, 1).index_select(0, context.places_N).unsqueeze(1),
             targets_PX.index_select(0, context.places_N),
             temperature=self._temperature,
             chunk_size=None if self._chunk_size is None else max(1, self._chunk_size // splits),
             shard=self._shard,
+            stat=stat,
         )
-        logprobs_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, context.places_N, found_NX)
-        return context.logprobs(logprobs_PX.t().unflatten(1, (length, rows)).flatten(0, 1).t())
+
+        def at_their_places(found_NX: Tensor) -> Tensor:
+            found_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, context.places_N, found_NX)
+            return context.of_samples(found_PX.t().unflatten(1, (length, rows)).flatten(0, 1).t())
+
+        return scores_NX.map(at_their_places)
 
 
 class _Losses:
-    """Loss and metrics of a micro-batch's logprobs."""
+    """Loss and metrics of a micro-batch's scores."""
 
     def __init__(self, loss_fn: LossFn, norm: LossNorm) -> None:
         self._loss_fn = loss_fn
         self._norm = norm
 
-    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
-        loss, metrics = self._loss_fn(logprobs_BS, batch, self._norm)
+    def __call__(self, scores_BS: TokenScores, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        loss, metrics = measured_loss(self._loss_fn, scores_BS, batch, self._norm)
         # A copy: the schedule scales the loss in place.
         return loss, (loss.detach().clone(), metrics)
 
 
-def _keep_logprobs(logprobs_BS: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    return logprobs_BS.new_zeros(()), logprobs_BS
+def _keep_logprobs(scores_BS: TokenScores, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    return scores_BS.logprobs.new_zeros(()), scores_BS.logprobs

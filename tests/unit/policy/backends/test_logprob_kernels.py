@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ TEMPERATURES = (1.0, 0.7)
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float, grad: torch.Tensor):
-    """Logprobs and the logits' gradient by plain torch in float64."""
+    """Logprobs, the logits' gradient and the entropy by plain torch in float64."""
     exact = logits.detach().double().requires_grad_()
-    logprobs = (exact / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    all_logprobs = (exact / temperature).log_softmax(-1)
+    logprobs = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     logprobs.backward(grad.double())
-    return logprobs.detach(), exact.grad
+    return logprobs.detach(), exact.grad, -(all_logprobs.exp() * all_logprobs).sum(-1).detach()
 
 
 def fused(logits: torch.Tensor, targets: torch.Tensor, temperature: float, grad: torch.Tensor, num_shards: int = 1):
@@ -27,15 +29,33 @@ def fused(logits: torch.Tensor, targets: torch.Tensor, temperature: float, grad:
 
     size = logits.shape[-1] // num_shards
     shards = [logits[..., i * size : (i + 1) * size].contiguous() for i in range(num_shards)]
-    stats = [logit_stats(shard, targets, temperature, i * size) for i, shard in enumerate(shards)]
+    stats = [logit_stats(shard, targets, temperature, i * size, with_entropy=True) for i, shard in enumerate(shards)]
+    for i, shard in enumerate(shards):
+        *plain, nothing = logit_stats(shard, targets, temperature, i * size)
+        assert nothing is None
+        assert all(torch.equal(a, b) for a, b in zip(plain, stats[i], strict=False))
     highest = torch.stack([s[0] for s in stats]).amax(0)
-    log_sum = sum(s[1] * (s[0] - highest).exp() for s in stats).log()
+    total = sum(s[1] * (s[0] - highest).exp() for s in stats)
+    log_sum = total.log()
     logprobs = sum(s[2] for s in stats) - highest - log_sum
+    expected = sum((s[3] + s[1] * (s[0] - highest)) * (s[0] - highest).exp() for s in stats) / total
     gradients = [
         logit_gradient_(shard, targets, (highest, log_sum), grad, temperature, i * size)
         for i, shard in enumerate(shards)
     ]
-    return logprobs, torch.cat(gradients, dim=-1)
+    return logprobs, torch.cat(gradients, dim=-1), log_sum - expected
+
+
+def check_highest(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
+    """A target equals the maximum bit by bit exactly where no logit is above its own."""
+    from nemo_offload_rl.policy.backends.logprob_kernels import logit_stats
+
+    targets = targets.clone()
+    targets[..., ::2] = logits.argmax(-1)[..., ::2]
+    is_highest = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) == logits.amax(-1)
+    assert is_highest.any() and not is_highest.all()
+    highest, _, picked, _ = logit_stats(logits, targets, temperature, 0)
+    assert torch.equal(picked == highest, is_highest)
 
 
 def check(device: str, vocabulary: int, dtype: torch.dtype, rows: tuple[int, ...], tolerance: float) -> None:
@@ -44,10 +64,12 @@ def check(device: str, vocabulary: int, dtype: torch.dtype, rows: tuple[int, ...
         for num_shards in (1, 2):
             logits = (torch.randn(*rows, vocabulary, generator=generator) * 8 + 30).to(device, dtype)
             targets = torch.randint(0, vocabulary, rows, generator=generator).to(device)
+            check_highest(logits, targets, temperature)
             grad = torch.randn(*rows, generator=generator).to(device)
-            expected, expected_grad = reference(logits, targets, temperature, grad)
-            logprobs, gradient = fused(logits, targets, temperature, grad, num_shards)
+            expected, expected_grad, expected_entropy = reference(logits, targets, temperature, grad)
+            logprobs, gradient, entropy = fused(logits, targets, temperature, grad, num_shards)
             torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-4)
             error = (gradient.double() - expected_grad).norm() / expected_grad.norm()
             assert error < tolerance, (temperature, num_shards, float(error))
 
@@ -68,25 +90,37 @@ def test_the_kernels_match_float64_softmax_and_its_gradient_on_a_gpu(dtype: torc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
-    from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_logprobs
+    from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_scores
+    from nemo_offload_rl.policy.interfaces import TokenStat
 
-    results = []
+    results, measurements = [], {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         layer = torch.nn.Linear(32, 5000, bias=False)
         hidden, targets = torch.randn(21, 32), torch.randint(0, 5000, (21,))
         layer, hidden, targets = layer.to(device), hidden.to(device).requires_grad_(), targets.to(device)
-        for chunk_size in (None, 8):
-            logprobs = chunked_logprobs(
-                layer, hidden, targets, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None)
+        with torch.no_grad():
+            targets[::3] = layer(hidden).argmax(-1)[::3]
+        for chunk_size, stat in product((None, 8), (None, *TokenStat)):
+            logprobs, measured = chunked_scores(
+                layer, hidden, targets, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None), stat=stat
             )
             layer.zero_grad()
             hidden.grad = None
             (logprobs * torch.arange(21.0, device=device)).sum().backward()
             results.append([t.detach().cpu() for t in (logprobs, layer.weight.grad, hidden.grad)])
+            if stat is not None:
+                measurements.setdefault(stat, []).append(measured.cpu())
     for other in results[1:]:
         for left, right in zip(results[0], other, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3)
+    for first, *others in measurements.values():
+        for other in others:
+            torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-5)
+    # On one device the stat changes no bit of logprobs and gradients.
+    for first in range(0, len(results), 3):
+        for other in results[first + 1 : first + 3]:
+            assert all(torch.equal(left, right) for left, right in zip(results[first], other, strict=True))
 
 
 if __name__ == "__main__":

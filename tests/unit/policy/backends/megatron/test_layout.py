@@ -64,7 +64,7 @@ def check_input(laid_out, batch, rank, context_parallel_size, sequence_parallel_
 
     assert laid_out.ids_RL.shape[1] % sequence_parallel_size == 0
     scored = scores(laid_out).requires_grad_()
-    logprobs = laid_out.logprobs(scored)
+    logprobs = laid_out.of_samples(scored)
     torch.testing.assert_close(logprobs, expected_logprobs(batch), rtol=0, atol=0)
     # Every token that is wanted is scored once, on one of the ranks.
     logprobs.sum().backward()

@@ -7,17 +7,19 @@ from closeness import assert_close
 from megatron_cpu_shim import megatron_on_cpu
 from policy_cases import PAD_ID, make_settings, make_sparse_batch, run_ranks
 
+from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import ModelParallel
 
 HIDDEN, VOCABULARY = 16, PAD_ID + 2
 
 
 def reference(hidden_LRH, weight_VH, batch):
-    """[B, S] logprobs of the counted tokens, by a whole log-softmax."""
+    """[B, S] logprobs of the counted tokens by a whole log-softmax, and the entropy there."""
     logits_BSV = torch.nn.functional.linear(hidden_LRH.transpose(0, 1), weight_VH)
     targets_BS1 = batch.input_ids[:, 1:, None]
-    picked_BS = logits_BSV[:, : targets_BS1.shape[1]].log_softmax(-1).gather(-1, targets_BS1).squeeze(-1)
-    return torch.nn.functional.pad(picked_BS, (1, 0)) * batch.token_mask * batch.sample_mask[:, None]
+    logprobs_BSV = logits_BSV[:, : targets_BS1.shape[1]].log_softmax(-1)
+    values = (logprobs_BSV.gather(-1, targets_BS1).squeeze(-1), -(logprobs_BSV.exp() * logprobs_BSV).sum(-1))
+    return [torch.nn.functional.pad(value_BS, (1, 0)) * batch.loss_mask for value_BS in values]
 
 
 def check(process):
@@ -41,7 +43,7 @@ def check(process):
         hidden_LRH = torch.randn(14, 6, HIDDEN, generator=generator).requires_grad_()
         weight_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
         upstream_BS = torch.randn(batch.input_ids.shape, generator=generator)
-        expected_BS = reference(hidden_LRH, weight_VH, batch)
+        expected_BS, expected_entropy_BS = reference(hidden_LRH, weight_VH, batch)
         (expected_BS * upstream_BS).sum().backward()
         layer.weight.data.copy_(weight_VH.detach().chunk(2)[process.rank])
 
@@ -55,7 +57,8 @@ def check(process):
             )
             layer.zero_grad()
             mine_LRH = hidden_LRH.detach().chunk(2)[process.rank].clone().requires_grad_()
-            found_BS = passes._logprobs_of(
+            scores_BS = passes._scores_of(
+                TokenStat.ENTROPY,
                 hidden_states=mine_LRH,
                 output_layer=layer,
                 output_weight=None,
@@ -63,8 +66,9 @@ def check(process):
                     batch, device=torch.device("cpu"), pack=False, sequence_parallel_size=2, token_multiple=1
                 ),
             )
-            assert_close(found_BS, expected_BS)
-            (found_BS * upstream_BS).sum().backward()
+            assert_close(scores_BS.logprobs, expected_BS)
+            assert_close(scores_BS.stat, expected_entropy_BS.detach())
+            (scores_BS.logprobs * upstream_BS).sum().backward()
             assert_close(mine_LRH.grad, hidden_LRH.grad.chunk(2)[process.rank])
             assert_close(layer.weight.grad, weight_VH.grad.chunk(2)[process.rank])
         parallel.leave_model_parallel()
