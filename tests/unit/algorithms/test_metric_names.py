@@ -31,7 +31,8 @@ def test_what_is_measured_can_rank_checkpoints(name):
         (GRPO, "train:reward_mean/", "does not measure"),
         (GRPO, "accuracy", "write train:NAME or val:NAME"),
         (SFT_NAMES, "val:val_loss", "did you mean val:loss?"),
-        (SFT_NAMES, "val:accuracy", "choose one of loss, perplexity, or null"),
+        (SFT_NAMES, "val:accuracy", "did you mean val:token_accuracy?"),
+        (SFT_NAMES, "val:reward", "choose one of loss, perplexity, token_accuracy, or null"),
         (DPO_NAMES, "val:validation-default_loss", "choose one of accuracy, "),
     ],
 )

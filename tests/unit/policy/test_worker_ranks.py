@@ -33,8 +33,8 @@ from policy_cases import (
     worker_of,
 )
 from safetensors.torch import load_file
-from torch.profiler import ProfilerActivity, profile
 from token_stat_cases import hf_token_stats, with_predicted_tokens
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import CheckpointError, ConfigError
