@@ -45,7 +45,8 @@ def _stats_kernel(
         value = tl.maximum(value, _LOWEST)
         new_highest = tl.maximum(highest, value)
         if WITH_ENTROPY:
-            drop, rest = highest - new_highest, value - new_highest
+            drop = highest - new_highest
+            rest = value - new_highest
             weighted = (weighted + total * drop) * tl.exp(drop) + tl.exp(rest) * rest
         total = total * tl.exp(highest - new_highest) + tl.exp(value - new_highest)
         highest = new_highest
