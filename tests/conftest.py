@@ -11,6 +11,14 @@ import pytest
 TESTS = Path(__file__).parent
 NUM_CPUS = 6
 OBJECT_STORE_BYTES = 100 * 2**20
+WITH_PROCESSES = [TESTS / name for name in ("functional", "unit/distributed", "unit/generation")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of folders where nearly every test starts Ray, vLLM or other processes."""
+    for item in items:
+        if any(folder in item.path.parents for folder in WITH_PROCESSES):
+            item.add_marker("processes")
 
 
 @pytest.fixture(scope="session")

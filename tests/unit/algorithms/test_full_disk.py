@@ -13,6 +13,8 @@ from tiny_models import qwen3_config, save_model_folder
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.utils.settings import CheckpointingSettings
 
+pytestmark = pytest.mark.processes
+
 TESTS = Path(__file__).parents[2]
 
 

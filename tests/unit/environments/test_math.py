@@ -30,6 +30,7 @@ def test_answers_are_compared_as_mathematics(environment):
     assert [score.reward for score in scores] == [float(correct) for _, _, correct in cases]
 
 
+@pytest.mark.processes
 def test_a_formula_that_sympy_never_finishes_costs_its_time_limit_and_no_more(caplog):
     impatient = MathEnvironment(num_workers=1, timeout_s=2.0)
     try:

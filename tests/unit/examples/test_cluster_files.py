@@ -85,6 +85,7 @@ def _session_of(process: psutil.Process) -> tuple[int, ...]:
         return ()
 
 
+@pytest.mark.processes
 def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on_it(slurm, tmp_path):
     script = tmp_path / "report.py"
     script.write_text(REPORT)
@@ -93,6 +94,7 @@ def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on
     assert "nodes 2 CPUs 5" in output
 
 
+@pytest.mark.processes
 def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     log = tmp_path / "srun.log"
     stand_in(tmp_path / "bin", "srun", f'echo "$@" >> {log}; [[ "$*" != *hostname* ]] || echo 127.0.0.1\n')

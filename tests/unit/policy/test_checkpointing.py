@@ -303,6 +303,7 @@ def two_ranks_go_on(process: ProcessInfo, folder: str, root: str) -> None:
         assert not list(paths.glob("full*"))
 
 
+@pytest.mark.processes
 def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(folder, tmp_path):
     # Dropout draws differ with the number of ranks.
     no_dropout = {"hf_config_overrides": {}}

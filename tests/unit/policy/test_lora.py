@@ -81,6 +81,7 @@ def two_ranks(process: ProcessInfo, backend: str, folder: str, root: str) -> Non
         assert_close(train_steps(worker, 1, 2).weights, expected["trained"])
 
 
+@pytest.mark.processes
 @BOTH
 def test_two_data_parallel_ranks_begin_with_the_same_adapters_and_train_as_one(folder, tmp_path, backend):
     with lora_worker(folder, backend) as worker:

@@ -126,6 +126,7 @@ def check_two_ranks(process, folder):
                 assert any("layers.1." in name for name in away(worker))
 
 
+@pytest.mark.processes
 def test_late_copies_change_no_bit_on_two_ranks_which_begin_before_all_is_there(folders, tmp_path):
     folder, _ = folders("qwen3-tied")
     run_ranks(2, tmp_path, check_two_ranks, str(folder))

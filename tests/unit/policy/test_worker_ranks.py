@@ -45,6 +45,8 @@ from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
 from nemo_offload_rl.residency import local_tensor
 
+pytestmark = pytest.mark.processes
+
 
 def make_worker(process, folder, *, keep_reference=False, **changes):
     return worker_of(make_settings(folder, **changes), process, keep_reference=keep_reference)

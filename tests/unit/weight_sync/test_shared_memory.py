@@ -36,6 +36,7 @@ def pipe() -> Iterator[Connection]:
         yield connection
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("buffer_bytes", [1, 600, 3000, 2**20])
 def test_tensors_arrive_bitwise_from_another_process_in_every_refit(pipe: Connection, buffer_bytes: int) -> None:
     receiver = SharedMemoryReceiver()
@@ -69,6 +70,7 @@ def test_a_bucket_keeps_its_bytes_while_the_next_one_is_filled() -> None:
     sender.close()
 
 
+@pytest.mark.processes
 def test_a_killed_sender_leaves_nothing_and_the_reader_says_so() -> None:
     before = set(os.listdir("/dev/shm"))
     with sending_process() as pipe:

@@ -74,6 +74,7 @@ def check(device: str, vocabulary: int, dtype: torch.dtype, rows: tuple[int, ...
             assert error < tolerance, (temperature, num_shards, float(error))
 
 
+@pytest.mark.processes
 def test_the_kernels_match_float64_softmax_and_its_gradient_in_the_interpreter() -> None:
     root = Path(__file__).parents[4]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}

@@ -23,6 +23,7 @@ def node_with(folder: Path, cpus: str) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_a_process_and_its_threads_move_to_the_cpus_of_the_node_that_they_may_use(tmp_path: Path) -> None:
     """In another process, since threads that exist here would be bound for the rest of the tests."""
     allowed = sorted(os.sched_getaffinity(0))

@@ -16,6 +16,8 @@ assert len(records) == 1 and "transformer-engine is not installed" in records[0]
 assert [name for name in sys.modules if name.split(".")[0] == "transformer_engine"] == []
 assert not [finder for finder in sys.meta_path if isinstance(finder, bridge_import._Finder)]
 from megatron.core.extensions.transformer_engine import HAVE_TE
+
+pytestmark = pytest.mark.processes
 assert not HAVE_TE
 """
 

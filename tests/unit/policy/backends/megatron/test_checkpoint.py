@@ -231,6 +231,7 @@ def resized(folder, tmp_path_factory):
     return root
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", RESIZED)
 def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(folder, resized, name):
     precision, changes, of_two = RESIZED[name]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise, product
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron_cpu_shim import megatron_on_cpu
@@ -81,5 +82,6 @@ def check_input(laid_out, batch, rank, context_parallel_size, sequence_parallel_
         assert (laid_out.positions_RL == 0).sum() == (5 if rank == 0 or context_parallel_size == 1 else 0)
 
 
+@pytest.mark.processes
 def test_scores_come_back_to_their_tokens_however_rows_are_packed_padded_and_split(tmp_path):
     run_ranks(2, tmp_path, check)

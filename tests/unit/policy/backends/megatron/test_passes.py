@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from closeness import assert_close
 from megatron_cpu_shim import megatron_on_cpu
@@ -74,5 +75,6 @@ def check(process):
         parallel.leave_model_parallel()
 
 
+@pytest.mark.processes
 def test_sequence_parallel_ranks_score_the_counted_tokens_of_all_of_them(tmp_path):
     run_ranks(2, tmp_path, check)
