@@ -31,6 +31,7 @@ from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor import parallel
+from nemo_offload_rl.policy.backends.dtensor.checkpoint import DTensorState
 from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
@@ -89,6 +90,27 @@ def test_the_same_with_everything_on_the_device(folder, tmp_path, uninterrupted,
 
 def test_the_same_with_a_save_that_is_waited_for(folder, tmp_path, uninterrupted):
     goes_on_bitwise(lambda: make_worker(folder), tmp_path, uninterrupted, in_background=False)
+
+
+def test_an_optimizer_that_makes_its_states_by_changing_parameters_does_so_before_they_are_read(
+    folder, tmp_path, monkeypatch
+):
+    with make_worker(folder) as worker:
+        train_steps(worker, 1, 2)
+        worker.save_checkpoint(tmp_path / "saved")
+        expected = weights_of(worker)
+    make = DTensorState.make_optimizer_state
+
+    @torch.no_grad()
+    def disturb(state, group, saved):  # as Megatron's hybrid optimizer, which runs on a GPU only
+        make(state, group, saved)
+        for _, parameter in state.parameters:
+            parameter.add_(1.0)
+
+    monkeypatch.setattr(DTensorState, "make_optimizer_state", disturb)
+    with make_worker(folder) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert_equal(weights_of(worker), expected)
 
 
 class GatedSave:
