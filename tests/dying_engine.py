@@ -1,4 +1,4 @@
-"""A GRPO run whose engine dies as it is told to sleep; run by a test as a process of its own.
+"""A GRPO run whose engine dies as it is told to sleep, twice; run by a test as a process of its own.
 
 `python tests/dying_engine.py ARGUMENTS`: those of examples/run_grpo.py.
 """
@@ -17,18 +17,18 @@ from run_grpo import main
 
 from nemo_offload_rl.utils.cli import run_main
 
-DIES_AT = 3  # the first time is the start's
+DIES_AT = (3, 7)  # in the second step and the fifth: one call is the start's, and one the restart's
 
 
 class DyingEngine(engines.RayGenerationEngine):
-    """The real engine, killed once."""
+    """The real engine, killed twice."""
 
     num_calls = 0
 
     def finish_generation(self, discard_weights: bool) -> None:
         """See `RayGenerationEngine`."""
         DyingEngine.num_calls += 1
-        if DyingEngine.num_calls == DIES_AT:
+        if DyingEngine.num_calls in DIES_AT:
             (pid,) = self.group.local_pids()
             os.kill(pid, signal.SIGKILL)
         super().finish_generation(discard_weights)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 from documented_metrics import documented
 from supervised_cases import (
     DPO_DATA,
@@ -34,13 +36,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def launch(folder: Path, algorithm: str, *overrides: str) -> str:
-    """What a run of two workers wrote to standard output."""
+def launch(folder: Path, algorithm: str, *overrides: str, ray_address: str | None = None) -> str:
+    """What a run of two workers wrote to standard output; in a Ray cluster of its own, or the one at `ray_address`."""
     keys, data = (SFT_KEYS, SFT_DATA) if algorithm == "sft" else (DPO_KEYS, DPO_DATA)
     arguments = [*keys, *common(folder, algorithm), "~data.train", data.format(folder=folder), *overrides]
     done = subprocess.run(
         [sys.executable, f"examples/run_{algorithm}.py", *arguments, "cluster.cpu_workers_per_node=2"],
         cwd=ROOT,
+        env=os.environ if ray_address is None else {**os.environ, "RAY_ADDRESS": ray_address},
         capture_output=True,
         text=True,
         timeout=300,
@@ -55,12 +58,14 @@ def sft_output(folder):
 
 
 @pytest.fixture(scope="module")
-def dpo_model(folder, sft_output):
+def dpo_model(folder, sft_output, ray_here):
     """The model of a DPO run that went on after two of its four steps."""
     model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
     packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
-    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2")
-    launch(folder, "dpo", model, *packing)
+    ray_here()
+    address = ray.get_runtime_context().gcs_address
+    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2", ray_address=address)
+    launch(folder, "dpo", model, *packing, ray_address=address)
     return model
 
 
