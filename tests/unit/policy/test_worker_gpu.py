@@ -87,6 +87,8 @@ def test_saving_loading_and_exporting_take_no_more_gpu_memory_than_training(vari
         return [worker.train(make_batch(seed=seed), NLLLoss()).loss for seed in (1, 2)]
 
     with worker_of(settings, process) as worker:
+        trained(worker)
+        worker.offload_after_refit()  # from now on the staging buffers are there
         with peak_of("training"):
             trained(worker)
         worker.offload_after_refit()
@@ -100,7 +102,9 @@ def test_saving_loading_and_exporting_take_no_more_gpu_memory_than_training(vari
         with peak_of("loading"):
             worker.load_checkpoint(tmp_path / "saved")
         assert trained(worker) == expected
-    assert max(peaks, key=lambda name: peaks[name]) == "training", peaks
+    # Training frees each gradient as its parameter is updated: what else is there at once differs by a tensor.
+    largest = max(4 * parameter.numel() for parameter in make_qwen3(0, config).parameters())
+    assert max(peaks.values()) <= peaks["training"] + largest, peaks
 
 
 def test_running_out_of_memory_leaves_a_snapshot_and_says_what_was_where(tmp_path, monkeypatch):
