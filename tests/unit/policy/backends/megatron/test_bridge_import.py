@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import importlib.util, logging, sys
 assert importlib.util.find_spec("transformer_engine") is None
@@ -16,12 +18,11 @@ assert len(records) == 1 and "transformer-engine is not installed" in records[0]
 assert [name for name in sys.modules if name.split(".")[0] == "transformer_engine"] == []
 assert not [finder for finder in sys.meta_path if isinstance(finder, bridge_import._Finder)]
 from megatron.core.extensions.transformer_engine import HAVE_TE
-
-pytestmark = pytest.mark.processes
 assert not HAVE_TE
 """
 
 
+@pytest.mark.processes
 def test_bridge_is_imported_without_transformer_engine_and_nothing_takes_it_for_installed_afterwards():
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
