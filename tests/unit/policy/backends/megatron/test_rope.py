@@ -13,7 +13,7 @@ from policy_cases import PAD_ID, hf_logprobs, one_rank_worker, save_family
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.data.batch import TrainBatch
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserError
 
 LENGTH = 1024
 LLAMA3 = {
@@ -109,7 +109,7 @@ def test_an_override_of_the_rotary_embeddings_is_what_hugging_face_makes_of_it(r
     folder = rotated("qwen3", **ROPES["base"])
     assert_close(logprobs(folder, batch, hf_config_overrides={"rope_parameters": YARN}), expected)
     without_base = {name: value for name, value in YARN.items() if name != "rope_theta"}
-    with pytest.raises(ConfigError, match=r"has no rope_theta; add that of config\.json"):
+    with pytest.raises(UserError, match=r"has no rope_theta; add it \(5000 in config\.json\)"):
         logprobs(folder, batch, hf_config_overrides={"rope_parameters": without_base})
 
 
