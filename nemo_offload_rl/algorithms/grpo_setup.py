@@ -48,7 +48,7 @@ def run_grpo(config: GrpoConfig) -> None:
     """Run GRPO from a checked configuration.
 
     Raises:
-        UserError: Something that the user can mend; a worker that died is one too.
+        UserError: Something that the user can fix; a worker that died is one too.
     """
     check_model(config.policy)
     tokenizer = load_tokenizer(config.tokenizer)

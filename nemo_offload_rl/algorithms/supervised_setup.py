@@ -44,7 +44,7 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
         console: Where progress is shown; None for standard output.
 
     Raises:
-        UserError: Something that the user can mend; a worker that died is one too.
+        UserError: Something that the user can fix; a worker that died is one too.
     """
     check_model(config.policy)
     tokenizer = load_tokenizer(config.tokenizer)

@@ -183,10 +183,10 @@ class ChatEncoder:
             is_last = turn == len(messages) - 1
             after = whole if is_last else self._render(messages[: turn + 1], origin, add_generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after)):
-                mend = "sft.only_unmask_final=true, or set " if not (is_last or self.last_turn_only) else ""
+                fix = "sft.only_unmask_final=true, or set " if not (is_last or self.last_turn_only) else ""
                 raise DataError(
                     f"{origin}: the chat template writes what comes up to message {turn + 1} differently than it does "
-                    f"in the whole conversation, so the assistant's part cannot be told; use {mend}"
+                    f"in the whole conversation, so the assistant's part cannot be told; use {fix}"
                     "policy.tokenizer.chat_template to one that only appends, or that marks it with {% generation %}"
                 )
             end_token = self.tokenizer.eos_token

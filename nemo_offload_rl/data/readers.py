@@ -138,9 +138,9 @@ def _read_saved(folder: Path, split: str | None) -> list[Record]:
     return [_table_record(dict(row), f"{where}, row {number}") for number, row in enumerate(loaded, start=1)]
 
 
-def _record(value: Any, origin: str, mend: str) -> Record:
+def _record(value: Any, origin: str, fix: str) -> Record:
     if not isinstance(value, dict):
-        raise DataError(f"{origin} holds a JSON {type(value).__name__}; {mend}")
+        raise DataError(f"{origin} holds a JSON {type(value).__name__}; {fix}")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

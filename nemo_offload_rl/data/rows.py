@@ -139,8 +139,8 @@ def _pair(
 def _field(record: Record, key: str, setting: str | None) -> Any:
     if key not in record.fields:
         known = ", ".join(sorted(record.fields)) or "none"
-        mend = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
-        raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {mend}")
+        fix = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
+        raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {fix}")
     return record.fields[key]
 
 

@@ -13,7 +13,7 @@ from nemo_offload_rl.policy.backends.dtensor.torch_optim import OptimizerFacts, 
 from nemo_offload_rl.policy.settings import OptimizerSettings
 
 type Rule[Config] = Callable[[Config], str | None]
-"""From a configuration whose keys all have their documented type to one message (fact, reason, mend) or None."""
+"""From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
 
 _KEPT = ("holdout", "split_validation_size")
 

@@ -42,10 +42,10 @@ def engine_leaves_room_for_the_policy(cfg: GrpoMasterConfig) -> str | None:
     if share * total_bytes + kept_bytes <= total_bytes:
         return None
     largest = (total_bytes - kept_bytes) / total_bytes
-    mend = f"lower it to {int(largest * 100) / 100}" if largest > 0.02 else "keep less in policy.residency_overrides"
+    fix = f"lower it to {int(largest * 100) / 100}" if largest > 0.02 else "keep less in policy.residency_overrides"
     return (
         f"policy.generation.vllm_cfg.gpu_memory_utilization {share} of {total_bytes / _GIB:.1f} GiB leaves less than "
-        f"the {kept_bytes / _GIB:.1f} GiB that stay beside the engine ({' and '.join([*kept, 'contexts'])}); {mend}"
+        f"the {kept_bytes / _GIB:.1f} GiB that stay beside the engine ({' and '.join([*kept, 'contexts'])}); {fix}"
     )
 
 
@@ -70,12 +70,12 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         parts.append(f"contexts {resting_bytes / _GIB:.0f}")
     if awake_bytes:
         parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
-    mend = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
+    fix = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
     if group_bytes["optimizer"]:
-        mend += f", or {key}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
+        fix += f", or {key}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
-        f"activations, but it has {total_bytes / _GIB:.1f}; {mend}"
+        f"activations, but it has {total_bytes / _GIB:.1f}; {fix}"
     )
 
 

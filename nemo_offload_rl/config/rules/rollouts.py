@@ -44,7 +44,7 @@ def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
 
 
 def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts of several turns have an environment that says something between them, and none says it in vain."""
+    """Rollouts of several turns have an environment that answers between them, and only those have one."""
     turns, data = cfg["grpo"]["max_rollout_turns"], cfg["data"]
     retrying = sorted(name for name, section in cfg["env"].items() if section.get("retry_message") is not None)
     named = {
