@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The image of a machine with NVIDIA GPUs: `make image`. docs/launch.md has the commands to run it.
+# The image of a machine with NVIDIA GPUs: `make image`. docs/guides/clusters.md has the commands to run it.
 #
 # CUDA's libraries come with Python packages (requirements/gpu.txt), so the last stage begins with a plain system. The
 # first needs nvcc for FlashAttention; FLASH_ATTN_CUDA_ARCHS are the GPUs it is compiled for, MAX_JOBS bounds memory.

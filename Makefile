@@ -8,6 +8,7 @@
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
 # make flash-attn FlashAttention, which Transformer Engine may use instead of cuDNN's; compiled once (nvcc, a long time)
 # make image      the container image (Dockerfile), with all of that
+# make docs       the documents as a site in docs/_build; warnings and broken links are errors
 # make lock       make requirements/*.txt anew from pyproject.toml
 
 SHELL := /bin/bash
@@ -27,7 +28,7 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 IMAGE ?= nemo-offload-rl:latest
 BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
 
-.PHONY: demo demo-sft test lint test-cpu test-fast test-gpu setup setup-gpu flash-attn image lock clean
+.PHONY: demo demo-sft test lint test-cpu test-fast test-gpu setup setup-gpu flash-attn image docs lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -67,6 +68,10 @@ flash-attn: .venv/.flash_attn
 	$(BUILD) $*
 	touch $@
 
+docs: setup
+	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	@echo docs/_build/index.html
+
 image:
 	docker build --tag $(IMAGE) .
 
@@ -85,4 +90,4 @@ lock: $(UV)
 	$(LOCK) --extra gpu --extra transformer-engine --extra dev --no-emit-package transformer-engine-torch -o requirements/gpu.txt
 
 clean:
-	rm -rf .venv .tools runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .tools runs docs/_build .pytest_cache .ruff_cache .hypothesis

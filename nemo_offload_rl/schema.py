@@ -1,7 +1,7 @@
 """Building blocks of the YAML border.
 
 A TypedDict key is written `name: Annotated[type, doc("purpose, values, unit", ge=1)]`. pydantic checks types and
-limits, `nemo_offload_rl.config.reference` writes docs/configuration.md from the texts, and unknown keys are
+limits, `nemo_offload_rl.config.reference` writes docs/reference/configuration.md from the texts, and unknown keys are
 refused by `closed`. Defaults are in YAML only.
 """
 

@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md: names, which may hold placeholders such as `<k>`, below their headings."""
+"""The tables of docs/reference/metrics.md: names, which may hold placeholders such as `<k>`, below their headings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
+DOCUMENT = Path(__file__).parents[1] / "docs/reference/metrics.md"
 
 
 def documented(*headings: str) -> set[str]:

@@ -1,8 +1,8 @@
 """What a GRPO run reports, computed again by plain code from the rollouts that it dumped (`grpo.log_rollouts`).
 
 Nothing of the package computes anything here: the model is Hugging Face's, optimizer and schedule are torch's, and
-every metric of docs/metrics.md is its formula, in float64. A run is replayed from its first step, so that later ones
-are compared too, and several updates of one step.
+every metric of docs/reference/metrics.md is its formula, in float64. A run is replayed from its first step, so that
+later ones are compared too, and several updates of one step.
 """
 
 from __future__ import annotations

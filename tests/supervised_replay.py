@@ -1,5 +1,5 @@
 """What SFT and DPO runs of `supervised_cases.py` report, computed again by plain code: Hugging Face's model, torch's
-optimizer, and every metric of docs/metrics.md as its formula."""
+optimizer, and every metric of docs/reference/metrics.md as its formula."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ClippedPGLossConfig(TypedDict):
         Literal["k1", "k2", "k3", "k1+", "k3+"],
         doc(
             "Estimator of the KL. k1+ and k3+ have the value of k1 and k3 and the gradient of the KL, as k2 has; "
-            "k1 has none in expectation, k3 another one (docs/metrics.md, estimators of the KL)."
+            "k1 has none in expectation, k3 another one (docs/reference/metrics.md, estimators of the KL)."
         ),
     ]
     kl_input_clamp_value: Annotated[

@@ -1,6 +1,6 @@
 """GRPO (arXiv 2402.03300) with colocated generation.
 
-One step, in order (docs/step.md has the memory side of it):
+One step, in order (docs/design/step.md has the memory side of it):
 1. refit: where the policy was trained since the last one, its weights go to the engine;
 2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
    turn follows; beside the scoring of the last the engine goes to sleep and the policy comes back;

@@ -1,4 +1,4 @@
-"""What a GRPO step reports, under the names of docs/metrics.md."""
+"""What a GRPO step reports, under the names of docs/reference/metrics.md."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from nemo_offload_rl.experience.types import Rollout
 def rollout_records(
     groups: SampledGroups, rewards: Tensor, batch: PolicyGradientBatch, *, has_prev: bool, has_reference: bool
 ) -> Iterator[dict[str, Any]]:
-    """One record for each sampled rollout; `docs/metrics.md` has the fields.
+    """One record for each sampled rollout; `docs/reference/metrics.md` has the fields.
 
     Args:
         groups: Of the step.

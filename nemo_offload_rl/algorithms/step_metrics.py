@@ -1,4 +1,4 @@
-"""What every algorithm reports about a step, under the names of docs/metrics.md."""
+"""What every algorithm reports about a step, under the names of docs/reference/metrics.md."""
 
 from __future__ import annotations
 

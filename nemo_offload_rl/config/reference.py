@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md: `python -m nemo_offload_rl.config.reference [--check]`, in the repository root.
+"""Writes docs/reference/configuration.md.
+
+Run `python -m nemo_offload_rl.config.reference [--check]` in the repository root.
 
 Texts and types come from the TypedDicts, defaults from the exemplar of each kind of run (interpolations as they are
 written there), rules from the docstrings of the rule functions.
@@ -22,7 +24,7 @@ from nemo_offload_rl.utils.cli import run_main
 from nemo_offload_rl.utils.config import load_unresolved
 
 CONFIGS = Path("examples/configs")
-TARGET = Path("docs/configuration.md")
+TARGET = Path("docs/reference/configuration.md")
 
 _HEAD = """\
 # Configuration
@@ -48,7 +50,7 @@ defaults.
 """
 
 _SUPERVISED = """\
-# {name}
+## {name}
 
 `examples/run_{section}.py --config examples/configs/{exemplar}`. The sections `policy`, `logger`, `cluster` and
 `checkpointing` have the keys that they have above, without {without}.
@@ -64,8 +66,8 @@ def render() -> str:
         gone = [key for key in of_grpo - own if key.startswith("policy.") and _parent(key) not in of_grpo - own]
         without = ", ".join(f"`{key}`" for key in sorted(gone))
         lines.append(_SUPERVISED.format(name=name, section=name.lower(), exemplar=EXEMPLARS[schema], without=without))
-        lines += _sections(schema, only=(name.lower(), "data"))
-    lines += ["# Rules between keys", "", "All are checked before Ray starts.", ""]
+        lines += _sections(schema, only=(name.lower(), "data"), heading="###")
+    lines += ["## Rules between keys", "", "All are checked before Ray starts.", ""]
     lines += [f"- {rule.__doc__}" for rule in GRPO_RULES]
     known = {rule.__name__ for rule in GRPO_RULES}
     more = {rule.__name__: rule for rule in (*SFT_RULES, *DPO_RULES) if rule.__name__ not in known}
@@ -73,15 +75,15 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections(schema: type, only: Sequence[str] = ()) -> list[str]:
-    """Heading, text and tables of each section; `only` names those at the top that are wanted, () all."""
+def _sections(schema: type, only: Sequence[str] = (), heading: str = "##") -> list[str]:
+    """Heading, text and tables of each section; `only` selects sections of the top level, () selects all."""
     defaults = OmegaConf.to_container(load_unresolved(CONFIGS / EXEMPLARS[schema]), resolve=False)
     keys = list(walk_keys(schema))
     lines: list[str] = []
     for section in [key for key in keys if key.is_section]:
         if _is_repeated(section) or (only and section.path.partition(".")[0] not in only):
             continue
-        lines += [f"## `{section.path}`" if "." not in section.path else f"### `{section.path}`", ""]
+        lines += [f"{heading}{'#' if '.' in section.path else ''} `{section.path}`", ""]
         lines += [section.description or "", ""]
         own = [key for key in keys if _parent(key.path) in (section.path, f"{section.path}.NAME", f"{section.path}[]")]
         variants = list(dict.fromkeys(key.variant for key in own))
@@ -138,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{TARGET} is out of date; run python -m nemo_offload_rl.config.reference")
         return 0
-    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(text, encoding="utf-8")
     return 0
 

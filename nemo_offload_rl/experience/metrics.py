@@ -10,7 +10,7 @@ from nemo_offload_rl.experience.types import RolloutBatch
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """What a step reports of its rollouts, under the names of docs/metrics.md.
+    """What a step reports of its rollouts, under the names of docs/reference/metrics.md.
 
     Rewards are those of `batch`; a rollout's response is all that the policy sampled in all of its turns.
     """

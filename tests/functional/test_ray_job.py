@@ -1,4 +1,4 @@
-"""`ray job submit`, as docs/launch.md has it: a real Ray head, a real job, its result."""
+"""`ray job submit`, as docs/guides/clusters.md has it: a real Ray head, a real job, its result."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Estimators of the KL divergence from samples, one value per token.
 
 Sources: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the values; "On a few
-pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients. docs/metrics.md says of each
-estimator which quantity its value and its gradient estimate.
+pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients. docs/reference/metrics.md
+lists which quantity each estimator's value and gradient estimate.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
         return None
     return (
         f"policy.dtensor_cfg.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
-        "another model, or policy.megatron_cfg if it trains this one (docs/models.md)"
+        "another model, or policy.megatron_cfg if it trains this one (docs/reference/models.md)"
     )
 
 

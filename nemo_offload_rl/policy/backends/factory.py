@@ -44,7 +44,7 @@ def check_model(settings: PolicySettings) -> None:
         if (reason := check(config)) is not None:
             raise ConfigError(
                 f"{key}.enabled is true, but config.json of {settings.model_name} has {reason}; use another model, or "
-                "the other backend if it trains this one (docs/models.md)"
+                "the other backend if it trains this one (docs/reference/models.md)"
             )
 
 

@@ -140,5 +140,5 @@ def test_the_manifest_and_the_documents_name_the_image_that_make_builds():
     assert {container["image"] for container in containers} == {image[1]}
     folder = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)[-1]
     assert {container["workingDir"] for container in containers} == {folder}
-    assert image[1] in (ROOT / "docs/launch.md").read_text()
+    assert image[1] in (ROOT / "docs/guides/clusters.md").read_text()
     assert f"{folder}/.venv/bin/python" in (ROOT / "examples/cluster/slurm.sh").read_text()

@@ -1,4 +1,4 @@
-"""The invariants of the residency manager (docs/residency.md lists them by the same numbers)."""
+"""The invariants of the residency manager (docs/design/residency.md lists them by the same numbers)."""
 
 from __future__ import annotations
 

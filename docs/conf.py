@@ -1,0 +1,26 @@
+"""The documents as a site: `make docs`. Every warning is an error there and in tests/unit/test_docs.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+project = "nemo_offload_rl"
+copyright = "the authors of nemo_offload_rl"  # the name that Sphinx reads
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 4  # links such as page.md#heading, as GitHub makes them
+
+autodoc_typehints = "none"  # signatures stay as they are written
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+napoleon_use_ivar = True  # attributes stand in the docstring of their class, once
+default_role = "code"  # docstrings have Markdown's single backticks
+
+html_theme = "furo"
+html_title = "nemo_offload_rl"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_show_sourcelink = False
+html_copy_source = False

@@ -1,0 +1,69 @@
+"""The documents make a site without a warning, and what points into them finds its page and heading."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+POINTING = ("nemo_offload_rl", "tests", "examples", "benchmarks", "requirements", ".ci")
+SUFFIXES = (".py", ".yaml", ".md", ".sh", "")
+
+pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # Sphinx's to myst-parser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> tuple[dict[str, set[str]], str]:
+    """Anchors of the headings of each page, and every warning of the build."""
+    folder, warnings = tmp_path_factory.mktemp("site"), io.StringIO()
+    with patch_docutils(DOCS), docutils_namespace():
+        app = Sphinx(DOCS, DOCS, folder / "out", folder / "trees", "dummy", status=None, warning=warnings)
+        app.build(force_all=True)
+    anchors = {f"docs/{page}.md": set(about.get("myst_slugs", ())) for page, about in app.env.metadata.items()}
+    return anchors, warnings.getvalue()
+
+
+def test_the_site_is_built_without_a_warning_so_that_every_link_and_anchor_exists(site):
+    assert site[1] == ""
+
+
+def test_a_page_for_each_markdown_file(site):
+    files = {f"docs/{path.relative_to(DOCS)}" for path in DOCS.rglob("*.md") if "_build" not in path.parts}
+    assert files == set(site[0])
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+def test_links_at_the_top_of_the_repository_lead_somewhere(name, site):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\s\"]+)", text)
+    local = [link for link in links if "://" not in link]
+    assert local
+    assert broken(local, site[0]) == []
+
+
+def test_paths_of_documents_in_code_messages_and_configurations_exist(site):
+    files = [path for folder in POINTING for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    files += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
+    wrong = []
+    for path in files:
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        named = re.findall(r"(?<![\w/.])docs/[\w/-]+\.(?:md|png|svg)(?:#[\w-]+)?", path.read_text(encoding="utf-8"))
+        wrong += [f"{path.relative_to(ROOT)}: {link}" for link in broken(named, site[0])]
+    assert wrong == []
+
+
+def broken(links: list[str], anchors: dict[str, set[str]]) -> list[str]:
+    """Links from the top of the repository whose file is missing, or whose page lacks the anchor."""
+    wrong = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if not (ROOT / path).exists() or (anchor and path in anchors and anchor not in anchors[path]):
+            wrong.append(link)
+    return wrong
