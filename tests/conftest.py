@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Before torch is imported: processes of tests side by side, each with a thread for every core, wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 TESTS = Path(__file__).parent
