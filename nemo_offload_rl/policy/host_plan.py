@@ -40,7 +40,7 @@ PROCESS, ENGINE = "process", "engine"
 # What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without any state: measured by
-# benchmarks/host_memory.py (docs/design/residency.md). The driver's includes the daemons of a Ray cluster that it
+# benchmarks/host_memory.py (docs/measurements/residency.md). The driver's includes the daemons of a Ray cluster that it
 # has started.
 POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
 ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}

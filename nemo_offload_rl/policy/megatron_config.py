@@ -161,7 +161,7 @@ class MegatronConfig(TypedDict):
         list[str] | None,
         doc(
             "Modules whose inputs move: qkv_linear, core_attn, attn_proj (needs core_attn) and, of mixture-of-experts "
-            "models, mlp_norm, expert_fc1 and moe_act. Pays with long rows: docs/design/megatron.md has numbers."
+            "models, mlp_norm, expert_fc1 and moe_act. Pays with long rows: docs/measurements/megatron.md has numbers."
         ),
     ]
     min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay; in elements, not bytes.", ge=0)]

@@ -59,6 +59,19 @@ def test_paths_of_documents_in_code_messages_and_configurations_exist(site):
     assert wrong == []
 
 
+def test_files_that_pages_name_in_code_exist():
+    """`policy/worker.py` is looked for in the package too, a bare `test_rope.py` anywhere."""
+    bare = {path.name for folder in POINTING for path in (ROOT / folder).rglob("*.py")}
+    bare |= {path.name for path in (ROOT / "benchmarks/results").iterdir()}
+    wrong = []
+    for page in DOCS.rglob("*.md"):
+        for name in re.findall(r"`([\w/.]+\.py|benchmarks/results/[\w.]+)`", page.read_text(encoding="utf-8")):
+            places = (ROOT / name, ROOT / "nemo_offload_rl" / name)
+            if not (name in bare if "/" not in name else any(place.is_file() for place in places)):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    assert wrong == []
+
+
 def broken(links: list[str], anchors: dict[str, set[str]]) -> list[str]:
     """Links from the top of the repository whose file is missing, or whose page lacks the anchor."""
     wrong = []

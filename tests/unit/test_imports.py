@@ -1,8 +1,9 @@
-"""Which package may know which: the layers of docs/contributing.md."""
+"""Which package may import which: the table of docs/design/outline.md."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_a_layer_imports_only_what_is_below_it(layer):
             if parts[0] == "nemo_offload_rl" and len(parts) > 1 and parts[1] not in ALLOWED[layer] | {own}:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not wrong
+
+
+def test_the_outline_in_the_documents_has_the_same_table():
+    text = (PACKAGE.parent / "docs/design/outline.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", text, flags=re.MULTILINE)
+    assert {package: set(re.findall(r"`(\w+)`", imported)) for package, imported in rows} == ALLOWED
 
 
 def test_ray_is_imported_in_distributed_only():
