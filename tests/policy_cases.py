@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,8 @@ def make_settings(
 
 def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronSettings:
     """The exemplar's, with local layers, nothing that needs a GPU, and the optimizer of `_plain_settings`."""
-    raw = load_config("examples/configs/grpo_math_1B.yaml")["policy"]["megatron_cfg"]
     settings = replace(
-        freeze(MegatronSettings, raw),
+        _exemplars_megatron(),
         enabled=True,
         transformer_impl="local",
         tensor_model_parallel_size=tensor_parallel_size,
@@ -140,6 +140,11 @@ def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronSettings:
     for name, value in changes.items():
         settings = _replace_anywhere(settings, name, value)
     return settings
+
+
+@cache
+def _exemplars_megatron() -> MegatronSettings:
+    return freeze(MegatronSettings, load_config("examples/configs/grpo_math_1B.yaml")["policy"]["megatron_cfg"])
 
 
 def _replace_anywhere(settings: MegatronSettings, name: str, value: Any) -> MegatronSettings:
