@@ -1,20 +1,27 @@
 """How much of a GPU's arithmetic a step uses: an estimate from the model's sizes (model FLOPs utilisation).
 
 Counted are the products with weights and those inside attention, a multiplication and an addition as two; recomputed
-activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B). The output layer counts for every
-token, though prompts need no logits.
+activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B). Of a mixture's experts those
+count that a token goes through. The output layer counts for every token, though prompts need no logits.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 # Dense bf16 FLOP/s by a part of the name that the driver gives: data sheets of NVIDIA.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
+
+# As transformers' configurations of Qwen3-MoE, Mixtral and DeepSeek name it, and as weights of experts are named.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -22,12 +29,13 @@ class ModelSizes:
     """What the count needs of a model."""
 
     num_parameters: int
+    num_active: int  # parameters that a token goes through: all, but for a mixture's other experts
     num_layers: int
     attention_width: int  # heads times their size
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths, each attending to itself."""
-        weights = 2.0 * self.num_parameters * sum(lengths)
+        weights = 2.0 * self.num_active * sum(lengths)
         # Two products of [length, length] with the heads; causal masks leave half of them.
         attention = 2.0 * self.num_layers * self.attention_width * sum(length**2 for length in lengths)
         return weights + attention
@@ -42,22 +50,26 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     config = json.loads((folder / "config.json").read_text())
     num_heads = config["num_attention_heads"]
     head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // num_heads
-    return ModelSizes(sum(map(_numel, files)), config["num_hidden_layers"], num_heads * head_dim)
+    active_share = _active_share(config)
+    num_parameters = num_active = 0
+    for name, num_elements in _tensors(files):
+        num_parameters += num_elements
+        num_active += round(num_elements * active_share) if _EXPERTS in name else num_elements
+    return ModelSizes(num_parameters, num_active, config["num_hidden_layers"], num_heads * head_dim)
 
 
-def _numel(file: Path) -> int:
-    """Elements of all tensors, from the header (https://huggingface.co/docs/safetensors, "Format")."""
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            count = 1
-            for length in entry["shape"]:
-                count *= length
-            total += count
-    return total
+def _active_share(config: Mapping[str, Any]) -> float:
+    """Of a mixture's experts, those that a token goes through; 1 for a dense model."""
+    num_experts = next((config[key] for key in _NUM_EXPERTS if config.get(key)), None)
+    return 1.0 if num_experts is None else config["num_experts_per_tok"] / num_experts
+
+
+def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, int]]:
+    """(name, number of elements), from the files' headers."""
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                yield name, math.prod(opened.get_slice(name).get_shape())
 
 
 def peak_flops(gpu_name: str) -> float | None:

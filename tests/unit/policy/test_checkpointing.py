@@ -36,9 +36,9 @@ from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 WARM_UP = SchedulerSettings(
-    name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 15}, until_step=None
+    name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6}, until_step=None
 )
 COMMON = {"scheduler": (WARM_UP,), "hf_config_overrides": {"attention_dropout": 0.2}, "max_grad_norm": 0.5}
 
@@ -77,7 +77,7 @@ def uninterrupted(folder):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_ten_steps_a_resume_and_ten_more_are_twenty_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
+def test_four_steps_a_resume_and_four_more_are_eight_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
     goes_on_bitwise(lambda: make_worker(folder, **SETTINGS[name]), tmp_path, uninterrupted, in_background=True)
 
 

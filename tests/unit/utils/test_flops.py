@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from policy_cases import save_moe
 from tiny_models import save_model_folder
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,6 +34,18 @@ def test_the_estimate_is_what_torch_counts_but_for_the_embedding_the_norms_and_a
     assert estimate - looked_up - attention == 2 * products * length
     # The counter leaves attention out on CPU, and counts the products that make rotary angles.
     assert counted == pytest.approx(2 * products * length, rel=1e-3)
+
+
+def test_of_a_mixtures_experts_those_count_that_a_token_goes_through(tmp_path):
+    model = save_moe(tmp_path)  # two of four experts take each token
+    sizes = read_model_sizes(str(tmp_path))
+    assert sizes is not None
+    in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert in_experts > 0
+    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.num_active == sizes.num_parameters - in_experts // 2
+    dense = replace(sizes, num_active=sizes.num_parameters)
+    assert dense.forward_flops([64]) - sizes.forward_flops([64]) == in_experts * 64
 
 
 @pytest.mark.parametrize(

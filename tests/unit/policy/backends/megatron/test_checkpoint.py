@@ -31,9 +31,9 @@ from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.worker import PolicyWorker
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
-COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 15}
+COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 6}
 SETTINGS = {
     "everything moves": {},
     "states stream in parts": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.25},
@@ -67,7 +67,7 @@ def uninterrupted(folder):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_ten_steps_a_resume_and_ten_more_are_twenty_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
+def test_four_steps_a_resume_and_four_more_are_eight_steps_bit_by_bit(folder, tmp_path, uninterrupted, name):
     changes = {**BFLOAT16, **SETTINGS[name]}
     goes_on_bitwise(lambda: make_worker(folder, **changes), tmp_path, uninterrupted, in_background=True)
 
