@@ -23,6 +23,7 @@ ALLOWED = {
     "policy/backends": {"residency", "data", "errors", "policy"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
     "experience": {"data", "environments", "generation", "errors"},
+    "report": {"errors", "utils"},
     "distributed": {"residency", "data", "errors", "policy", "generation", "weight_sync", "utils"},
 }
 HEAVY_AT_IMPORT = (

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 
-from nemo_offload_rl.report_memory import last_steps, memory_picture, read_samples
+from nemo_offload_rl.report import write_report
+from nemo_offload_rl.report.memory import last_steps, memory_samples, read_samples
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
 
@@ -21,12 +23,34 @@ def test_only_the_last_steps_are_drawn(tmp_path):
     gib = {"a": {"engine": 1.0, "other": 0.0}}
     write(tmp_path, [(float(i), i, "training", gib) for i in range(1, 9)])
     assert {sample.step for sample in last_steps(read_samples(tmp_path))} == {6, 7, 8}
-    picture = memory_picture(tmp_path)
-    assert picture is not None
-    assert picture.startswith(b"\x89PNG")
+    write_metrics(tmp_path)
+    html = write_report(tmp_path).read_text()
+    assert "<figcaption>GPU memory by owner</figcaption>" in html
+    assert {">engine<", ">other<", ">training<"} <= set(re.findall(r">\w+<", html)) and ">policy<" not in html
 
 
-def test_a_run_without_samples_has_no_picture(tmp_path):
-    assert memory_picture(tmp_path) is None
+def write_metrics(folder) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "timing/total_s": 1.0}\n')
+
+
+def test_a_run_without_samples_has_no_figure(tmp_path):
+    write_metrics(tmp_path)
+    assert memory_samples(tmp_path) == []
     write(tmp_path, [(0.0, 1, "training", {})])
-    assert memory_picture(tmp_path) is None
+    assert memory_samples(tmp_path) == []
+    write(tmp_path, [(0.0, 1, "training", {"a": {"engine": 1.0}})])
+    assert memory_samples(tmp_path) == []
+    assert "GPU memory" not in write_report(tmp_path).read_text()
+
+
+def test_samples_before_a_resume_are_left_out(tmp_path):
+    gib = {"a": {"engine": 1.0}}
+    write(tmp_path, [(t, step, "training", gib) for t, step in [(1.0, 7), (90.0, 8), (0.2, 6), (0.4, 7)]])
+    assert [(sample.t_s, sample.step) for sample in read_samples(tmp_path)] == [(0.2, 6), (0.4, 7)]
+
+
+def test_an_owner_that_comes_later_is_drawn(tmp_path):
+    write_metrics(tmp_path)
+    rows = [(0.0, 1, "refit", {"a": {"policy": 1.0}}), (0.2, 1, "refit", {"a": {"policy": 1.0, "engine": 2.0}})]
+    write(tmp_path, rows)
+    assert ">engine<" in write_report(tmp_path).read_text()

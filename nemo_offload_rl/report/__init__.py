@@ -1,0 +1,11 @@
+"""The report of a run: `python -m nemo_offload_rl.report RUN_DIR`.
+
+1. `metrics`: read metrics.jsonl of the run folder.
+2. `figures`: one table says which metrics make which figure; `plot` draws them as SVG, `memory` GPU memory by owner.
+3. `page`: write RUN_DIR/report/index.html, a file with everything inside.
+"""
+
+from nemo_offload_rl.report.metrics import Metrics, read_metrics
+from nemo_offload_rl.report.page import write_report
+
+__all__ = ["Metrics", "read_metrics", "write_report"]

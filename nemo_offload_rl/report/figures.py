@@ -1,0 +1,162 @@
+"""Which metrics make which figure of the report, and in which order the page shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_offload_rl.report.metrics import Metrics
+
+OTHER = "other"
+
+_BYTE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_MOVES = ("residency/bytes_out", "residency/bytes_in", "residency/bytes_freed")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A figure of one line for each metric that the run has; left out where it has no finite value of any.
+
+    Attributes:
+        title: What is drawn; unique on the page.
+        unit: What the y axis counts.
+        lines: Metrics and their labels.
+        shows: Values that the y axis has, whatever was measured.
+        is_share: The y axis is in percent.
+        absent_with: A metric of runs that do not have this figure.
+    """
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    shows: Sequence[float] = ()
+    is_share: bool = False
+    absent_with: str | None = None
+
+    def measured(self, metrics: Metrics) -> dict[str, str]:
+        """Those of `lines` that the run has finite values of; empty where the figure is left out."""
+        if self.absent_with is not None and metrics.finite(self.absent_with):
+            return {}
+        return {name: label for name, label in self.lines.items() if metrics.finite(name)}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a figure stacks: values by label, one for each of `steps`."""
+
+    steps: Sequence[int]
+    unit: str
+    values: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A figure of parts that sum up to a whole; left out where `layers` finds none."""
+
+    title: str
+    layers: Callable[[Metrics], Layers | None]
+
+
+def phase_layers(metrics: Metrics) -> Layers | None:
+    """Seconds of each phase in steps of training; what is left of a step is `other`."""
+    steps = [step for step, total in zip(*metrics.series("timing/total_s"), strict=True) if math.isfinite(total)]
+    # The order of the latest step: the first one has little more than a validation.
+    names = Metrics({step: metrics.by_step[step] for step in reversed(steps)}).names("timing/")
+    phases = [name for name in names if name != "timing/total_s" and name.count("/") == 1]
+    if not phases or not steps:
+        return None
+    parts = {name.removeprefix("timing/").removesuffix("_s"): metrics.values_at(name, steps) for name in phases}
+    totals = metrics.values_at("timing/total_s", steps)
+    rest = [max(0.0, total - sum(part[i] for part in parts.values())) for i, total in enumerate(totals)]
+    return Layers(steps, "seconds per step", {**parts, OTHER: rest})
+
+
+def residency_layers(metrics: Metrics) -> Layers | None:
+    """Bytes by what happened to them, each byte once: `bytes_freed` has those that were copied first too."""
+    steps = [step for step, values in metrics.by_step.items() if any(name in values for name in _MOVES)]
+    if not bytes_moved(metrics):
+        return None
+    out, into, freed = (metrics.values_at(name, steps) for name in _MOVES)
+    dropped = [max(0.0, all_freed - copied) for all_freed, copied in zip(freed, out, strict=True)]
+    layers = {"to the host": out, "to the device": into, "freed without a copy": dropped}
+    divisor, unit = byte_unit(max(max(layer) for layer in layers.values()))
+    scaled = {label: [value / divisor for value in layer] for label, layer in layers.items()}
+    return Layers(steps, f"{unit} per step", scaled)
+
+
+def bytes_moved(metrics: Metrics) -> float | None:
+    """Bytes copied or freed in the whole run; None where the run did not measure them."""
+    measured = [name for name in _MOVES if metrics.finite(name)]
+    return sum(sum(metrics.finite(name)) for name in measured) if measured else None
+
+
+def byte_unit(num_bytes: float) -> tuple[int, str]:
+    """Bytes of the greatest unit that `num_bytes` fills, and its name."""
+    return next(((size, unit) for size, unit in _BYTE_UNITS if num_bytes >= size), (1, "bytes"))
+
+
+_BOTH = ("training", "held out")
+
+
+def _train_and_validation(name: str) -> dict[str, str]:
+    return {f"train/{name}": _BOTH[0], f"validation/{name}": _BOTH[1]}
+
+
+SECTIONS: Mapping[str, Sequence[Lines | Stack]] = {
+    "Learning": (
+        Lines("Reward", "mean reward", {"train/reward_mean": _BOTH[0], "validation/reward": _BOTH[1]}),
+        # The loss of a policy gradient does not tell how good the policy is.
+        Lines("Loss", "loss", _train_and_validation("loss"), absent_with="train/reward_mean"),
+        Lines("Accuracy", "correct", _train_and_validation("accuracy"), shows=(0.0,), is_share=True),
+        Lines("Token accuracy", "correct tokens", _train_and_validation("token_accuracy"), shows=(0.0,), is_share=True),
+        Lines("Reward margin", "chosen minus rejected", _train_and_validation("rewards_margin_mean")),
+        Lines(
+            "Rewards of the pairs",
+            "mean reward",
+            {"train/rewards_chosen_mean": "chosen", "train/rewards_rejected_mean": "rejected"},
+        ),
+    ),
+    "Responses": (
+        Lines(
+            "Response length",
+            "tokens",
+            {
+                "train/mean_response_tokens": "mean, training",
+                "validation/mean_response_tokens": "mean, held out",
+                "train/max_response_tokens": "longest, training",
+            },
+            shows=(0.0,),
+        ),
+        Lines(
+            "Truncation rate", "cut at the limit", _train_and_validation("truncation_rate"), shows=(0.0,), is_share=True
+        ),
+    ),
+    "Policy update": (
+        Lines("Gradient norm", "norm before clipping", {"train/grad_norm": "gradient norm"}, shows=(0.0,)),
+        Lines("Entropy", "nats per token", {"train/entropy": "exact", "train/approx_entropy": "estimate"}),
+        Lines("Clip fraction", "clipped tokens", {"train/clip_fraction": "clip fraction"}, shows=(0.0,), is_share=True),
+        Lines("KL to the reference policy", "nats per token", {"train/kl": "KL"}),
+        Lines(
+            "token_mult_prob_error",
+            "ratio",
+            {"train/token_mult_prob_error": "token_mult_prob_error"},
+            shows=(1.0, 1.001),
+        ),
+    ),
+    "Speed": (
+        Lines(
+            "Tokens per second",
+            "tokens/s",
+            {
+                "train/generation_tokens_per_s": "generation",
+                "train/logprob_tokens_per_s": "logprobs",
+                "train/training_tokens_per_s": "training",
+            },
+            shows=(0.0,),
+        ),
+        Lines("MFU of training", "of the GPU's peak", {"train/training_mfu": "MFU"}, shows=(0.0,), is_share=True),
+        Stack("Seconds by phase", phase_layers),
+    ),
+}
+RESIDENCY = Stack("Bytes moved and freed", residency_layers)

@@ -1,0 +1,225 @@
+"""The page of a report: one HTML file with everything inside, for light and dark mode, for phones and desktops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from nemo_offload_rl.report.figures import RESIDENCY, SECTIONS, Lines, Stack, byte_unit, bytes_moved
+from nemo_offload_rl.report.memory import draw_memory, memory_samples
+from nemo_offload_rl.report.metrics import Metrics, read_metrics
+from nemo_offload_rl.report.plot import draw, svg
+from nemo_offload_rl.utils.logger import SAMPLES_FOLDER
+
+_STEPS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        title: Its heading.
+        figures: Title and SVG element of each.
+        rows: Name and text of each figure of its table.
+        note: A sentence instead of figures.
+    """
+
+    title: str
+    figures: Sequence[tuple[str, str]] = ()
+    rows: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Draw everything that was measured.
+
+    Returns:
+        The HTML page, RUN_DIR/report/index.html.
+
+    Raises:
+        DataError: The run has no metrics.
+    """
+    import jinja2
+
+    metrics = read_metrics(run_dir)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    html = environment.from_string(_PAGE).render(
+        title=run_dir.resolve().name,
+        rows=summary(metrics),
+        sections=sections(run_dir, metrics),
+        details=[
+            ("Validation samples", _last_samples(run_dir)),
+            ("Run record", _text_of(run_dir / "run.json")),
+            ("Resolved configuration", _text_of(run_dir / "config.yaml")),
+        ],
+    )
+    page = run_dir / "report" / "index.html"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(html, encoding="utf-8")
+    return page
+
+
+def summary(metrics: Metrics) -> list[tuple[str, str]]:
+    """The run in a few lines: name and text of each value that was measured."""
+    rows = [("last step", str(max(metrics.by_step)))]
+    for row in _ROWS:
+        values = metrics.finite(row.metric)
+        if values:
+            rows.append((row.label, row.text(values)))
+    for name in metrics.names():
+        steps = [step for step, value in zip(*metrics.series(name), strict=True) if not math.isfinite(value)]
+        if steps:
+            named = ", ".join(str(step) for step in steps[:_STEPS_NAMED])
+            more = f" and {len(steps) - _STEPS_NAMED} more" if len(steps) > _STEPS_NAMED else ""
+            rows.append((f"{name} is not finite", f"step {named}{more}"))
+    return rows
+
+
+def sections(run_dir: Path, metrics: Metrics) -> list[Section]:
+    """The parts of the page that have something to show; residency is the last."""
+    found = [Section(title, _drawn(figures, metrics)) for title, figures in SECTIONS.items()]
+    samples = memory_samples(run_dir)
+    if samples:
+        title = "GPU memory by owner"
+        found.append(Section("Memory", [(title, svg(title, lambda axes: draw_memory(axes, samples)))]))
+    moved = bytes_moved(metrics)
+    if moved == 0:
+        found.append(Section("Residency", note="Nothing moved: no byte was copied or freed between device and host."))
+    elif moved is not None:
+        found.append(Section("Residency", _drawn([RESIDENCY], metrics), residency_rows(metrics)))
+    return [section for section in found if section.figures or section.note]
+
+
+def residency_rows(metrics: Metrics) -> list[tuple[str, str]]:
+    """What the residency manager moved in the whole run, and what of it was waited for."""
+    copied = sum(sum(metrics.finite(f"residency/{name}")) for name in ("bytes_out", "bytes_in"))
+    divisor, unit = byte_unit(copied)
+    rows = [("bytes copied", f"{copied / divisor:.2f} {unit}")]
+    for name, label in (("exposed_s", "waited for"), ("hidden_s", "hidden behind compute")):
+        values = metrics.finite(f"residency/{name}")
+        if values:
+            rows.append((f"seconds of copies {label}", f"{sum(values):.2f}"))
+    return rows
+
+
+def _drawn(figures: Sequence[Lines | Stack], metrics: Metrics) -> list[tuple[str, str]]:
+    drawn = ((figure.title, draw(figure, metrics)) for figure in figures)
+    return [(title, element) for title, element in drawn if element is not None]
+
+
+@dataclass(frozen=True)
+class _Row:
+    metric: str
+    label: str
+    text: Callable[[Sequence[float]], str]
+
+
+def _first_to_last(form: str, best: Callable[[Sequence[float]], float] | None = None) -> Callable[..., str]:
+    def text(values: Sequence[float]) -> str:
+        if len(values) == 1:
+            return f"{values[0]:{form}}"
+        change = f"{values[0]:{form}} to {values[-1]:{form}}"
+        return change if best is None else f"{change} (best {best(values):{form}})"
+
+    return text
+
+
+def _median(form: str) -> Callable[[Sequence[float]], str]:
+    return lambda values: f"{median(values):{form}}"
+
+
+_ROWS = (
+    _Row("validation/accuracy", "held-out accuracy", _first_to_last(".1%", max)),
+    _Row("train/accuracy", "training accuracy", _first_to_last(".1%", max)),
+    _Row("train/reward_mean", "mean reward", _first_to_last(".3f")),
+    _Row("validation/loss", "held-out loss", _first_to_last(".3f", min)),
+    _Row("validation/token_accuracy", "held-out token accuracy", _first_to_last(".1%", max)),
+    _Row("train/rewards_margin_mean", "reward margin", _first_to_last(".3f")),
+    _Row("train/token_mult_prob_error", "largest token_mult_prob_error", lambda values: f"{max(values):.4f}"),
+    _Row("train/generation_tokens_per_s", "generated tokens per second, median", _median(".0f")),
+    _Row("train/training_tokens_per_s", "trained tokens per second, median", _median(".0f")),
+    _Row("train/training_mfu", "MFU of training, median", _median(".1%")),
+    _Row("timing/total_s", "seconds per step, median", _median(".2f")),
+)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --text: #1b1e23; --page: #ffffff; --line: #e3e5e8; --code: #f5f6f8; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e4e6ea; --page: #16181c; --line: #33373d; --code: #1f2227; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem;
+  color: var(--text); background: var(--page); }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; margin: 1rem 0; }
+td { padding: .2rem 1.5rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+td + td { padding-right: 0; text-align: right; font-variant-numeric: tabular-nums; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1rem 2rem; }
+figure { margin: 0; min-width: 0; }
+figcaption { font-weight: 600; margin: .5rem 0 .2rem; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: system-ui, sans-serif !important; }
+summary { cursor: pointer; padding: .3rem 0; }
+pre { background: var(--code); padding: 1rem; overflow-x: auto; font-size: .85rem; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+{% macro table(rows) %}
+<table>
+{% for name, text in rows %}
+<tr><td>{{ name }}</td><td>{{ text }}</td></tr>
+{% endfor %}
+</table>
+{% endmacro %}
+{{ table(rows) }}
+{% for section in sections %}
+<section>
+<h2>{{ section.title }}</h2>
+{% if section.note %}
+<p>{{ section.note }}</p>
+{% endif %}
+{% if section.rows %}
+{{ table(section.rows) }}
+{% endif %}
+{% if section.figures %}
+<div class="figures">
+{% for name, element in section.figures %}
+<figure role="group" aria-label="{{ name }}"><figcaption>{{ name }}</figcaption>{{ element | safe }}</figure>
+{% endfor %}
+</div>
+{% endif %}
+</section>
+{% endfor %}
+{% for name, text in details if text %}
+{% if loop.first %}
+<h2>Records</h2>
+{% endif %}
+<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
+{% endfor %}
+</body>
+</html>
+"""
+
+
+def _last_samples(run_dir: Path) -> str:
+    """What the latest validation showed, with its step."""
+    paths = {int(path.stem.removeprefix("step_")): path for path in (run_dir / SAMPLES_FOLDER).glob("step_*.txt")}
+    return f"step {max(paths)}\n{_text_of(paths[max(paths)])}" if paths else ""
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
