@@ -113,9 +113,9 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
     axes.set_ylabel(figure.unit)
     if figure.shows:
         low, high = axes.dataLim.intervaly
-        margin = axes.get_ylim()[1] - high
-        bottom = min(figure.shows)
-        axes.set_ylim(bottom if bottom <= low else low - margin, max(high + margin, *figure.shows))
+        bottom, top = min(low, *figure.shows), max(high, *figure.shows)
+        margin = 0.05 * (top - bottom)
+        axes.set_ylim(bottom - margin if low < min(figure.shows) else bottom, top + margin if margin else None)
     if figure.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     else:
@@ -127,12 +127,11 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
 
 
 def _means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Of a long run: each middle step of some, and the mean of their finite values; NaN where there is none."""
+    """At most `_MAX_MEANS` points of a long line: middle steps of its parts and means of their finite values, or NaN."""
     parts = _slices(len(steps), _MAX_MEANS)
     finite = [[value for value in values[part] if math.isfinite(value)] for part in parts]
-    return [steps[part][len(steps[part]) // 2] for part in parts], [
-        fmean(part) if part else math.nan for part in finite
-    ]
+    middles = [steps[part][len(steps[part]) // 2] for part in parts]
+    return middles, [fmean(found) if found else math.nan for found in finite]
 
 
 def _draw_stack(axes: Axes, layers: Layers, metrics: Metrics) -> None:
