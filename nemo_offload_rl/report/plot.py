@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ _MAX_BARS = 60  # means of neighbouring steps where a run has more of them
 _MAX_POINTS = 500  # of a longer line the means are drawn, on top of the line as a faint image
 _MAX_MEANS = 100
 _INK = "#010203"  # becomes currentColor, the page's color of text
-_STYLE: Mapping[str, Any] = {
+_STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "grid.color": _INK,
     "font.size": 9.5,
@@ -127,7 +127,7 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
 
 
 def _means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most `_MAX_MEANS` points of a long line: middle steps of its parts and means of their finite values, or NaN."""
+    """At most `_MAX_MEANS` points of a long line: middle steps of its parts, means of their finite values or NaN."""
     parts = _slices(len(steps), _MAX_MEANS)
     finite = [[value for value in values[part] if math.isfinite(value)] for part in parts]
     middles = [steps[part][len(steps[part]) // 2] for part in parts]
