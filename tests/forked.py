@@ -41,6 +41,7 @@ def context(*, with_vllm: bool = False) -> ForkServerContext:
         "FORKED_IMPORTS": "vllm" if with_vllm and _vllm_is_for_cpus() else "",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process that forks has one thread
     }
     with patch.dict(os.environ, variables):
         forkserver.ensure_running()

@@ -1,5 +1,6 @@
 """What every process of `forked.py` has imported already; their server imports this module once."""
 
+import gc
 import importlib
 import os
 import warnings
@@ -13,12 +14,28 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "nemo_offload_rl.algorithms.grpo_setup",
+    "nemo_offload_rl.algorithms.supervised_setup",
+    "nemo_offload_rl.config.validate",
     "nemo_offload_rl.distributed.policy_group",
     "nemo_offload_rl.policy.backends.dtensor.backend",
     "nemo_offload_rl.policy.worker",
 )
+# `import vllm` alone imports little: the rest comes with the first engine.
+OF_VLLM = (
+    "nemo_offload_rl.generation.vllm.cpu_worker",
+    "nemo_offload_rl.generation.vllm.engine",
+    "nemo_offload_rl.generation.vllm.worker_extension",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.worker.cpu_worker",
+)
 
 with warnings.catch_warnings(action="ignore"):
-    for name in (*MODULES, *os.environ["FORKED_IMPORTS"].split()):
+    for name in (*MODULES, *(OF_VLLM if os.environ["FORKED_IMPORTS"] == "vllm" else ())):
         importlib.import_module(name)
     import_auto_bridge()
+
+# What is here already stays: a collection in a process that is forked from this one would go through it, and copy it.
+gc.collect()
+gc.freeze()
