@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,11 +93,29 @@ def biased_model_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+def ray_workers() -> set[psutil.Process]:
+    """Policy workers and engines of all Ray clusters that were started from here."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::HostedWorker"):
+                found.add(process)
+    return found
+
+
 @dataclass
 class RunningGrpo:
-    """A run that goes on, in a process group of its own."""
+    """A run that goes on, in a process group of its own.
+
+    Attributes:
+        script: The driver.
+        before: Workers that are not the run's.
+        children: What belongs to the run beside the driver, as far as it was seen: its workers and, where it has a Ray
+            cluster of its own, Ray's daemons.
+    """
 
     script: Script
+    before: set[psutil.Process]
     children: set[psutil.Process] = field(default_factory=set)
 
     def wait_for_step(self, step: int) -> None:
@@ -116,12 +135,10 @@ class RunningGrpo:
     def _worker(self, is_engine: bool) -> psutil.Process:
         self._look()
         (found,) = [
-            child
-            for child in self.children
-            if child.is_running()
-            and child.name().startswith("ray::HostedWorker")
+            worker
+            for worker in ray_workers() - self.before
             # In the environment of engines alone.
-            and ("VLLM_ENABLE_V1_MULTIPROCESSING" in child.environ()) == is_engine
+            if ("VLLM_ENABLE_V1_MULTIPROCESSING" in worker.environ()) == is_engine
         ]
         return found
 
@@ -146,21 +163,40 @@ class RunningGrpo:
     def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:
         """Exit status, last line on standard error, and the children that live on."""
         done = self.script.wait(timeout_s)
+        self._look()
         _, alive = psutil.wait_procs(self.children, timeout=5)
         return done.status, done.stderr.splitlines()[-1], alive
 
     def _look(self) -> None:
-        self.children |= set(psutil.Process(self.script.pid).children(recursive=True))
+        self.children |= ray_workers() - self.before
+        with suppress(psutil.NoSuchProcess):
+            self.children |= set(psutil.Process(self.script.pid).children(recursive=True))
+
+
+@pytest.fixture(scope="session")
+def joined(ray_here: Callable[[], None]) -> Callable[[], dict[str, str]]:
+    """Environment variables with which a run joins the Ray cluster of the tests instead of starting one."""
+    import ray
+
+    def variables() -> dict[str, str]:
+        ray_here()
+        return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+    return variables
 
 
 @pytest.fixture
 def start_grpo(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningGrpo]]:
-    """Start runs with overrides; nothing of them is left afterwards."""
+    """Start runs; nothing of them is left afterwards.
+
+    Arguments: overrides, `env` for more environment variables, `script` for another than the launch script.
+    """
     runs: list[RunningGrpo] = []
 
-    def start(*overrides: str) -> RunningGrpo:
-        _, *argv = command(f"policy.model_name={model_folder}", *overrides)
-        runs.append(RunningGrpo(Script(argv, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment())))
+    def start(*overrides: str, env: dict[str, str] | None = None, **script: str) -> RunningGrpo:
+        _, *argv = command(f"policy.model_name={model_folder}", *overrides, **script)
+        folder, variables, before = tmp_path_factory.mktemp("output"), {**environment(), **(env or {})}, ray_workers()
+        runs.append(RunningGrpo(Script(argv, folder, cwd=ROOT, env=variables), before))
         return runs[-1]
 
     yield start
@@ -172,23 +208,17 @@ def start_grpo(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def running_grpo(start_grpo: Callable[..., RunningGrpo], tmp_path: Path, request: pytest.FixtureRequest) -> RunningGrpo:
-    """A run that has done its second step, would go on for hours, and may start its engine again once.
-
-    Parameters, if there are any, are overrides.
-    """
-    overrides = getattr(request, "param", ())
-    run = start_grpo(
+def start_endless_grpo(start_grpo: Callable[..., RunningGrpo], tmp_path: Path) -> Callable[..., RunningGrpo]:
+    """`start_grpo` for a run that would go on for hours, and may start its engine again twice."""
+    return partial(
+        start_grpo,
         f"logger.log_dir={tmp_path / 'run'}",
-        "policy.generation.vllm_cfg.max_restarts=1",
-        *overrides,
+        "policy.generation.vllm_cfg.max_restarts=2",
         "grpo.max_num_steps=100000",
         "grpo.max_num_epochs=100000",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
     )
-    run.wait_for_step(2)
-    return run
 
 
 @pytest.fixture(scope="session")

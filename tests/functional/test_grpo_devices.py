@@ -30,13 +30,6 @@ MEGATRON = (
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
     "policy.megatron_cfg.scheduler.lr_warmup_init=0.0",
 )
-# Each generation is long enough to be killed in, on a busy machine too.
-LONG_RESPONSES = (
-    "policy.max_total_sequence_length=64",
-    "policy.generation.max_new_tokens=48",
-    "grpo.num_prompts_per_step=8",
-    "policy.train_global_batch_size=64",
-)
 # What does not depend on the clock or on where bytes are.
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
 
@@ -69,24 +62,58 @@ def undisturbed(metrics_of):
     return metrics_of(script=ONE_PROCESS)
 
 
-def test_a_shared_engine_that_is_killed_and_one_on_devices_of_its_own_give_the_same_numbers(
-    metrics_of, start_grpo, read_metrics, tmp_path
+def same(steps: dict[int, dict[str, float]], numbers: range) -> list[dict[str, float]]:
+    """By step, what must be alike."""
+    return [{name: steps[number][name] for name in SAME} for number in numbers]
+
+
+def test_a_shared_engine_that_dies_is_started_again_changes_no_number_and_ends_the_run_once_no_restart_is_left(
+    undisturbed, start_grpo, joined, read_metrics, tmp_path
 ):
-    apart = metrics_of(*OWN_DEVICES, *LONG_RESPONSES)
-    run = start_grpo(*short_run(tmp_path / "shared"), *LONG_RESPONSES, "policy.generation.vllm_cfg.max_restarts=1")
-    run.wait_for_step(1)
-    dead = run.kill_engine_in_generation()
-    run.wait_for_step(STEPS - 1)
-    status, _, alive = run.wait(60)
-    assert (status, alive) == (0, [])
-    assert f"vllm worker 0 died during generate: process {dead.pid}" in run.script.stderr.read_text()
-    shared = read_metrics(tmp_path / "shared")
-    for step in range(1, STEPS + 1):
-        assert {name: shared[step][name] for name in SAME} == {name: apart[step][name] for name in SAME}
-    assert sum("timing/engine_restart_s" in metrics for metrics in shared.values()) == 1
+    options = (*short_run(tmp_path / "run"), "policy.generation.vllm_cfg.max_restarts=2")
+    run = start_grpo(*options, env=joined(), script="tests/dying_engine.py")
+    status, last_line, alive = run.wait(240)
+    assert (status, alive) == (2, [])
+    errors = run.script.stderr.read_text()
+    deaths = re.findall(r"vllm worker 0 died during (\w+): process (\d+)(?:.*, (restarts left: \d)$)?", errors, re.M)
+    dead = re.findall(r"^dead engine: (\d+)$", run.script.stdout.read_text(), re.M)
+    assert len(set(dead)) == 3
+    assert deaths == [
+        ("generate", dead[0], "restarts left: 1"),
+        ("finish_generation", dead[1], "restarts left: 0"),
+        ("finish_generation", dead[2], ""),
+    ]
+    assert last_line.startswith("error: vllm worker 0 died during finish_generation")
+    dying = read_metrics(tmp_path / "run")
+    assert set(dying) == {1, 2, 3, 4}
+    assert same(dying, range(1, 5)) == same(undisturbed, range(1, 5))
+    restarts = {
+        (step, name) for step, metrics in dying.items() for name in metrics if name.endswith("engine_restart_s")
+    }
+    assert restarts == {(2, "timing/engine_restart_s"), (3, "timing/generation/sleep/engine_restart_s")}
+
+
+def test_an_engine_on_a_device_of_its_own_gives_the_same_numbers_and_is_started_again_but_a_policy_worker_is_not(
+    undisturbed, start_endless_grpo, joined, read_metrics, tmp_path
+):
+    run = start_endless_grpo(*OWN_DEVICES, env=joined())
+    run.wait_for_step(2)
+    engine = run.engine()
+    engine.kill()
+    run.wait_for_step(STEPS)
+    worker = run.policy()
+    worker.kill()
+    status, last_line, alive = run.wait(60)
+    assert (status, alive) == (2, [])
+    assert last_line.startswith("error: policy worker 0 died during ")
+    assert f"process {worker.pid}" in last_line
+    (warning,) = [line for line in run.script.stderr.read_text().splitlines() if "starting the engine again" in line]
+    assert re.search(rf"vllm worker 0 died during \w+: process {engine.pid}: .*, restarts left: 1$", warning)
+    apart, steps = read_metrics(tmp_path / "run"), range(1, STEPS + 1)
+    assert same(apart, steps) == same(undisturbed, steps)
     # Nothing is offloaded where engines have devices of their own.
-    assert shared[STEPS]["residency/bytes_freed"] > 0
-    assert apart[STEPS]["residency/bytes_freed"] == 0
+    assert all(apart[step]["residency/bytes_freed"] == 0 for step in steps)
+    assert undisturbed[STEPS]["residency/bytes_freed"] > 0
 
 
 def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(run_grpo, model_folder, tmp_path):
@@ -95,29 +122,10 @@ def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(ru
     assert done.status == 0, done.stderr
 
 
-def test_an_engine_that_dies_as_it_falls_asleep_is_started_again_and_changes_no_number(
-    undisturbed, run_grpo, read_metrics, model_folder, tmp_path
-):
-    log_dir, restart = tmp_path / "dying", "policy.generation.vllm_cfg.max_restarts=1"
-    options = (f"policy.model_name={model_folder}", *short_run(log_dir))
-    done = run_grpo(*options, restart, script="tests/dying_engine.py")
-    # The second time ends it.
-    assert done.status == 2
-    first, last = re.findall(r"^.*vllm worker 0 died during finish_generation: process .*$", done.stderr, re.MULTILINE)
-    assert first.endswith("restarts left: 0")
-    assert last.startswith("error: ") and last == done.stderr.splitlines()[-1]
-    dying = read_metrics(log_dir)
-    assert set(dying) == {1, 2, 3, 4}
-    for step in dying:
-        assert {name: dying[step][name] for name in SAME} == {name: undisturbed[step][name] for name in SAME}
-    restarted = [step for step, metrics in dying.items() if "timing/generation/sleep/engine_restart_s" in metrics]
-    assert restarted == [2]
-
-
 def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_for_it(undisturbed, metrics_of):
     awake = metrics_of("policy.generation.vllm_cfg.enable_sleep_mode=false", script=ONE_PROCESS)
+    assert same(awake, range(1, STEPS + 1)) == same(undisturbed, range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
-        assert {name: awake[step][name] for name in SAME} == {name: undisturbed[step][name] for name in SAME}
         # The reference comes in the place of the parameters, and they come back.
         assert awake[step]["residency/bytes_freed"] == 0
         assert 0 < awake[step]["residency/bytes_in"] < undisturbed[step]["residency/bytes_in"]

@@ -13,7 +13,7 @@ EXTRA_STEPS = 2
 
 
 def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_started_again(
-    start_grpo, run_in_one_process, model_folder, tmp_path
+    start_grpo, joined, run_in_one_process, model_folder, tmp_path
 ):
     overrides = [
         f"policy.model_name={model_folder}",
@@ -28,7 +28,7 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_when_it_is_starte
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
     ]
-    run = start_grpo(*overrides, "grpo.max_num_steps=1000")
+    run = start_grpo(*overrides, "grpo.max_num_steps=1000", env=joined())
     run.wait_for_step(3)
     run.script.kill()
     for child in run.children:
