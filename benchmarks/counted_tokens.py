@@ -26,8 +26,11 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
 
-from nemo_offload_rl.algorithms.losses.dpo import DpoLoss, counted_sums  # noqa: E402
-from nemo_offload_rl.algorithms.losses.nll import NLLLoss  # noqa: E402
+from nemo_offload_rl.algorithms.supervised_losses import (  # noqa: E402
+    DpoLoss,
+    NLLLoss,
+    counted_sums,
+)
 from nemo_offload_rl.config import load_dpo_config, load_sft_config  # noqa: E402
 from nemo_offload_rl.data.batch import PreferenceBatch, TokenBatch, TrainBatch  # noqa: E402
 from nemo_offload_rl.distributed.local import start_local_policy  # noqa: E402

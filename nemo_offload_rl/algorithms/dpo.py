@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses.dpo import DpoLoss, counted_sums
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
 from nemo_offload_rl.algorithms.settings import DpoSettings
+from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.collate import collate_pairs
 from nemo_offload_rl.data.records import ExamplePair, Splits

@@ -3,7 +3,7 @@
 One step, in order (docs/design/step.md has the memory side of it):
 1. refit: where the policy was trained since the last one, its weights go to the engine;
 2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
-   turn follows; beside the scoring of the last the engine goes to sleep and the policy comes back;
+   turn follows; while the last is scored the engine goes to sleep and the policy comes back;
 3. logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
 4. advantages: within each group;
 5. training: one optimizer step for each global batch;
@@ -19,30 +19,28 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.advantages import group_advantages
+from nemo_offload_rl.algorithms.advantages import group_advantages, overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.agreement import disagreement
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
-from nemo_offload_rl.algorithms.grpo_metrics import (
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.algorithms.metrics import (
     dynamic_sampling_metrics,
-    sample_lines,
+    residency_metrics,
     train_metrics,
     validation_metrics,
 )
-from nemo_offload_rl.algorithms.hand_back import HandBack
-from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
-from nemo_offload_rl.algorithms.rollout_log import rollout_records
+from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
+from nemo_offload_rl.algorithms.rollout_log import rollout_records, sample_lines
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
-from nemo_offload_rl.algorithms.step_metrics import residency_metrics
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.errors import AgreementError, DataError, DeviceMemoryError, UserError, WorkerDiedError
+from nemo_offload_rl.errors import AgreementError, DataError, UserError
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
+from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
 from nemo_offload_rl.generation.settings import GenerationSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.flops import ModelSpeed
@@ -50,7 +48,6 @@ from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
-from nemo_offload_rl.weight_sync.refit import refit
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,8 @@ logger = logging.getLogger(__name__)
 class GrpoParts:
     """What a GRPO run is made of; `algorithms/grpo_setup.py` builds it.
 
-    `restart_engine` takes the error after which the engine is wanted again, resting; it raises that error if the engine
-    cannot be had, and otherwise says whom each process belongs to from now on.
+    `restart_engine` takes the error after which the engine is needed again; it raises that error if no restart is left,
+    and otherwise returns the owner of each process from then on.
     """
 
     policy: Policy
@@ -108,9 +105,13 @@ class GrpoTrainer:
         self._logger = run_logger
         self._progress = progress
         self._timer = PhaseTimer()
-        # Awake means awake with the policy's present weights: it is put to sleep before anything changes them.
-        self._engine_is_awake = False
-        self._hand_back: HandBack | None = None
+        self._engine = RolloutEngine(
+            parts.policy,
+            parts.engine,
+            colocated=generation.colocated,
+            restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
+            timer=self._timer,
+        )
         self._total_tokens = 0.0
         self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
         parts.memory.follow(self._timer.current)
@@ -188,7 +189,7 @@ class GrpoTrainer:
     # -- parts of a step -------------------------------------------------------------------------------------------
 
     def _sample(self, step: int) -> SampledGroups | None:
-        """Rollouts to train on, the way back to the policy begun; None where the data ended before a step was full."""
+        """Rollouts to train on, the handover to the policy started; None if the data ended before a step was full."""
         settings = self._settings
         draws_once = not settings.use_dynamic_sampling
 
@@ -203,7 +204,7 @@ class GrpoTrainer:
             max_batches = settings.dynamic_sampling_max_gen_batches
             groups = sample_until_full(batches(), num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
         if groups is not None:
-            self._begin_hand_back()
+            self._engine.start_handover()
         return groups
 
     def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
@@ -214,7 +215,8 @@ class GrpoTrainer:
         mask = mask * rollouts.loss_multipliers()
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
-        prev_logprobs = self._prev_logprobs(batch, self._end_generation())
+        self._engine.wait_for_sleep()
+        prev_logprobs = self._prev_logprobs(batch)
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
         with timer.phase("advantages"):
@@ -251,7 +253,7 @@ class GrpoTrainer:
         parts = self._parts
         with self._timer.phase("checkpoint"):
             if parts.checkpoints.exports_weights:
-                self._rest_engine()
+                self._engine.sleep()
             parts.checkpoints.save(step, parts.policy, parts.loader, self._about_last_step)
 
     def _end_early(self, step: int) -> None:
@@ -288,24 +290,20 @@ class GrpoTrainer:
     ) -> RolloutBatch:
         """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward.
 
-        With `is_last` nobody wants the engine after the last turn, and the way back begins before that is scored.
+        With `is_last` the handover to the policy starts after the last turn, before that turn is scored.
         """
         parts = self._parts
         rollouts = Rollouts(
             prompts, group_size=group_size, environments=parts.environments, decode=parts.decode, turns=parts.turns
         )
 
-        def generate() -> list[list[Completion]]:
-            self._wake_engine()
+        while rollouts.under_way:
             token_ids, num_samples = rollouts.prompts()
             turn = f":turn {rollouts.num_turns}" if rollouts.num_turns else ""
-            with self._timer.phase(phase):
-                return parts.engine.generate(token_ids, self._seeded(sampling, call + turn), num_samples)
-
-        while rollouts.under_way:
-            completions = self._on_engine(generate)
+            seeded = self._seeded(sampling, call + turn)
+            completions = self._engine.generate(token_ids, seeded, num_samples, phase=phase)
             if is_last and rollouts.in_last_turn:
-                self._begin_hand_back()
+                self._engine.start_handover()
             with self._timer.phase("reward"):
                 rollouts.step(completions)
         return rollouts.batch()
@@ -320,66 +318,18 @@ class GrpoTrainer:
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
         return shape_rewards(scaled, rollouts.longest_responses(), self._settings.reward_shaping)
 
-    def _prev_logprobs(self, batch: TrainBatch, hand_back: HandBack) -> Tensor | None:
-        """[B, S] of the policy, which is back then; None, without a pass, where the loss does not read them."""
+    def _prev_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        """[B, S] of the policy, once it is there; None, without a pass, where the loss does not read them."""
         reads = self._loss.reads_prev_logprobs
         with self._timer.phase("logprobs" if reads else "training"):
             with self._timer.phase("enter"):
-                hand_back.wait_for_policy()
+                self._engine.wait_for_policy()
             return self._parts.policy.get_logprobs(batch, counted_only=True) if reads else None
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         if not self._needs_reference:
             return None
         return self._parts.policy.get_reference_logprobs(batch, counted_only=True)
-
-    def _wake_engine(self) -> None:
-        """Have the engine awake with the policy's weights; generating again at once moves nothing."""
-        if not self._engine_is_awake:
-            with self._timer.phase("refit"):
-                refit(self._parts.policy, self._parts.engine, self._timer)
-            self._engine_is_awake = True
-
-    def _begin_hand_back(self) -> None:
-        """Have the engine go to sleep, if it shares devices, and the policy come back; it may be under way."""
-        if self._hand_back is None:
-            self._engine_is_awake = False
-            self._hand_back = HandBack(self._parts.policy, self._parts.engine if self._generation.colocated else None)
-
-    def _end_generation(self) -> HandBack:
-        """Wait until the engine sleeps; the rest of the way back."""
-        hand_back, self._hand_back = self._hand_back, None
-        assert hand_back is not None, "nothing was sampled"
-        with self._timer.phase("generation"), self._timer.phase("sleep"):
-            try:
-                hand_back.wait_for_engine()
-            except (WorkerDiedError, DeviceMemoryError) as error:
-                self._restart_engine(error)
-                return HandBack(self._parts.policy, None)
-        return hand_back
-
-    def _rest_engine(self) -> None:
-        """Put the engine to sleep, if it shares devices.
-
-        Its weights are dropped, not kept: a refit comes before they are wanted again.
-        """
-        if self._engine_is_awake:
-            self._engine_is_awake = False
-            if self._generation.colocated:
-                self._on_engine(lambda: self._parts.engine.finish_generation(discard_weights=True))
-
-    def _on_engine[Result](self, call: Callable[[], Result]) -> Result:
-        """What `call` returns; after a failure of the engine it is made again, on a restarted engine if one is left."""
-        while True:
-            try:
-                return call()
-            except (WorkerDiedError, DeviceMemoryError) as error:
-                self._restart_engine(error)
-
-    def _restart_engine(self, error: UserError) -> None:
-        self._engine_is_awake = False
-        with self._timer.phase("engine_restart"):
-            self._parts.memory.set_owners(self._parts.restart_engine(error))
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings

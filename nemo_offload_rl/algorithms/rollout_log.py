@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.data.batch import PolicyGradientBatch
-from nemo_offload_rl.experience.types import Rollout
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch
 
 
 def rollout_records(
@@ -59,3 +59,12 @@ def _about(rollout: Rollout) -> dict[str, Any]:
         "truncated": rollout.truncated,
         "num_turns": rollout.num_turns,
     }
+
+
+def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
+    """The first responses to the first prompts as text, one a line, for a person to read."""
+    return [
+        f"  {'right' if rollout.correct else 'wrong'}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
+        f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"
+        for rollout in rollouts.rollouts[:: rollouts.group_size][:num_samples]
+    ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.collate import collate_examples
 from nemo_offload_rl.data.records import Example, Splits

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
-from nemo_offload_rl.algorithms.grpo_metrics import (
+from nemo_offload_rl.algorithms.metrics import (
     dynamic_sampling_metrics,
-    sample_lines,
+    residency_metrics,
     train_metrics,
     validation_metrics,
 )
-from nemo_offload_rl.algorithms.step_metrics import residency_metrics
+from nemo_offload_rl.algorithms.rollout_log import sample_lines
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.policy.interfaces import TrainResult

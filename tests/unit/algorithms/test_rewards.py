@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.rewards import overlong_sample_mask, scale_rewards, shape_rewards
+from nemo_offload_rl.algorithms.advantages import overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.settings import RewardScalingSettings, RewardShapingSettings
 
 

@@ -17,7 +17,7 @@ from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_fol
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.policy.worker import PolicyWorker

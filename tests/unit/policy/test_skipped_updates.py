@@ -17,7 +17,7 @@ from policy_cases import (
     one_rank_worker,
 )
 
-from nemo_offload_rl.algorithms.step_metrics import update_metrics
+from nemo_offload_rl.algorithms.metrics import update_metrics
 from nemo_offload_rl.errors import NonFiniteGradientsError
 from nemo_offload_rl.policy.backends.base import StepResult
 from nemo_offload_rl.policy.interfaces import TrainResult

@@ -10,7 +10,7 @@ import torch
 from policy_cases import make_batch, make_settings, worker_of
 from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_folder
 
-from nemo_offload_rl.algorithms.losses.nll import NLLLoss
+from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency.cuda import CudaDevice

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pg_cases import PLAIN, one_row, random_batch
 
-from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.data.batch import LossNorm
 
 

@@ -12,7 +12,7 @@ import torch
 from pg_cases import PLAIN
 
 from nemo_offload_rl.algorithms.advantages import group_advantages
-from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 

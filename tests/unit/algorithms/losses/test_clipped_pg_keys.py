@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pg_cases import PLAIN, by_hand, random_batch
 
-from nemo_offload_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 
 KEYS = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.losses.kl import estimate_kl
+from nemo_offload_rl.algorithms.losses import estimate_kl
 
 POLICY = torch.tensor([math.log(0.5), math.log(0.2)])
 REFERENCE = torch.tensor([math.log(0.25), math.log(0.4)])

@@ -1,4 +1,4 @@
-"""Direct preference optimization: the better response's log-ratio to the reference shall exceed the worse one's.
+"""Losses of supervised training: negative log-likelihood (SFT) and direct preference optimization (DPO).
 
 Sources: DPO (arXiv 2305.18290, equation 7); label smoothing as in conservative DPO (E. Mitchell,
 https://ericmitchell.ai/cdpo.pdf); log-ratios averaged over tokens as in NeMo-RL's `preference_average_log_probs`.
@@ -13,9 +13,25 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses.reduce import zero_where_masked
+from nemo_offload_rl.algorithms.losses import token_mean_share, zero_where_masked
 from nemo_offload_rl.algorithms.settings import DpoSettings
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch, TrainBatch
+from nemo_offload_rl.policy.interfaces import TokenStat
+
+
+@dataclass(frozen=True)
+class NLLLoss:
+    """Mean of minus the logprob over the counted tokens of the global batch."""
+
+    @property
+    def token_stat(self) -> TokenStat:
+        """See `LossFn`."""
+        return TokenStat.ACCURACY
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of one micro-batch; see `LossFn`."""
+        loss = token_mean_share(-logprobs_BS, batch.loss_mask, norm)
+        return loss, {"loss": loss.detach()}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The clipped policy-gradient loss with a KL term to a reference policy.
+"""The loss of GRPO: a clipped policy gradient with a KL term to a reference policy; KL estimators, reductions.
 
 Sources: PPO's clipped ratio (arXiv 1707.06347), asymmetric clipping (DAPO, arXiv 2503.14476), the dual clip for
 negative advantages (arXiv 1912.09729), GRPO's KL term (arXiv 2402.03300), one ratio per sequence (GSPO, arXiv
-2507.18071).
+2507.18071). KL estimators: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the
+values; "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients;
+docs/reference/metrics.md lists which quantity each estimator's value and gradient estimate.
 Metric names are NeMo-RL's where it has the same metric. Shape suffixes: B samples, S positions.
 """
 
@@ -14,17 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses.kl import estimate_kl
-from nemo_offload_rl.algorithms.losses.reduce import (
-    bounded,
-    sequence_mean,
-    sequence_mean_share,
-    token_mean_share,
-    zero_where_masked,
-)
 from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.policy.interfaces import TokenStat
+
+# As in verl. A ratio of exp(20) was clipped or truncated long before; its products and squares are finite in float32.
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -179,3 +176,80 @@ def _extremes(name: str, values_BS: Tensor, mask_BS: Tensor) -> dict[str, Tensor
         f"{name}_min": values_BS.masked_fill(hidden, float("inf")).amin(),
         f"{name}_max": values_BS.masked_fill(hidden, float("-inf")).amax(),
     }
+
+
+# -- KL ----------------------------------------------------------------------------------------------------------------
+
+
+def estimate_kl(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    *,
+    estimator: str,
+    input_clamp: float | None,
+    output_clamp: float | None,
+    sampler_logprobs: Tensor | None = None,
+) -> Tensor:
+    """KL(policy || reference) per token, of the shape of the inputs, with gradient through `logprobs`.
+
+    With r = p_reference / p_policy at a sampled token the value is -log r (k1), (log r)^2 / 2 (k2) or r - 1 - log r
+    (k3). A trailing "+" keeps that value and takes the gradient of k2, which is the gradient of the divergence.
+
+    Args:
+        logprobs: Of the policy.
+        reference_logprobs: Of the reference, for the same tokens.
+        estimator: "k1", "k2", "k3", "k1+" or "k3+".
+        input_clamp: Bound on |log r|, without gradient beyond; None for `MAX_LOG_RATIO`.
+        output_clamp: Bound on the absolute value; None for none. Without a "+" there is no gradient beyond it either.
+        sampler_logprobs: Of what sampled the tokens, if that was not the policy: estimates are weighted by p_policy /
+            p_sampler. Weights of k1 and k3 have their gradient, which those two need and k2 must not have.
+
+    Raises:
+        ValueError: The estimator is unknown.
+    """
+    difference = reference_logprobs - logprobs
+    log_r = bounded(difference, MAX_LOG_RATIO if input_clamp is None else input_clamp)
+    weight = torch.ones_like(log_r) if sampler_logprobs is None else bounded(logprobs - sampler_logprobs).exp()
+    k2 = weight.detach() * log_r.square() / 2
+    # Beyond the clamp nothing has a gradient, the weight included.
+    weight = torch.where(log_r == difference, weight, weight.detach())
+    match estimator:
+        case "k1" | "k1+":
+            kl = -weight * log_r
+        case "k2":
+            kl = k2
+        case "k3" | "k3+":
+            kl = weight * (log_r.exp() - 1 - log_r)
+        case _:
+            raise ValueError(f"unknown KL estimator {estimator!r}: known are k1, k2, k3, k1+ and k3+")
+    if output_clamp is not None:
+        kl = kl.clamp(-output_clamp, output_clamp)
+    return kl.detach() + (k2 - k2.detach()) if estimator.endswith("+") else kl
+
+
+# -- reductions: from values per token to one micro-batch's share of a global mean -------------------------------------
+
+
+def bounded(log_ratio: Tensor, bound: float = MAX_LOG_RATIO) -> Tensor:
+    """The logarithm of a ratio of probabilities within +-`bound`, constant beyond: ratio and gradient are finite."""
+    return log_ratio.clamp(-bound, bound)
+
+
+def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """Values where the mask is not 0, else 0, so that infinities at padding reach neither loss nor gradient."""
+    return values_BS.masked_fill(mask_BS == 0, 0.0)
+
+
+def token_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
+    """Sum over counted tokens divided by the global number of them; 0 when there are none at all."""
+    return zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_valid_tokens, 1.0)
+
+
+def sequence_mean(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """[B]: the mean over each sequence's counted tokens; 0 for a sequence without any."""
+    return zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum(dim=1) / mask_BS.sum(dim=1).clamp(min=1.0)
+
+
+def sequence_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
+    """Mean within each sequence, then sum over sequences divided by the global number of them."""
+    return sequence_mean(values_BS, mask_BS).sum() / max(norm.num_valid_seqs, 1.0)

@@ -1,1 +1,0 @@
-"""Loss functions, one file each."""

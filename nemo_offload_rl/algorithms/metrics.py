@@ -1,0 +1,174 @@
+"""What a step reports, under the names of docs/reference/metrics.md; `metric_names.py` lists them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
+from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.residency import TransitionReport, totals
+from nemo_offload_rl.utils.flops import ModelSpeed
+
+logger = logging.getLogger(__name__)
+
+_OF_VALIDATION = ("accuracy", "mean_response_tokens", "truncation_rate")
+_OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_")
+
+# -- every algorithm ---------------------------------------------------------------------------------------------------
+
+
+def update_metrics(result: TrainResult) -> dict[str, float]:
+    """Loss, gradient norm, learning rate and what the loss measured, over the step's optimizer steps.
+
+    Means; the extremes of what ends in `_min` and `_max`; the last learning rate. Of updates that were skipped nothing
+    is in them, unless all of the step were.
+    """
+    num_steps = len(result.loss)
+    applied = [step for step in range(num_steps) if not (result.is_skipped and result.is_skipped[step])]
+    measured = {**result.metrics, "loss": result.loss, "grad_norm": result.grad_norm}
+    metrics = {
+        name: _reduce(name, [values[step] for step in applied or range(num_steps)]) for name, values in measured.items()
+    }
+    return metrics | {
+        "learning_rate": result.learning_rate[-1],
+        "skipped_updates": float(num_steps - len(applied)),
+    }
+
+
+def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
+    """Bytes summed over ranks; seconds of the slowest rank. What stayed on a device unplanned is told as a warning."""
+    for rank, reports in enumerate(reports_by_rank):
+        for report in reports:
+            for leftover in report.leftovers:
+                logger.warning("policy worker %d, %s: still on the device: %s", rank, report.target.value, leftover)
+    by_rank = [totals(list(reports)) for reports in reports_by_rank]
+    return {
+        name: max(rank[name] for rank in by_rank) if name.endswith("_s") else sum(rank[name] for rank in by_rank)
+        for name in by_rank[0]
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _reduce(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_min"):
+        return min(values)
+    if name.endswith("_max"):
+        return max(values)
+    return _mean(values)
+
+
+# -- GRPO --------------------------------------------------------------------------------------------------------------
+
+
+def train_metrics(
+    groups: SampledGroups,
+    rewards: Tensor,
+    advantages: Tensor,
+    result: TrainResult,
+    seconds: Mapping[str, float],
+    speed: ModelSpeed | None = None,
+) -> dict[str, float]:
+    """Rollouts, loss (mean over the step's optimizer steps) and rates in tokens per second.
+
+    Args:
+        groups: Of the step, rewards as the environments gave them.
+        rewards: [B] of the trained rollouts, after scaling and shaping.
+        advantages: [B] of the trained rollouts.
+        result: Of the step's training.
+        seconds: By phase, from the step's timer.
+        speed: For `training_mfu`; None leaves it out.
+    """
+    num_sampled = float(groups.sampled.response_lengths().sum())
+    lengths = [rollout.num_tokens for rollout in groups.trained.rollouts]
+    num_trained = sum(lengths)
+    mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
+    scored = {"logprob_tokens_per_s": num_trained / seconds["logprobs"]} if "logprobs" in seconds else {}
+    return {
+        **rollout_metrics(groups.sampled),
+        **spread("shaped_reward", rewards),
+        **spread("advantage", advantages),
+        **update_metrics(result),
+        "num_tokens": float(num_trained),
+        "generation_tokens_per_s": num_sampled / seconds["generation"],
+        **scored,
+        "training_tokens_per_s": num_trained / seconds["training"],
+        **mfu,
+    }
+
+
+def dynamic_sampling_metrics(groups: SampledGroups) -> dict[str, float]:
+    """What filling the step cost, and the rewards of what is left of it."""
+    return {
+        "dynamic_sampling_batches": float(groups.num_batches),
+        "dynamic_sampling_constant_groups": float(groups.sampled.constant_groups().sum()),
+        "filtered_reward_mean": groups.trained.rewards().mean().item(),
+        "filtered_accuracy": groups.trained.correct().float().mean().item(),
+    }
+
+
+def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Accuracy, reward and lengths on held-out prompts; with several data sets also of each."""
+    metrics = rollout_metrics(rollouts)
+    found = {name: metrics[name] for name in _OF_VALIDATION} | {"reward": metrics["reward_mean"]}
+    found |= {name: value for name, value in metrics.items() if name.startswith(_OF_VALIDATION_GROUPS)}
+    rewards = {name: value for name, value in metrics.items() if name.startswith("reward_mean/")}
+    return found | {name.replace("reward_mean/", "reward/"): value for name, value in rewards.items()}
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What a step reports of its rollouts, under the names of docs/reference/metrics.md.
+
+    Rewards are those of `batch`; a rollout's response is all that the policy sampled in all of its turns.
+    """
+    lengths = batch.response_lengths().float()
+    prompt_lengths = batch.prompt_lengths().float()
+    num_correct_P = batch.correct().reshape(batch.num_prompts, batch.group_size).sum(dim=1)
+    return {
+        **spread("reward", batch.rewards()),
+        "accuracy": batch.correct().float().mean().item(),
+        "pass_rate": (num_correct_P > 0).float().mean().item(),
+        **{
+            f"pass_at_{k}": pass_at_k(num_correct_P.tolist(), batch.group_size, k)
+            for k in powers_of_two(batch.group_size)
+        },
+        "constant_group_rate": batch.constant_groups().float().mean().item(),
+        "overlong_prompt_rate": 1.0 - batch.loss_multipliers().mean().item(),
+        "mean_prompt_tokens": prompt_lengths.mean().item(),
+        "max_prompt_tokens": prompt_lengths.max().item(),
+        "mean_response_tokens": lengths.mean().item(),
+        "max_response_tokens": lengths.max().item(),
+        "mean_turns": batch.num_turns().float().mean().item(),
+        "truncation_rate": batch.truncated().float().mean().item(),
+        **by_data_set(batch),
+    }
+
+
+def spread(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, standard deviation (divisor n - 1; 0 for one value), least and greatest of `values` [B]."""
+    return {
+        f"{name}_mean": values.mean().item(),
+        f"{name}_std": values.std().item() if values.numel() > 1 else 0.0,
+        f"{name}_min": values.min().item(),
+        f"{name}_max": values.max().item(),
+    }
+
+
+def by_data_set(batch: RolloutBatch) -> dict[str, float]:
+    """Mean reward and accuracy of each data set; nothing where the data have one only."""
+    names = [rollout.prompt.data_set for rollout in batch.rollouts]
+    found: dict[str, float] = {}
+    if len(set(names)) > 1:
+        for name in sorted(set(names)):
+            rows = torch.tensor([row for row, other in enumerate(names) if other == name])
+            found[f"reward_mean/{name}"] = batch.rewards()[rows].mean().item()
+            found[f"accuracy/{name}"] = batch.correct()[rows].float().mean().item()
+    return found
