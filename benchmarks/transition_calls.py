@@ -29,9 +29,9 @@ from residency_overlap import add_loop_arguments, run_variant, write_model
 from residency_peers import grow_host_memory, probe_link
 
 from nemo_offload_rl.residency import ResidencyManager
-from nemo_offload_rl.residency.auditor import Auditor
 from nemo_offload_rl.residency.cuda import CudaDevice, CudaTransfer
 from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.moves import GroupMover
 from nemo_offload_rl.residency.phase import Phase
 from nemo_offload_rl.residency.snapshot import Snapshot
@@ -42,7 +42,7 @@ CALLS: dict[type, tuple[str, ...]] = {
     GroupMover: ("prepare", "records", "apply", "settle"),
     GroupState: ("arrive", "leave", "start_refresh"),
     Snapshot: ("stage", "drop"),
-    Auditor: ("check",),
+    LeftoverCheck: ("check",),
 }
 SHOWN_FROM_S = 1e-3
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from nemo_offload_rl.residency import host_memory
+from nemo_offload_rl.residency import host_limits
 
 NAME = "nemo_offload_rl_test"
 VERSIONS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -56,7 +56,7 @@ class OwnCgroup:
 
 def make_cgroup(fallback: Path) -> OwnCgroup:
     """Make one below this process's own, or fake files in the folder `fallback`; it says which."""
-    for parent in host_memory._cgroup_folders(host_memory.PROC):
+    for parent in host_limits._cgroup_folders(host_limits.PROC):
         folder = parent / f"{NAME}_{os.getpid()}"
         try:
             folder.mkdir()
@@ -77,8 +77,8 @@ def joined(cgroup: OwnCgroup, fallback: Path) -> Iterator[None]:
     """This process in the cgroup; back in its old one afterwards."""
     procs = cgroup.folder / "cgroup.procs"
     if not procs.exists():
-        fake = partial(host_memory.read_host_limits, fallback / "proc")
-        with patch.object(host_memory, "read_host_limits", fake):
+        fake = partial(host_limits.read_host_limits, fallback / "proc")
+        with patch.object(host_limits, "read_host_limits", fake):
             yield
         return
     procs.write_text(str(os.getpid()))

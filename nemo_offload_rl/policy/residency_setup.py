@@ -38,7 +38,7 @@ def begin_host_memory(
     Raises:
         ConfigError: The state will not fit into host memory.
     """
-    arenas = HostArenas(device)
+    arenas = HostArenas(device.new_arena)
     if sizes := expected.state:
         # Backends that know sizes so early offload no activations.
         need = HostNeed(

@@ -3,8 +3,6 @@
 Knows torch and nothing else of this project. See docs/design/residency.md.
 """
 
-from nemo_offload_rl.residency.arena import HostAllowance, HostArena, HostBlock, aligned
-from nemo_offload_rl.residency.arenas import HostArenas
 from nemo_offload_rl.residency.device import CpuDevice, Device, SimulatedDevice, make_device
 from nemo_offload_rl.residency.errors import (
     DeviceOutOfMemoryError,
@@ -14,7 +12,8 @@ from nemo_offload_rl.residency.errors import (
 )
 from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, choose_resident, peak_bytes
 from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
-from nemo_offload_rl.residency.host_memory import (
+from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena, HostArenas, HostBlock, aligned
+from nemo_offload_rl.residency.host_limits import (
     HostLimit,
     HostShare,
     HostShortage,

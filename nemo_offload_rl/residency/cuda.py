@@ -13,12 +13,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
-from nemo_offload_rl.residency.audit import Leftover, find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion, lockable_bytes
-from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
+from nemo_offload_rl.residency.host_limits import lockable_bytes
+from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.leftovers import Leftover, find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.arena import HostAllowance, HostArena
-from nemo_offload_rl.residency.audit import Leftover, find_leftovers
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
-from nemo_offload_rl.residency.host_memory import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena
+from nemo_offload_rl.residency.host_limits import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.leftovers import Leftover, ProcessMemory, find_leftovers
 from nemo_offload_rl.residency.storage import StorageRecord, storage_key
 
 
@@ -81,7 +81,7 @@ class Transfer(Protocol):
         ...
 
 
-class Device(Protocol):
+class Device(ProcessMemory, Protocol):
     """Memory of one accelerator, as the residency manager uses it."""
 
     @property
@@ -128,20 +128,6 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Memory that could still be allocated."""
-        ...
-
-    def allocated_bytes(self) -> int:
-        """Bytes that this process has allocated on the device; 0 where that is not known."""
-        ...
-
-    def cached_bytes(self) -> int:
-        """Bytes that this process holds on the device without using them."""
-        ...
-
-    def leftovers(
-        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
-    ) -> list[Leftover]:
-        """What `audit` finds on this device."""
         ...
 
     def drain_peak_bytes(self) -> int:

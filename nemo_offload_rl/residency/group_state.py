@@ -12,8 +12,8 @@ from nemo_offload_rl.residency.arrival import in_order_of_use
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.groups import StateGroup
+from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.mirror import HostMirror
 from nemo_offload_rl.residency.phase import Placement
 from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 

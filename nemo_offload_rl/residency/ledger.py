@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from nemo_offload_rl.residency.audit import Leftover
+from nemo_offload_rl.residency.leftovers import Leftover
 from nemo_offload_rl.residency.phase import Phase
 
 

@@ -15,17 +15,15 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from nemo_offload_rl.residency.arena import HostArena
-from nemo_offload_rl.residency.arenas import HostArenas
 from nemo_offload_rl.residency.arrival import LayerWaits
-from nemo_offload_rl.residency.auditor import Auditor
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup
+from nemo_offload_rl.residency.host_arena import HostArena, HostArenas, HostMirror
 from nemo_offload_rl.residency.host_view import host_view
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
-from nemo_offload_rl.residency.mirror import HostMirror
+from nemo_offload_rl.residency.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
 from nemo_offload_rl.residency.phase import Phase, Placement
 from nemo_offload_rl.residency.plan import (
@@ -77,7 +75,7 @@ class ResidencyManager:
         self.plan = plan
         self.phase: Phase | None = None
         self._device = device
-        self._arenas = held = arenas or HostArenas(device)
+        self._arenas = held = arenas or HostArenas(device.new_arena)
 
         # No method: a manager in a circle would live until a collection, and keep a Megatron model from that one.
         def arena_for(name: str) -> HostArena:
@@ -95,7 +93,7 @@ class ResidencyManager:
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
         self._prefetcher = Prefetcher(plan, self._states, self._parts, self._work)
-        self._auditor = Auditor(device)
+        self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0
 
@@ -140,7 +138,7 @@ class ResidencyManager:
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._auditor.check(records, here, trimmed=self.plan.makes_room(phase))
+            report.leftovers = self._leftover_check.check(records, here, trimmed=self.plan.makes_room(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.residency.arena import HostArena
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.mirror import HostMirror
 from nemo_offload_rl.residency.moves import GroupMover
 from nemo_offload_rl.residency.phase import Placement
 from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes

@@ -17,7 +17,7 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import Phase, TransitionReport
-from nemo_offload_rl.residency.audit import Leftover
+from nemo_offload_rl.residency.leftovers import Leftover
 
 
 def make_rollout(question: str, answer: str, *, correct: bool, truncated: bool = False) -> Rollout:

@@ -21,8 +21,8 @@ from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.residency.audit import find_leftovers
 from nemo_offload_rl.residency.cuda import STAGING_BYTES
+from nemo_offload_rl.residency.leftovers import find_leftovers
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_host_memory_behind(folders, mon
         raise UserError("no such weights")
 
     monkeypatch.setattr(worker_module, "build_backend", fail)
-    monkeypatch.setattr(residency_setup, "HostArenas", lambda device: made.append(HostArenas(device)) or made[-1])
+    monkeypatch.setattr(residency_setup, "HostArenas", lambda new_arena: made.append(HostArenas(new_arena)) or made[-1])
     with pytest.raises(UserError, match="no such weights"):
         one_rank_worker(folder).__enter__()
     assert made[0].reserved_bytes == 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_offload_rl.residency import cuda, pinned
+from nemo_offload_rl.residency import cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Room
 
@@ -140,7 +140,7 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> C
     }
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(pinned, "_cudart", lambda: runtime)
+    monkeypatch.setattr(host_regions, "_cudart", lambda: runtime)
     monkeypatch.setattr(cuda, "_staging_buffer", lambda device: torch.empty(cuda.STAGING_BYTES, dtype=torch.uint8))
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: any(a <= self.data_ptr() < a + n for a, n in runtime.registered.items())

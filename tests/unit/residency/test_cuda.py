@@ -16,9 +16,9 @@ from nemo_offload_rl.residency import (
     ResidencyPlan,
     ResidencySettings,
     TensorGroup,
+    host_regions,
     make_device,
     optimizer_tensors,
-    pinned,
     resolve_plan,
 )
 
@@ -248,7 +248,7 @@ def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypa
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
             return 2
 
-    monkeypatch.setattr(pinned, "_cudart", RefusingRuntime)
+    monkeypatch.setattr(host_regions, "_cudart", RefusingRuntime)
     training, plain = Training(), Training(colocated=False)
     for _ in range(2):
         training.step()
@@ -263,10 +263,10 @@ def test_where_pinning_is_refused_pageable_memory_serves_with_a_warning(monkeypa
 
 
 def test_memory_that_cuda_refuses_to_register_spoils_no_later_kernel():
-    region = pinned.PinnedRegion(64 << 20, None)
+    region = host_regions.PinnedRegion(64 << 20, None)
     twice = torch.cuda.cudart().cudaHostRegister(region.buffer.data_ptr(), 64 << 20, 1)
     assert int(twice) != 0
-    pinned._forget_last_error()
+    host_regions._forget_last_error()
     assert torch.zeros(8, device="cuda").sum().item() == 0
     region.close()
 

@@ -11,7 +11,7 @@ import torch
 from fake_cuda import FakeRuntime, make_cuda_device
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, pinned
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
 
@@ -184,7 +184,7 @@ def test_a_region_that_is_dropped_without_being_closed_does_not_stay_registered(
 def test_pages_are_asked_for_on_the_gpus_numa_node_or_a_warning_says_why_not(monkeypatch, caplog):
     runtime = FakeRuntime()
     make_cuda_device(monkeypatch, runtime)
-    region = pinned.PinnedRegion(4 << 20, numa_node=0)
+    region = host_regions.PinnedRegion(4 << 20, numa_node=0)
     (address,) = runtime.registered
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
     policies = [line.split()[1] for line in lines if line.startswith(f"{address:x} ")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_offload_rl.residency.pinned import numa_node_of_gpu
+from nemo_offload_rl.residency.host_regions import numa_node_of_gpu
 
 logger = logging.getLogger(__name__)
 

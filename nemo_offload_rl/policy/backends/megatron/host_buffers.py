@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.residency.errors import ResidencyError
-from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion
-from nemo_offload_rl.residency.pinned import PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
 
 logger = logging.getLogger(__name__)
 

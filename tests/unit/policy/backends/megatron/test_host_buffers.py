@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_offload_rl.policy.backends.megatron.host_buffers import ROUND_BYTES, HostBufferPool
 from nemo_offload_rl.residency.errors import ResidencyError
-from nemo_offload_rl.residency.host_memory import PageableRegion
+from nemo_offload_rl.residency.host_regions import PageableRegion
 
 MIB = 1 << 20
 

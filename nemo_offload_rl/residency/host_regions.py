@@ -1,8 +1,8 @@
-"""Page-locked host memory of exactly the size asked for, near the GPU, pinned at memory speed.
+"""Regions of host memory that the arena divides: pageable, or page-locked near the GPU at memory speed.
 
 `cudaHostAlloc` pins at about 1 GB/s and torch's caching host allocator rounds sizes up to powers of two. Here a region
-is mapped, bound to the GPU's NUMA node, backed by huge pages that several threads touch at once, and registered:
-docs/measurements/residency.md has the rates.
+of exactly the size asked for is mapped, bound to the GPU's NUMA node, backed by huge pages that several threads touch
+at once, and registered: docs/measurements/residency.md has the rates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,35 @@ def numa_node_of_gpu(device_index: int) -> int | None:
     except OSError:
         return None
     return node if node >= 0 else None
+
+
+class HostRegion(Protocol):
+    """A piece of host memory that the arena divides."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """[num_bytes] uint8."""
+        ...
+
+    @property
+    def pinned(self) -> bool: ...
+
+    def close(self) -> None:
+        """Give the memory back; views of `buffer` must not be used afterwards."""
+        ...
+
+
+class PageableRegion:
+    """Ordinary host memory."""
+
+    pinned = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer: Tensor = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Drop the buffer."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
 
 
 class PinnedRegion:

@@ -1,4 +1,4 @@
-"""The host arena: memory for everything that a worker keeps on the host, taken once and divided.
+"""The host arena: memory for everything that a worker keeps on the host, taken once, divided, and filled with copies.
 
 1. `reserve` takes one region of the size that the plan needs, before the first step.
 2. `alloc` hands out 512-byte aligned blocks; without room it takes one more region, within the budget.
@@ -8,13 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.errors import HostBudgetError, ResidencyError
-from nemo_offload_rl.residency.host_memory import HostRegion, PageableRegion
+from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion
+from nemo_offload_rl.residency.storage import StorageRecord
 
 ALIGNMENT_BYTES = 512
 
@@ -186,3 +189,157 @@ class HostArena:
             self._allowance.give_back(size)
             raise
         self._regions.append(_Region(memory, [(0, size)]))
+
+
+class HostArenas:
+    """The arenas of one worker, page-locked and pageable, each made at its first use; filled while other things load.
+
+    Args:
+        new_arena: Makes an arena, page-locked or not, that takes no more than the allowance (`Device.new_arena`).
+    """
+
+    def __init__(self, new_arena: Callable[[bool, HostAllowance], HostArena]) -> None:
+        self._new_arena = new_arena
+        self._allowance = HostAllowance()
+        self._arenas: dict[bool, HostArena] = {}
+        self._filling: Future[None] | None = None
+
+    def limit(self, num_bytes: int) -> None:
+        """Take no more than this from the system, of both kinds together; what is planned must fit."""
+        self._allowance.num_bytes = num_bytes
+
+    def arena(self, pinned: bool) -> HostArena:
+        """The page-locked arena, or the pageable one; waits for what `begin_reserve` has started."""
+        self.wait()
+        return self._arena(pinned)
+
+    def reserve(self, num_bytes: Mapping[bool, int]) -> None:
+        """Take this much host memory now (page-locked under True), if it is not there yet.
+
+        Raises:
+            HostBudgetError: It does not fit; the message says by how much.
+        """
+        self.wait()
+        self._reserve(num_bytes)
+
+    def begin_reserve(self, num_bytes: Mapping[bool, int]) -> None:
+        """Start to take this much in another thread: pinning runs at memory speed and needs no Python."""
+        self.wait()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="arena")
+        self._filling = pool.submit(self._reserve, dict(num_bytes))
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Wait until what was started is there.
+
+        Raises:
+            HostBudgetError: It did not fit.
+        """
+        if self._filling is not None:
+            filling, self._filling = self._filling, None
+            filling.result()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the system, of both kinds."""
+        self.wait()
+        return sum(arena.reserved_bytes for arena in self._arenas.values())
+
+    def close(self) -> None:
+        """Give all memory back to the system.
+
+        Raises:
+            ResidencyError: Blocks are still in use.
+        """
+        self.wait()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _arena(self, pinned: bool) -> HostArena:
+        if pinned not in self._arenas:
+            self._arenas[pinned] = self._new_arena(pinned, self._allowance)
+        return self._arenas[pinned]
+
+    def _reserve(self, num_bytes: Mapping[bool, int]) -> None:
+        for pinned, size in num_bytes.items():
+            self._arena(pinned).reserve(size)
+
+
+@dataclass
+class _Entry:
+    storage: StorageWeakRef  # keeps the key from being used again, not the memory alive
+    block: HostBlock
+    bytes: Tensor
+    generation: int  # the group's generation that the bytes are of, -1 before the first copy
+
+
+class HostMirror:
+    """Host copies, one for each storage, laid out in the storages' order in as few blocks as there were growths.
+
+    Args:
+        owner: Named in the arena's errors.
+        arena: Where the blocks come from.
+    """
+
+    def __init__(self, owner: str, arena: HostArena) -> None:
+        self._owner = owner
+        self._arena = arena
+        self._entries: dict[int, _Entry] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes mirrored."""
+        return sum(entry.bytes.numel() for entry in self._entries.values())
+
+    def cover(self, records: Mapping[int, StorageRecord]) -> None:
+        """Have an entry for each record, and none for storages that no longer exist.
+
+        Raises:
+            HostBudgetError: The arena has no room; nothing has changed then.
+        """
+        missing = [r for r in records.values() if r.storage.nbytes() and key_is_new(self._entries, r)]
+        gone = [key for key, entry in self._entries.items() if entry.storage.expired()]
+        self._forget(gone)
+        if not missing:
+            return
+        self._forget([record.key for record in missing if record.key in self._entries])
+        block = self._arena.alloc(sum(aligned(record.storage.nbytes()) for record in missing), self._owner)
+        offset = 0
+        for record in missing:
+            size = record.storage.nbytes()
+            self._entries[record.key] = _Entry(record.weak_ref, block, block.buffer[offset : offset + size], -1)
+            offset += aligned(size)
+
+    def bytes_of(self, key: int) -> Tensor:
+        """[N] uint8 host bytes of a storage."""
+        return self._entries[key].bytes
+
+    def has(self, key: int) -> bool:
+        """Whether the storage has a host copy with contents."""
+        return key in self._entries and self._entries[key].generation >= 0
+
+    def is_clean(self, key: int, generation: int) -> bool:
+        """Whether the host copy holds what the device held at `generation`."""
+        return key in self._entries and self._entries[key].generation == generation
+
+    def mark_clean(self, keys: Iterable[int], generation: int) -> None:
+        """The copies of these storages now hold the contents of `generation`."""
+        for key in keys:
+            self._entries[key].generation = generation
+
+    def close(self) -> None:
+        """Free every block."""
+        self._forget(list(self._entries))
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        dropped = [self._entries.pop(key).block for key in keys]
+        kept = {id(entry.block) for entry in self._entries.values()}
+        for block in {id(block): block for block in dropped}.values():
+            if id(block) not in kept:
+                self._arena.free(block)
+
+
+def key_is_new(entries: Mapping[int, _Entry], record: StorageRecord) -> bool:
+    """Whether a storage with contents has no entry of its size yet (an optimizer may resize its state)."""
+    entry = entries.get(record.key)
+    return entry is None or entry.bytes.numel() != record.storage.nbytes()

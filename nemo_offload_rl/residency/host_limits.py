@@ -1,4 +1,4 @@
-"""Host memory: its limits, the budget that the workers of a host share, and regions of it."""
+"""Host memory: its limits, and the budget that the workers of a host share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 PROC = Path("/proc")
 # Version 1 writes "no limit" as a number near 2**63.
@@ -218,32 +215,3 @@ def _table(path: Path) -> dict[str, int]:
 def _read_number(path: Path) -> int | None:
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
-
-
-class HostRegion(Protocol):
-    """A piece of host memory that the arena divides."""
-
-    @property
-    def buffer(self) -> Tensor:
-        """[num_bytes] uint8."""
-        ...
-
-    @property
-    def pinned(self) -> bool: ...
-
-    def close(self) -> None:
-        """Give the memory back; views of `buffer` must not be used afterwards."""
-        ...
-
-
-class PageableRegion:
-    """Ordinary host memory."""
-
-    pinned = False
-
-    def __init__(self, num_bytes: int) -> None:
-        self.buffer: Tensor = torch.empty(num_bytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Drop the buffer."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)

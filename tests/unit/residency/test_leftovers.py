@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_training import Training
 
 from nemo_offload_rl.residency import CpuDevice, Phase, ResidencyError, ResidencyManager, TensorGroup
-from nemo_offload_rl.residency.audit import find_kept_blocks, find_leftovers
+from nemo_offload_rl.residency.leftovers import find_kept_blocks, find_leftovers
 from nemo_offload_rl.residency.storage import unique_storages
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.residency import HostAllowance, HostArena, HostBudgetError, ResidencyError
-from nemo_offload_rl.residency.arena import ALIGNMENT_BYTES
+from nemo_offload_rl.residency import CpuDevice, HostAllowance, HostArena, HostArenas, HostBudgetError, ResidencyError
+from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES
+from nemo_offload_rl.residency.host_regions import PageableRegion
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,3 +55,52 @@ def test_growing_over_the_budget_is_refused_and_leaves_the_arena_usable():
     arena.alloc(ALIGNMENT_BYTES, "b")
     arena.free(first)
     assert arena.used_bytes == ALIGNMENT_BYTES
+
+
+class TightDevice(CpuDevice):
+    """Gives memory only when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        def region(num_bytes: int) -> PageableRegion:
+            assert self.may_go_on.wait(30)
+            return PageableRegion(num_bytes)
+
+        return HostArena(allowance, region)
+
+
+def test_memory_that_was_begun_beside_other_work_is_there_when_it_is_asked_for():
+    device = TightDevice()
+    arenas = HostArenas(device.new_arena)
+    arenas.begin_reserve({True: 4096, False: 512})
+    device.may_go_on.set()
+    assert arenas.arena(True).reserved_bytes == 4096
+    assert arenas.reserved_bytes == 4096 + 512
+    arenas.reserve({True: 2048})
+    assert arenas.reserved_bytes == 4096 + 512
+    arenas.close()
+    assert arenas.reserved_bytes == 0
+
+
+def test_a_budget_that_was_exceeded_beside_other_work_is_raised_where_it_is_waited_for():
+    device = TightDevice()
+    device.may_go_on.set()
+    arenas = HostArenas(device.new_arena)
+    arenas.limit(1 << 20)
+    arenas.begin_reserve({True: 2 << 20})
+    with pytest.raises(HostBudgetError, match="over the budget"):
+        arenas.arena(True)
+    arenas.close()
+
+
+def test_both_kinds_of_memory_have_one_bound_and_what_is_given_back_can_be_had_again():
+    arenas = HostArenas(CpuDevice().new_arena)
+    arenas.limit(8192)
+    arenas.reserve({True: 4096, False: 3584})
+    with pytest.raises(HostBudgetError, match="over the budget"):
+        arenas.arena(True).alloc(4097, "more")
+    arenas.close()
+    arenas.reserve({False: 8192})
+    arenas.close()
