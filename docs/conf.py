@@ -14,10 +14,12 @@ myst_heading_anchors = 4  # links such as page.md#heading, as GitHub makes them
 
 autodoc_typehints = "none"  # signatures stay as they are written
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "special-members": "__call__"}
 napoleon_use_ivar = True  # attributes stand in the docstring of their class, once
+add_module_names = False
 default_role = "code"  # docstrings have Markdown's single backticks
 
+highlight_language = "none"  # blocks without a language are shown as they are
 html_theme = "furo"
 html_title = "nemo_offload_rl"
 html_static_path = ["_static"]

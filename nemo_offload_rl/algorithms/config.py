@@ -37,21 +37,25 @@ class GrpoSectionConfig(TypedDict):
     num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
     num_generations_per_prompt: Annotated[int, doc("Responses sampled for each prompt: the group size.", ge=1)]
     max_rollout_turns: Annotated[
-        int, doc("Most turns of the policy in a rollout; environments may answer it between them.", ge=1)
+        int, doc("Maximum number of the policy's turns in a rollout; the environment may reply between them.", ge=1)
     ]
     max_num_epochs: Annotated[
-        int, doc("Stop after so many passes over the training prompts, those of dynamic sampling counted.", ge=1)
+        int,
+        doc(
+            "Stop after this number of passes over the training prompts, those that dynamic sampling draws included.",
+            ge=1,
+        ),
     ]
-    max_num_steps: Annotated[int, doc("Stop after so many steps, whichever comes first.", ge=1)]
+    max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
     normalize_rewards: Annotated[bool, doc("Divide advantages by the group's standard deviation of rewards.")]
     use_leave_one_out_baseline: Annotated[
         bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
     ]
-    val_period: Annotated[int, doc("Validate every so many steps; 0 never does.", ge=0)]
+    val_period: Annotated[int, doc("Steps from one validation to the next; 0 disables validation.", ge=0)]
     val_at_start: Annotated[bool, doc("Validate before the first step.")]
     val_at_end: Annotated[bool, doc("Validate after the last step.")]
-    max_val_samples: Annotated[int, doc("Validation prompts used each time, at most.", ge=1)]
-    val_batch_size: Annotated[int, doc("Validation prompts handed to the engine at once.", ge=1)]
+    max_val_samples: Annotated[int, doc("Maximum number of prompts in a validation.", ge=1)]
+    val_batch_size: Annotated[int, doc("Validation prompts that the engine gets at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
         int, doc("Responses to each validation prompt; accuracy is their mean.", ge=1)
     ]
@@ -76,16 +80,17 @@ class GrpoSectionConfig(TypedDict):
     max_token_mult_prob_error: Annotated[
         float | None,
         doc(
-            "Most that engine and policy may differ in the probabilities of what was sampled: a step whose "
-            "`train/token_mult_prob_error` is above it ends the run; 1 is agreement, null is no limit.",
+            "Limit of `train/token_mult_prob_error`, which measures how far engine and policy disagree about "
+            "the probabilities of sampled tokens (1 is agreement): a step above it ends the run. null for no "
+            "limit.",
             gt=1,
         ),
     ]
     log_rollouts: Annotated[
         bool,
         doc(
-            "Write every rollout of training, its tokens and their logprobs among it, to `logger.log_dir`/rollouts, a "
-            "file a step: about 60 bytes a token."
+            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file a "
+            "step: about 60 bytes a token."
         ),
     ]
     seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
@@ -107,7 +112,11 @@ class ClippedPGLossConfig(TypedDict):
     ]
     kl_input_clamp_value: Annotated[
         float | None,
-        doc("Clamp on the logprob difference before the estimator; null for 20, as of every log-ratio.", gt=0, le=20),
+        doc(
+            "Clamp on the logprob difference before the estimator; null for 20, the bound of every log-ratio.",
+            gt=0,
+            le=20,
+        ),
     ]
     kl_output_clamp_value: Annotated[
         float | None,
@@ -126,7 +135,11 @@ class ClippedPGLossConfig(TypedDict):
         ),
     ]
     use_importance_sampling_correction: Annotated[
-        bool, doc("Weight tokens by the policy's over the sampler's probability, for the two are not the same program.")
+        bool,
+        doc(
+            "Weight tokens by the policy's probability over the engine's, because the two compute slightly "
+            "different numbers."
+        ),
     ]
     truncated_importance_sampling_ratio: Annotated[
         float | None, doc("Upper bound of that weight; null for none.", gt=0)
@@ -140,8 +153,8 @@ class ClippedPGLossConfig(TypedDict):
     force_on_policy_ratio: Annotated[
         bool,
         doc(
-            "The ratio is exactly 1 in value: the training pass's own logprobs stand for those before the step, which "
-            "then need no pass of their own. Needs one update for each step."
+            "The ratio is exactly 1 in value: the logprobs of the training pass replace those before the "
+            "step, which need no pass then. Requires one update for each step."
         ),
     ]
 
@@ -149,13 +162,18 @@ class ClippedPGLossConfig(TypedDict):
 class SupervisedSectionConfig(TypedDict):
     """What `sft` and `dpo` have in common: epochs, steps and validation."""
 
-    max_num_epochs: Annotated[int, doc("Stop after so many passes over the training data.", ge=1)]
-    max_num_steps: Annotated[int, doc("Stop after so many steps, whichever comes first.", ge=1)]
-    val_period: Annotated[int, doc("Validate every so many steps; 0 never does.", ge=0)]
-    val_batches: Annotated[int, doc("Validation batches used each time, at most; 0 for all.", ge=0)]
+    max_num_epochs: Annotated[int, doc("Stop after this number of passes over the training data.", ge=1)]
+    max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
+    val_period: Annotated[int, doc("Steps from one validation to the next; 0 disables validation.", ge=0)]
+    val_batches: Annotated[int, doc("Maximum number of batches in a validation; 0 for all.", ge=0)]
     val_global_batch_size: Annotated[int, doc("Sequences (DPO: pairs) of each validation batch.", ge=1)]
     val_micro_batch_size: Annotated[
-        int, doc("The same in one forward pass of one worker; with micro-batches made by tokens not read.", ge=1)
+        int,
+        doc(
+            "Sequences (DPO: pairs) in one forward pass of one worker; not read where micro-batches are made "
+            "by tokens.",
+            ge=1,
+        ),
     ]
     val_at_start: Annotated[bool, doc("Validate before the first step.")]
     val_at_end: Annotated[bool, doc("Validate after the last step.")]
@@ -167,7 +185,7 @@ class SftSectionConfig(SupervisedSectionConfig):
     """`sft`: supervised fine-tuning. The loss is the mean of minus the logprob of the assistant's tokens."""
 
     only_unmask_final: Annotated[
-        bool, doc("The loss counts the last turn of the assistant only, not every one of a conversation.")
+        bool, doc("The loss counts only the last turn of the assistant, not every turn of a conversation.")
     ]
 
 
@@ -180,7 +198,7 @@ class DpoSectionConfig(SupervisedSectionConfig):
     ]
     preference_loss_weight: Annotated[float, doc("Weight of the preference loss.", ge=0)]
     preference_average_log_probs: Annotated[
-        bool, doc("Log-ratios are means over a response's tokens, not sums, so that length does not count.")
+        bool, doc("Log-ratios are means over a response's tokens, not sums, so that length has no effect.")
     ]
     label_smoothing: Annotated[
         float, doc("Share of pairs taken to be labelled the wrong way round (conservative DPO).", ge=0, lt=0.5)

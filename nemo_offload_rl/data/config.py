@@ -133,7 +133,9 @@ class MixtureKeys(TypedDict):
     dataset_name: Annotated[Literal["mixture"], doc("This data set.")]
     weights: Annotated[
         list[Annotated[float, Field(gt=0)]],
-        doc("How many rows each data set gives, in proportion to the others. Small ones are gone through more often."),
+        doc(
+            "Share of each data set in the rows, in proportion to the others. Small data sets are repeated more often."
+        ),
     ]
 
 
@@ -195,13 +197,14 @@ class DataConfig(TypedDict):
     overlong_rows: Annotated[
         Literal["mask", "drop", "error"],
         doc(
-            "What a longer prompt is: `mask` keeps its place, cut to a few tokens, and trains on no response to it, as "
-            "NeMo-RL does; `drop` leaves it out; both count. `error` names the row and ends the run."
+            "What happens to a longer prompt: `mask` keeps its place, cut to a few tokens, and trains on no "
+            "response to it, as NeMo-RL does; `drop` leaves it out; both log how many there are. `error` "
+            "names the row and ends the run."
         ),
     ]
     add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
     shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
-    train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` says which keys follow.")]
+    train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` determines which keys follow.")]
     validation: Annotated[
         DatasetConfig | None,
         doc(
@@ -240,7 +243,10 @@ class SupervisedDataKeys(TypedDict):
     max_input_seq_length: Annotated[int, doc("Longest sequence, prompt and response together, in tokens.", ge=2)]
     overlong_rows: Annotated[
         Literal["error", "drop"],
-        doc("What a longer sequence is: `error` names the row and ends the run, `drop` leaves it out and counts."),
+        doc(
+            "What happens to a longer sequence: `error` names the row and ends the run, `drop` leaves it out "
+            "and logs how many there are."
+        ),
     ]
     add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
     add_eos: Annotated[bool, doc("End with the end-of-sequence token where the chat template does not.")]
@@ -251,7 +257,7 @@ class SupervisedDataKeys(TypedDict):
 class SftDataConfig(SupervisedDataKeys):
     """`data`: conversations for training and validation."""
 
-    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
+    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` determines which keys follow.")]
     validation: Annotated[
         SftDatasetConfig | None,
         doc(
@@ -266,7 +272,7 @@ class SftDataConfig(SupervisedDataKeys):
 class DpoDataConfig(SupervisedDataKeys):
     """`data`: pairs of responses for training and validation."""
 
-    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` says which keys follow.")]
+    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` determines which keys follow.")]
     validation: Annotated[
         DpoDatasetConfig | None,
         doc(
@@ -286,8 +292,8 @@ class EnvConfig(TypedDict):
         Annotated[
             str | None,
             doc(
-                "What the policy is told after a wrong answer, where `grpo.max_rollout_turns` leaves it another turn; "
-                "null or left out: a rollout has one turn."
+                "Message to the policy after a wrong answer, where `grpo.max_rollout_turns` allows another turn; "
+                "null or absent: a rollout has one turn."
             ),
         ]
     ]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said, special tokens left out, and what the environment answered."""
+    """The policy's text, special tokens left out, and the environment's reply."""
 
     text: str
     observation: str
@@ -21,7 +21,7 @@ class Response:
 
     Attributes:
         prompt_text: What the policy was shown first.
-        text: What it said in this turn, special tokens left out.
+        text: Its text in this turn, special tokens left out.
         truncated: The response was cut at a token limit.
         reference_answer: The right answer.
         metadata: The problem's metadata.
@@ -52,7 +52,7 @@ class Observation:
 
     Attributes:
         text: What the chat template shows as the user's.
-        otherwise: The rollout's score where there is no turn left, or no room for message and answer.
+        otherwise: The rollout's fallback score, where no turn is left, or no room for message and answer.
     """
 
     text: str
@@ -60,10 +60,10 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A verifiable task. It keeps nothing of a rollout: all that it may want to know is in each `Response`."""
+    """A verifiable task. It keeps nothing of a rollout: all that it needs is in each `Response`."""
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
-        """For each response, in their order: its score, which ends the rollout, or what the policy is told."""
+        """For each response, in their order: its score, which ends the rollout, or a message to the policy."""
         ...
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ class VllmConfig(TypedDict):
     enable_sleep_mode: Annotated[
         bool,
         doc(
-            "Give the engine's memory back between generations. false keeps it for the whole run, beside training, and "
-            "nothing of the policy leaves for generation: for where all of it fits."
+            "Release the engine's memory between generations. false keeps it for the whole run, training "
+            "included, and the policy is not offloaded for generation: for GPUs that hold both."
         ),
     ]
     max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]
@@ -33,16 +33,17 @@ class VllmConfig(TypedDict):
     per_request_seeds: Annotated[
         bool,
         doc(
-            "Draw every response from a seed of its own, made of `grpo.seed`, step and prompt, so that a run repeats "
-            "itself whatever shares its batches, also after a resume. vLLM then draws row by row; with 512 responses "
-            "at a time that took no longer. false draws all from one generator of the engine, seeded with `grpo.seed`."
+            "Draw every response from a seed of its own, derived from `grpo.seed`, step and prompt. A run is "
+            "then reproducible however the engine batches its requests, also after a resume. vLLM draws row "
+            "by row then; with 512 responses at a time that took no longer. false draws all from one "
+            "generator of the engine, seeded with `grpo.seed`."
         ),
     ]
     max_restarts: Annotated[
         int,
         doc(
-            "How often in a run the engines may be started again after one of them died or found no memory to wake in; "
-            "they then generate again what was interrupted. 0 ends the run at once.",
+            "How often in a run the engines may be restarted after one of them died or found no memory to "
+            "wake in; the interrupted generation is repeated. 0 ends the run at the first failure.",
             ge=0,
         ),
     ]
@@ -82,17 +83,19 @@ class GenerationConfig(TypedDict):
     top_p: Annotated[
         float,
         doc(
-            "Nucleus sampling: share of the probability mass kept. Logprobs, of the engine too, are those before it.",
+            "Nucleus sampling: share of the probability mass that is kept. Logprobs, the engine's too, are "
+            "those before it.",
             gt=0,
             le=1,
         ),
     ]
     top_k: Annotated[
-        int | None, doc("Sample from so many likeliest tokens; null for all. Logprobs are those before it.", ge=1)
+        int | None,
+        doc("Sample from this number of most likely tokens; null for all. Logprobs are those before it.", ge=1),
     ]
-    val_temperature: Annotated[float, doc("The same for validation.", ge=0)]
-    val_top_p: Annotated[float, doc("The same for validation.", gt=0, le=1)]
-    val_top_k: Annotated[int | None, doc("The same for validation.", ge=1)]
+    val_temperature: Annotated[float, doc("`temperature` of validation.", ge=0)]
+    val_top_p: Annotated[float, doc("`top_p` of validation.", gt=0, le=1)]
+    val_top_k: Annotated[int | None, doc("`top_k` of validation.", ge=1)]
     stop_token_ids: Annotated[
         list[int] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
     ]
@@ -101,8 +104,8 @@ class GenerationConfig(TypedDict):
     vllm_kwargs: Annotated[
         dict[str, Any],
         doc(
-            "Further arguments of `vllm.LLM`: those that change how fast it computes or what it reports. What changes "
-            "the model, where it lies or how tokens are drawn is refused with the reason."
+            "Further arguments of `vllm.LLM` that change how fast it computes or what it reports. Arguments "
+            "that change the model, its placement or the sampling are refused with the reason."
         ),
     ]
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

@@ -125,9 +125,9 @@ class DTensorConfig(TypedDict):
 class BatchingConfig(TypedDict):
     """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
 
-    enabled: Annotated[bool, doc("Use it; the two exclude each other.")]
+    enabled: Annotated[bool, doc("Use it; dynamic batching and sequence packing exclude each other.")]
     train_mb_tokens: Annotated[int, doc("Tokens of one training micro-batch, padding included, at most.", ge=1)]
-    logprob_mb_tokens: Annotated[int, doc("The same for logprobs.", ge=1)]
+    logprob_mb_tokens: Annotated[int, doc("The same of one micro-batch for logprobs.", ge=1)]
     sequence_length_round: Annotated[int, doc("Lengths are rounded up to a multiple of this many tokens.", ge=1)]
 
 
@@ -141,8 +141,8 @@ class TrainedPolicyConfig(TypedDict):
     train_global_batch_size: Annotated[
         int, doc("Sequences for each optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
     ]
-    train_micro_batch_size: Annotated[int, doc("The same in one forward and backward pass of one worker.", ge=1)]
-    logprob_batch_size: Annotated[int, doc("The same in one forward pass for logprobs of one worker.", ge=1)]
+    train_micro_batch_size: Annotated[int, doc("Sequences in one forward and backward pass of one worker.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("Sequences in one forward pass for logprobs of one worker.", ge=1)]
     logprob_chunk_size: Annotated[
         int | None, doc("Positions whose logits are turned into logprobs at once, to save memory; null for all.", ge=1)
     ]
@@ -156,8 +156,8 @@ class TrainedPolicyConfig(TypedDict):
     deterministic: Annotated[
         bool,
         doc(
-            "Train with operations whose results repeat bit by bit, where torch has such; others are told as warnings. "
-            "Slower; for comparing runs."
+            "Use operations whose results repeat bit by bit, where torch has them; a warning names the "
+            "others. Slower; for comparing runs."
         ),
     ]
     max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]
@@ -183,14 +183,14 @@ class TrainedPolicyConfig(TypedDict):
     ]
     residency_verify: Annotated[
         bool,
-        doc("Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs."),
+        doc("Compare host copies that count as valid with the device, byte by byte. Slow; for finding bugs."),
     ]
     host_memory_budget_gib: Annotated[
         float | None,
         doc(
-            "Host memory that one worker may take for offloaded state and activations, in GiB; null has the workers of "
-            "a host settle it together, from the machine's memory, their cgroups and their resource limits. Set it "
-            "where the machine grows its memory on use and so shows too little.",
+            "Host memory that one worker may take for offloaded state and activations, in GiB. With null the "
+            "workers of a host derive it together from the machine's memory, their cgroups and their resource "
+            "limits. Set it where a machine grows its memory on use and therefore reports too little.",
             gt=0,
         ),
     ]
@@ -220,13 +220,13 @@ class PolicyConfig(TrainedPolicyConfig):
     residency: Annotated[
         Literal["always", "auto"],
         doc(
-            "`always` moves every state group as the residency table says. `auto` leaves groups on the device during "
-            "generation when they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan is "
-            "logged once."
+            "`always` moves every state group as in the residency table. `auto` leaves groups on the device "
+            "during generation when they fit beside the engine (`gpu_memory_utilization` of the device); the "
+            "resolved plan is logged once."
         ),
     ]
     residency_overrides: Annotated[
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
-        doc("Groups whose place during refit and generation is fixed, whatever `residency` says; {} for none."),
+        doc("Groups whose place during refit and generation is fixed, whatever `residency` is; {} for none."),
     ]
     generation: Annotated[GenerationConfig, doc("Sampling and the inference engine.")]

@@ -131,7 +131,7 @@ class MegatronConfig(TypedDict):
         ),
     ]
     tensor_model_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
-    pipeline_model_parallel_size: Annotated[int, doc("Devices that the layers are dealt out to.", ge=1)]
+    pipeline_model_parallel_size: Annotated[int, doc("Devices that the layers are distributed over.", ge=1)]
     num_layers_in_first_pipeline_stage: Annotated[
         int | None, doc("Layers of the first stage; null for an even share.", ge=1)
     ]
@@ -139,7 +139,7 @@ class MegatronConfig(TypedDict):
         int | None, doc("Layers of the last stage; null for an even share.", ge=1)
     ]
     context_parallel_size: Annotated[int, doc("Devices that each sequence is split over.", ge=1)]
-    expert_model_parallel_size: Annotated[int, doc("Devices that the experts are dealt out to.", ge=1)]
+    expert_model_parallel_size: Annotated[int, doc("Devices that the experts are distributed over.", ge=1)]
     expert_tensor_parallel_size: Annotated[int, doc("Devices that each expert is split over.", ge=1)]
     pipeline_dtype: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of what stages send each other.")]
     sequence_parallel: Annotated[
@@ -171,9 +171,9 @@ class MegatronConfig(TypedDict):
     activation_offload_host_limit_gib: Annotated[
         float,
         doc(
-            "GiB of pinned host memory that one worker keeps for activations between passes, or what they can need by "
-            "tokens of a micro-batch and layers if that is less: above it, buffers that were not used lately are given "
-            "back. A pass that needs more at once takes more, with a warning.",
+            "GiB of pinned host memory that one worker keeps for activations between passes, or less if the "
+            "tokens of a micro-batch and the layers cannot need that much: above it, buffers that were not "
+            "used lately are released. A pass that needs more at once takes more, with a warning.",
             gt=0,
         ),
     ]

@@ -173,7 +173,7 @@ class Policy:
         return join_handles(self._group.run_all("next_bucket"))
 
     def abandon_refit(self) -> None:
-        """The engines are gone: every rank gives up an unfinished refit and leaves their communicator."""
+        """The engines are gone: every rank abandons an unfinished refit and leaves their communicator."""
         self._group.run_all("abandon_refit")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

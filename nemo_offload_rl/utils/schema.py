@@ -78,18 +78,21 @@ class CheckpointingConfig(TypedDict):
     checkpoint_dir: Annotated[str, doc("Folder of the checkpoints, one `step_N` folder each.", min_length=1)]
     metric_name: Annotated[
         str | None,
-        doc("Metric that ranks checkpoints, as `val:accuracy` or `train:reward_mean`; null keeps the latest ones."),
+        doc(
+            "Metric that ranks checkpoints, such as `val:accuracy` or `train:reward_mean`; null ranks them by "
+            "step, so that the newest are kept."
+        ),
     ]
     higher_is_better: Annotated[bool, doc("Whether a greater metric is the better one.")]
     keep_top_k: Annotated[
         int | None,
         doc(
-            "How many of the best checkpoints stay on disk, beside the newest and the newest that has the optimizer; "
-            "null keeps all.",
+            "Number of best checkpoints that stay on disk, in addition to the newest and the newest that has "
+            "the optimizer; null keeps all.",
             ge=1,
         ),
     ]
-    save_period: Annotated[int, doc("Save every so many steps.", ge=1)]
+    save_period: Annotated[int, doc("Steps from one checkpoint to the next.", ge=1)]
     save_optimizer: Annotated[bool, doc("Save the optimizer too. Without it a run can be used but not continued.")]
     save_consolidated: Annotated[
         bool, doc("Also write a Hugging Face folder `hf` into each checkpoint, which transformers and vLLM load.")
@@ -97,7 +100,7 @@ class CheckpointingConfig(TypedDict):
     async_save: Annotated[
         bool,
         doc(
-            "Copy the state into host memory and write it to disk while training goes on. Takes as much host memory "
-            "as the state; where that is not free, the save waits for the disk instead and says so."
+            "Copy the state into host memory and write it to disk while training goes on. Takes as much host "
+            "memory as the state; where that is not free, the run waits for the disk and logs a warning."
         ),
     ]

@@ -147,7 +147,7 @@ def offload_variable_is_left_alone(cfg: RunConfig) -> str | None:
 
 
 def megatron_cuda_graphs_are_off(cfg: RunConfig) -> str | None:
-    """CUDA graphs are off: what they captured moves."""
+    """CUDA graphs are off: the memory that they captured moves."""
     megatron = megatron_section(cfg)
     if megatron is not None and megatron["cuda_graph_impl"] != "none":
         return (

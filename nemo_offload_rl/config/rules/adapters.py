@@ -66,7 +66,7 @@ def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
 
 
 def megatron_adapters_have_their_layers(cfg: RunConfig) -> str | None:
-    """Megatron's adapters are told their layers in one way, and are left some."""
+    """Megatron's adapters name their layers in one way, and at least one layer is left."""
     megatron = _section(cfg)
     if megatron is None or not megatron["peft"]["exclude_modules"]:
         return None

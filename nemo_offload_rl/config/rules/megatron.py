@@ -148,7 +148,7 @@ def megatron_attends_to_all_tokens_before(cfg: RunConfig) -> str | None:
 
 
 def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
-    """The Megatron backend trains models of which it leaves nothing out."""
+    """The Megatron backend trains only models that it implements completely."""
     model = local_model_config(cfg)
     if megatron_section(cfg) is None or model is None:
         return None

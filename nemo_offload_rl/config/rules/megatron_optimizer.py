@@ -11,7 +11,7 @@ OPTIMIZER = f"{KEY}.optimizer"
 
 
 def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
-    """The optimizer's bf16 and fp16 say what `policy.precision` says."""
+    """The optimizer's bf16 and fp16 agree with `policy.precision`."""
     megatron, precision = megatron_section(cfg), cfg["policy"]["precision"]
     if megatron is None:
         return None

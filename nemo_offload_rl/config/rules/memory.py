@@ -115,7 +115,7 @@ def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
 
 
 def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
-    """What the workers of this host keep in its memory fits it; known where they all run here."""
+    """The workers of a host fit its memory; checked where all of them run on this one."""
     if cfg["cluster"]["num_nodes"] != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
         return None
     try:

@@ -20,7 +20,7 @@ def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
-    """An override of the rotary embeddings has all of them, their base too."""
+    """An override of the rotary embeddings is complete, their base included."""
     overrides = cfg["policy"]["hf_config_overrides"]
     if "rope_parameters" not in overrides or has_rotary_base(overrides["rope_parameters"]):
         return None

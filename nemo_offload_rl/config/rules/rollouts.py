@@ -112,7 +112,7 @@ def vllm_kwargs_are_allowed(cfg: GrpoMasterConfig) -> str | None:
 
 
 def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
-    """The engine computes nothing from weights once after loading, which refits would leave as it was."""
+    """The engine derives nothing from the weights when it loads them, because refits would not update it."""
     model = local_model_config(cfg) or {}
     reasons = {
         "kv_lora_rank": "its multi-head latent attention uses weights that vLLM derives after loading",

@@ -172,7 +172,7 @@ def adapters_need_whole_layers(cfg: RunConfig) -> str | None:
 
 
 def adapters_have_their_layers(cfg: RunConfig) -> str | None:
-    """Low-rank adapters are told which layers they belong to."""
+    """Low-rank adapters have target layers."""
     lora = cfg["policy"]["dtensor_cfg"]["lora_cfg"]
     if lora["enabled"] and not lora["match_all_linear"] and not lora["target_modules"]:
         return (

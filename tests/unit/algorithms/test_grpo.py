@@ -140,7 +140,7 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         name.removeprefix("validation/"): value for name, value in records[3].items() if "validation/" in name
     }
     assert validation == pytest.approx(validation_again(run))
-    documented_names = documented("In every step of training", "In every validation", "Only when asked for")
+    documented_names = documented("In every step of training", "In every validation", "Only with certain keys")
     assert without_match(records[3], documented_names) == set()
     grpo, loss = run.config.grpo, run.config.loss_fn
     names = grpo_names(
