@@ -126,5 +126,5 @@ def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
 
 if __name__ == "__main__":
     check("cpu", 1000, torch.float32, (3, 4), 1e-5)
-    check("cpu", 10000, torch.float32, (5,), 1e-5)
+    check("cpu", 10000, torch.float32, (4,), 1e-5)
     check("cpu", 1000, torch.bfloat16, (3, 4), 4e-3)
