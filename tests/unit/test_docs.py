@@ -12,7 +12,7 @@ from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-POINTING = ("nemo_offload_rl", "tests", "examples", "benchmarks", "requirements", ".ci")
+POINTING = ("docs", "nemo_offload_rl", "tests", "examples", "benchmarks", "requirements", ".ci")
 SUFFIXES = (".py", ".yaml", ".md", ".sh", "")
 
 pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # Sphinx's to myst-parser
@@ -52,7 +52,7 @@ def test_paths_of_documents_in_code_messages_and_configurations_exist(site):
     files += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
     wrong = []
     for path in files:
-        if not path.is_file() or "__pycache__" in path.parts:
+        if not path.is_file() or {"__pycache__", "_build"} & set(path.parts):
             continue
         named = re.findall(r"(?<![\w/.])docs/[\w/-]+\.(?:md|png|svg)(?:#[\w-]+)?", path.read_text(encoding="utf-8"))
         wrong += [f"{path.relative_to(ROOT)}: {link}" for link in broken(named, site[0])]
