@@ -33,7 +33,7 @@ from nemo_offload_rl.residency.cuda import CudaDevice, CudaTransfer
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.moves import GroupMover
-from nemo_offload_rl.residency.phase import Phase
+from nemo_offload_rl.residency.plan import Phase
 from nemo_offload_rl.residency.snapshot import Snapshot
 
 CALLS: dict[type, tuple[str, ...]] = {

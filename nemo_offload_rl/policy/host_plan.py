@@ -278,7 +278,12 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
     if settings.residency == "auto":
         plain = _plain_plan(settings, sizes_bytes)
         # A row that leaves all the same, such as streamed parts of the optimizer, is given no room.
-        stays = {name: size for name, size in sizes_bytes.items() if _can_stay(plain, name)}
+        all_kept = resolve_plan(replace(plain, resident_groups=frozenset(sizes_bytes)))
+        stays = {
+            name: size
+            for name, size in sizes_bytes.items()
+            if all_kept.placement(name, Phase.GENERATION) is not Placement.HOST
+        }
         candidates = {name: size for name, size in stays.items() if name not in overrides}
         engine_bytes = int(settings.engine_memory_share * device_bytes)
         # The share says nothing of a cache whose size was fixed.
@@ -287,11 +292,6 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         room = device_bytes - engine_bytes - SHARED_RESERVE_BYTES - kept_bytes
         kept |= choose_resident(candidates, max(0, room))
     return frozenset(kept)
-
-
-def _can_stay(plain: ResidencySettings, name: str) -> bool:
-    plan = resolve_plan(replace(plain, resident_groups=frozenset({name})))
-    return plan.placement(name, Phase.GENERATION) is not Placement.HOST
 
 
 def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:

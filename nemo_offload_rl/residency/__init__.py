@@ -10,7 +10,6 @@ from nemo_offload_rl.residency.errors import (
     OpenStepError,
     ResidencyError,
 )
-from nemo_offload_rl.residency.estimator import STEP_PHASES, adam_state_bytes, choose_resident, peak_bytes
 from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
 from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena, HostArenas, HostBlock, aligned
 from nemo_offload_rl.residency.host_limits import (
@@ -24,15 +23,19 @@ from nemo_offload_rl.residency.host_limits import (
 )
 from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
-from nemo_offload_rl.residency.phase import Phase, Placement
 from nemo_offload_rl.residency.plan import (
     BASE,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    PHASES,
     REFERENCE,
+    Phase,
+    PhaseSpec,
+    Placement,
     ResidencyPlan,
     ResidencySettings,
+    choose_resident,
     resolve_plan,
 )
 from nemo_offload_rl.residency.storage import local_tensor, storage_bytes, storage_key, unique_storages
@@ -43,8 +46,8 @@ __all__ = [
     "OPTIMIZER",
     "OPTIMIZER_PART",
     "PARAMS",
+    "PHASES",
     "REFERENCE",
-    "STEP_PHASES",
     "CpuDevice",
     "Device",
     "DeviceOutOfMemoryError",
@@ -62,6 +65,7 @@ __all__ = [
     "OpenStepError",
     "OptimizerParts",
     "Phase",
+    "PhaseSpec",
     "Placement",
     "ResidencyError",
     "ResidencyManager",
@@ -71,7 +75,6 @@ __all__ = [
     "StateGroup",
     "TensorGroup",
     "TransitionReport",
-    "adam_state_bytes",
     "aligned",
     "choose_resident",
     "divide_optimizer",
@@ -80,7 +83,6 @@ __all__ = [
     "make_device",
     "memory_total_bytes",
     "optimizer_tensors",
-    "peak_bytes",
     "read_host_limits",
     "reserve_host_memory",
     "resolve_plan",

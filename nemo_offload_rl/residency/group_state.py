@@ -14,7 +14,7 @@ from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyEr
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.phase import Placement
+from nemo_offload_rl.residency.plan import Placement
 from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.phase import Placement
+from nemo_offload_rl.residency.plan import Placement
 from nemo_offload_rl.residency.storage import local_tensor, storage_key
 
 

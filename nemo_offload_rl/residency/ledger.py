@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.residency.leftovers import Leftover
-from nemo_offload_rl.residency.phase import Phase
+from nemo_offload_rl.residency.plan import Phase
 
 
 @dataclass

@@ -25,17 +25,14 @@ from nemo_offload_rl.residency.host_view import host_view
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
-from nemo_offload_rl.residency.phase import Phase, Placement
 from nemo_offload_rl.residency.plan import (
     BASE,
-    FORWARD_FIRST,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
-    PREFETCHED,
-    READ_BEFORE,
-    SETTLED,
-    TOUCHED,
+    PHASES,
+    Phase,
+    Placement,
     ResidencyPlan,
     row_of,
 )
@@ -118,14 +115,14 @@ class ResidencyManager:
             self._snapshots.drop_staged()
             self._prefetcher.is_held_back = False
             records = self._mover.prepare(wanted)
-            self._mover.apply(wanted, records, report, trim=self.plan.makes_room(phase) and not settles)
-        by_layer = self._overlap and phase in FORWARD_FIRST
+            self._mover.apply(wanted, records, report, trim=self.plan.releases_cache(phase) and not settles)
+        by_layer = self._overlap and PHASES[phase].begins_with_forward
         for name, state in self._states.items():
-            if name in TOUCHED[phase]:
+            if name in PHASES[phase].touches:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
         if settles:
-            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.makes_room(phase), report=report)
+            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.releases_cache(phase), report=report)
         if is_new:
             self._begin(wanted, records, report)
         self._ledger.add(report)
@@ -138,18 +135,19 @@ class ResidencyManager:
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._leftover_check.check(records, here, trimmed=self.plan.makes_room(phase))
+            report.leftovers = self._leftover_check.check(records, here, trimmed=self.plan.releases_cache(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return
         with report.held_up():  # all through the copies where host memory is not page-locked
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
-            if phase is Phase.LP_INFERENCE:
+            spec = PHASES[phase]
+            if spec.prefetches_snapshots:
                 self._prefetcher.stage(phase, self._snapshots.all, records, report)
-            if phase in PREFETCHED:
+            if spec.prefetches_for is not None:
                 allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
-                self._prefetcher.bring(phase, PREFETCHED[phase], allowed, records, report)
+                self._prefetcher.bring(phase, spec.prefetches_for, allowed, records, report)
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -255,14 +253,15 @@ class ResidencyManager:
 
     def _leaving_next(self, phase: Phase) -> list[str]:
         """Groups that `phase` only reads and that leave the device after it."""
-        if phase not in READ_BEFORE:
+        spec = PHASES[phase]
+        if spec.reads_before is None:
             return []
         return [
             name
             for name, state in self._states.items()
             if state.location is Placement.DEVICE
-            and name in TOUCHED[phase]
-            and self.plan.placement(name, READ_BEFORE[phase]) is Placement.HOST
+            and name in spec.touches
+            and self.plan.placement(name, spec.reads_before) is Placement.HOST
         ]
 
     # -- snapshots
@@ -376,11 +375,11 @@ class ResidencyManager:
 
     def _settles(self, phase: Phase) -> bool:
         """Whether nothing is still on its way out of the device once the phase has been entered."""
-        return not self._overlap or phase in SETTLED
+        return not self._overlap or PHASES[phase].settles
 
     @property
     def _gives_back(self) -> bool:
-        return self.phase is not None and self.plan.makes_room(self.phase)
+        return self.phase is not None and self.plan.releases_cache(self.phase)
 
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
         self._mover.refuse_if_failed(f"enter {target.value}")

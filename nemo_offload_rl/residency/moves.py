@@ -12,7 +12,7 @@ from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.phase import Phase, Placement
+from nemo_offload_rl.residency.plan import Phase, Placement
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 type Records = dict[str, dict[int, StorageRecord]]

@@ -1,37 +1,79 @@
-"""The residency plan: which group must be where in which phase. No other place in the code decides that."""
+"""The residency plan: the phases, what each does with state, and which group must be where in which of them.
+
+No other place in the code decides that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
-
-from nemo_offload_rl.residency.phase import Phase, Placement
 
 PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
 BASE = "base"  # frozen parameters under adapters: nothing writes them, so they cross to the host once
 OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<index>`
 
-# What a phase reads or writes from its first kernel on. A group that arrives earlier is waited for only here.
-TOUCHED: Mapping[Phase, frozenset[str]] = {
-    Phase.TRAINING: frozenset({PARAMS, BASE, GRADS}),
-    Phase.OPTIM_STEP: frozenset({PARAMS, GRADS, OPTIMIZER}),
-    Phase.LP_INFERENCE: frozenset({PARAMS, BASE}),
-    Phase.REFIT: frozenset({PARAMS, BASE}),
-    Phase.GENERATION: frozenset(),
-}
 
-# Phases that read parameters in forward passes first: those of later layers may still be on their way.
-FORWARD_FIRST: frozenset[Phase] = frozenset({Phase.TRAINING, Phase.LP_INFERENCE})
+class Phase(StrEnum):
+    """What a worker is doing. One phase at a time; entering one moves what the plan says."""
 
-# Phases whose memory somebody else takes as soon as they are entered: nothing may still be on its way out.
-SETTLED: frozenset[Phase] = frozenset({Phase.LP_INFERENCE, Phase.GENERATION})
+    TRAINING = "training"
+    OPTIM_STEP = "optim_step"
+    LP_INFERENCE = "lp_inference"
+    REFIT = "refit"
+    GENERATION = "generation"
 
-# The first phase only reads state that leaves at the second one: its host copy is brought up to date meanwhile.
-READ_BEFORE: Mapping[Phase, Phase] = {Phase.REFIT: Phase.GENERATION}
 
-# While in the first phase, what the second one needs may come already, if there is room.
-PREFETCHED: Mapping[Phase, Phase] = {Phase.LP_INFERENCE: Phase.TRAINING}
+class Placement(StrEnum):
+    """Where a state group must be in a phase."""
+
+    DEVICE = "device"
+    HOST = "host"
+    FREED = "freed"  # contents dropped; they are made anew when needed (gradients)
+    UNCHANGED = "as it was"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpec:
+    """What a phase does with the state groups, whatever the configuration.
+
+    Attributes:
+        touches: Groups that it reads or writes from its first kernel on. A group that arrives earlier is waited for
+            only when such a phase is entered.
+        begins_with_forward: It first reads parameters in forward passes, so those of later layers may still arrive.
+        settles: Its work takes the device's memory at once: entering it waits for all copies out.
+        is_for_engine: An inference engine that shares the device uses its memory in this phase.
+        reads_before: It only reads state that leaves the device at that later phase, so host copies are brought up to
+            date meanwhile.
+        prefetches_for: What that later phase needs may come during this one, where there is room.
+        prefetches_snapshots: So may snapshots that are to be swapped in.
+    """
+
+    touches: frozenset[str] = frozenset()
+    begins_with_forward: bool = False
+    settles: bool = False
+    is_for_engine: bool = False
+    reads_before: Phase | None = None
+    prefetches_for: Phase | None = None
+    prefetches_snapshots: bool = False
+
+
+PHASES: Mapping[Phase, PhaseSpec] = MappingProxyType(
+    {
+        Phase.TRAINING: PhaseSpec(touches=frozenset({PARAMS, BASE, GRADS}), begins_with_forward=True),
+        Phase.OPTIM_STEP: PhaseSpec(touches=frozenset({PARAMS, GRADS, OPTIMIZER})),
+        Phase.LP_INFERENCE: PhaseSpec(
+            touches=frozenset({PARAMS, BASE}),
+            begins_with_forward=True,
+            settles=True,
+            prefetches_for=Phase.TRAINING,
+            prefetches_snapshots=True,
+        ),
+        Phase.REFIT: PhaseSpec(touches=frozenset({PARAMS, BASE}), is_for_engine=True, reads_before=Phase.GENERATION),
+        Phase.GENERATION: PhaseSpec(settles=True, is_for_engine=True),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +107,12 @@ class ResidencyPlan:
     Attributes:
         table: group name -> phase -> placement.
         pinned_groups: Groups whose host copy is page-locked where the device can use that.
+        shares_device: An inference engine takes this device's memory in the phases that are for it.
     """
 
     table: Mapping[str, Mapping[Phase, Placement]]
     pinned_groups: frozenset[str]
+    shares_device: bool
 
     def placement(self, group: str, phase: Phase) -> Placement:
         """Where `group` must be in `phase`."""
@@ -81,12 +125,17 @@ class ResidencyPlan:
             totals[row_of(name) in self.pinned_groups] += size
         return totals
 
-    def makes_room(self, phase: Phase) -> bool:
-        """Whether another process takes the device's memory in this phase, so that cached memory must go back too.
+    def device_bytes(self, sizes_bytes: Mapping[str, int], phase: Phase) -> int:
+        """Most bytes of these groups that are on the device in `phase`: a group that stays where it was counts."""
+        on_device = (Placement.DEVICE, Placement.UNCHANGED)
+        return sum(size for name, size in sizes_bytes.items() if self.placement(name, phase) in on_device)
 
-        In any other phase it stays: giving it back waits for the whole GPU, and the next pass would ask for it again.
+    def releases_cache(self, phase: Phase) -> bool:
+        """Whether an engine uses the device's memory in this phase, so that cached memory is released to the driver.
+
+        In any other phase it stays: releasing it waits for the whole GPU, and the next pass would ask for it again.
         """
-        return phase in {Phase.REFIT, Phase.GENERATION} and self.placement(GRADS, phase) is Placement.FREED
+        return self.shares_device and PHASES[phase].is_for_engine
 
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
@@ -144,4 +193,21 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
     if settings.use_pinned_optimizer_offload:
         pinned |= {OPTIMIZER, OPTIMIZER_PART}
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}
-    return ResidencyPlan(table=MappingProxyType(table), pinned_groups=frozenset(pinned))
+    return ResidencyPlan(
+        table=MappingProxyType(table), pinned_groups=frozenset(pinned), shares_device=settings.colocated
+    )
+
+
+def choose_resident(sizes_bytes: Mapping[str, int], room_bytes: int) -> frozenset[str]:
+    """Groups that may stay on the device beside the engine: the largest first, as far as the room goes.
+
+    Args:
+        sizes_bytes: Candidates and their sizes.
+        room_bytes: Device memory that neither the engine nor the reserve claims.
+    """
+    chosen: set[str] = set()
+    for name, size in sorted(sizes_bytes.items(), key=lambda item: -item[1]):
+        if size <= room_bytes:
+            chosen.add(name)
+            room_bytes -= size
+    return frozenset(chosen)

@@ -8,8 +8,7 @@ from functools import partial
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
-from nemo_offload_rl.residency.phase import Phase, Placement
-from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, ResidencyPlan, row_of
+from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.streaming import settle_leaving
 from nemo_offload_rl.residency.work_memory import WorkMemory

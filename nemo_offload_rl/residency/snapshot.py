@@ -19,7 +19,7 @@ from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.moves import GroupMover
-from nemo_offload_rl.residency.phase import Placement
+from nemo_offload_rl.residency.plan import Placement
 from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 EXCHANGED_AT_ONCE_BYTES = 256 << 20

@@ -20,8 +20,7 @@ from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup, TensorGroup
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.phase import Placement
-from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART
+from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Placement
 from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 type NamedTensors = Sequence[tuple[str, Tensor]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_offload_rl.residency.device import Device
-from nemo_offload_rl.residency.phase import Phase
+from nemo_offload_rl.residency.plan import Phase
 
 RESERVE_BYTES = 1 << 30
 MARGIN = 1.1  # later batches may be somewhat larger than those seen

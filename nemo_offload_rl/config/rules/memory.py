@@ -8,7 +8,7 @@ parallel ranks are taken to share evenly, which is the least that the fullest of
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -19,7 +19,17 @@ from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, Run
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.residency import BASE, OPTIMIZER, OPTIMIZER_PART, PARAMS, adam_state_bytes, memory_total_bytes
+from nemo_offload_rl.residency import (
+    BASE,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    Phase,
+    ResidencyPlan,
+    ResidencySettings,
+    memory_total_bytes,
+    resolve_plan,
+)
 from nemo_offload_rl.utils.flops import read_model_sizes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
@@ -38,7 +48,7 @@ def engine_leaves_room_for_the_policy(cfg: GrpoMasterConfig) -> str | None:
         return None
     total_bytes, group_bytes = known
     kept = [name for name, place in cfg["policy"]["residency_overrides"].items() if place == "device"]
-    kept_bytes = sum(group_bytes[name] for name in kept) + RESTING_BYTES
+    kept_bytes = _plan(kept).device_bytes(group_bytes, Phase.GENERATION) + RESTING_BYTES
     if share * total_bytes + kept_bytes <= total_bytes:
         return None
     largest = (total_bytes - kept_bytes) / total_bytes
@@ -60,7 +70,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     chunked = streaming["offload_optimizer_states"] and streaming["offload_optimizer_states_chunk_mib"] is not None
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
-    needed_bytes = sum(group_bytes.values()) + resting_bytes + awake_bytes
+    needed_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP) + resting_bytes + awake_bytes
     if needed_bytes <= total_bytes or chunked:
         return None
     has_adapters = not group_bytes["grads"]
@@ -76,6 +86,18 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
         f"activations, but it has {total_bytes / _GIB:.1f}; {fix}"
+    )
+
+
+def _plan(kept: Collection[str] = ()) -> ResidencyPlan:
+    """Of a worker that shares its GPU with an engine and keeps these groups there; as if nothing were streamed."""
+    return resolve_plan(
+        ResidencySettings(
+            colocated=True,
+            use_pinned_optimizer_offload=False,
+            offload_optimizer_states_for_logprob=False,
+            resident_groups=frozenset(kept),
+        )
     )
 
 
@@ -182,7 +204,7 @@ def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: in
     # Of a master the precision-aware optimizer keeps the 16 bits that a bfloat16 parameter lacks.
     master_bytes = 0 if item_bytes == 4 else 2 if optimizer["use_precision_aware_optimizer"] else 4
     in_fp32 = megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
-    moments_bytes = adam_state_bytes(4) if optimizer["optimizer"] == "adam" else 4
+    moments_bytes = 8 if optimizer["optimizer"] == "adam" else 4  # of float32: Adam's two, SGD's momentum
     return {
         "params": item_bytes * num_held,
         "grads": (4 if in_fp32 else item_bytes) * num_trained,

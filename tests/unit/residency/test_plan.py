@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from toy_training import settings
 
-from nemo_offload_rl.residency import Phase, Placement, resolve_plan
-from nemo_offload_rl.residency.estimator import adam_state_bytes, choose_resident
+from nemo_offload_rl.residency import PHASES, Phase, Placement, choose_resident, resolve_plan
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
@@ -73,6 +72,20 @@ def test_a_resident_group_stays_for_refit_and_generation_and_the_others_leave():
     assert plan.placement("params", Phase.GENERATION) is H
 
 
-def test_adam_keeps_two_float32_moments_for_a_parameter_of_any_width():
-    assert adam_state_bytes(4000) == 8000
-    assert adam_state_bytes(2000, param_itemsize=2) == 8000
+def test_the_estimate_of_a_phase_counts_what_the_plan_brings_or_leaves_there():
+    sizes = {"params": 1, "grads": 2, "optimizer": 4, "optimizer/part.0": 8}
+    plan = resolve_plan(settings(offload_optimizer_states=True, resident_groups=frozenset({"optimizer"})))
+    #                                                          TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION
+    assert [plan.device_bytes(sizes, phase) for phase in Phase] == [7, 15, 5, 5, 4]
+
+
+def test_cached_memory_is_released_for_an_engine_on_the_same_device_only():
+    for colocated, expected in ((True, {Phase.REFIT, Phase.GENERATION}), (False, set())):
+        plan = resolve_plan(settings(colocated=colocated))
+        assert {phase for phase in Phase if plan.releases_cache(phase)} == expected
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_a_phase_touches_is_on_its_device(phase):
+    plan = resolve_plan(settings(has_base=True))
+    assert all(plan.placement(group, phase) is D for group in PHASES[phase].touches)
