@@ -84,6 +84,8 @@ def forked(target: Callable[[], None]) -> int:
     if pid == 0:
         status = 1
         try:
+            # Here, while there is one thread: torch's first check after a fork is not safe in two at once.
+            torch.set_num_threads(1)
             target()
             status = 0
         finally:
