@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forked import Script
 from supervised_cases import DPO_DATA, SFT_DATA, common, dpo, sft, write_model, write_rows
 from tiny_models import make_tokenizer
 
@@ -82,18 +83,21 @@ def test_bad_input_is_one_line_and_nothing_is_written(folder, name):
     assert not (folder / "run").exists()
 
 
-def test_the_launch_scripts_end_with_status_2_and_the_line_alone(folder):
-    def attempt(algorithm: str) -> subprocess.CompletedProcess[str]:
+def test_the_launch_scripts_end_with_status_2_and_the_line_alone(folder, tmp_path):
+    def words(algorithm: str) -> list[str]:
         data = (SFT_DATA if algorithm == "sft" else DPO_DATA).replace("rows.jsonl", "empty.jsonl")
         keys = [*common(folder, "script"), "~data.train", data.format(folder=folder)]
-        command = [sys.executable, f"examples/run_{algorithm}.py", *keys]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return [f"examples/run_{algorithm}.py", *keys]
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(attempt, ("sft", "dpo")):
-            assert done.returncode == 2, done.stderr
-            (line,) = done.stderr.splitlines()
-            assert line.startswith("error: ")
-            assert "empty.jsonl has no rows" in line
-            assert done.stdout == ""
+    by_user = subprocess.run([sys.executable, *words("sft")], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    forked = Script(words("dpo"), tmp_path, cwd=ROOT, env=os.environ).wait(300)
+    for status, stdout, stderr in (
+        (by_user.returncode, by_user.stdout, by_user.stderr),
+        (forked.status, forked.stdout, forked.stderr),
+    ):
+        assert status == 2, stderr
+        (line,) = stderr.splitlines()
+        assert line.startswith("error: ")
+        assert "empty.jsonl has no rows" in line
+        assert stdout == ""
     assert not (folder / "script").exists()

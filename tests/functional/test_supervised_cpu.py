@@ -1,4 +1,4 @@
-"""SFT and then DPO as users start them: launch scripts, real Ray, two policy workers."""
+"""SFT and then DPO by their launch scripts: real Ray, two policy workers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray
 from documented_metrics import documented
+from forked import Script
 from supervised_cases import (
     DPO_DATA,
     DPO_KEYS,
@@ -36,37 +36,35 @@ def folder(tmp_path_factory):
     return folder
 
 
-def launch(folder: Path, algorithm: str, *overrides: str, ray_address: str | None = None) -> str:
-    """What a run of two workers wrote to standard output; in a Ray cluster of its own, or the one at `ray_address`."""
+def arguments(folder: Path, algorithm: str, *overrides: str) -> list[str]:
+    """The launch script of a run of two workers, and its arguments."""
     keys, data = (SFT_KEYS, SFT_DATA) if algorithm == "sft" else (DPO_KEYS, DPO_DATA)
-    arguments = [*keys, *common(folder, algorithm), "~data.train", data.format(folder=folder), *overrides]
-    done = subprocess.run(
-        [sys.executable, f"examples/run_{algorithm}.py", *arguments, "cluster.cpu_workers_per_node=2"],
-        cwd=ROOT,
-        env=os.environ if ray_address is None else {**os.environ, "RAY_ADDRESS": ray_address},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    keys = [*keys, *common(folder, algorithm), "~data.train", data.format(folder=folder), *overrides]
+    return [f"examples/run_{algorithm}.py", *keys, "cluster.cpu_workers_per_node=2"]
+
+
+@pytest.fixture(scope="module")
+def sft_output(folder):
+    """What a run wrote to standard output that a user starts: by a new Python, in a Ray cluster of its own."""
+    words = arguments(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def sft_output(folder):
-    return launch(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
+def dpo_keys(folder, sft_output):
+    model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
+    return [model, "policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
 
 
 @pytest.fixture(scope="module")
-def dpo_model(folder, sft_output, ray_here):
-    """The model of a DPO run that went on after two of its four steps."""
-    model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
-    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
-    ray_here()
-    address = ray.get_runtime_context().gcs_address
-    launch(folder, "dpo", model, *packing, "dpo.max_num_steps=2", ray_address=address)
-    launch(folder, "dpo", model, *packing, ray_address=address)
-    return model
+def resumed_dpo(folder, dpo_keys, joined, tmp_path_factory):
+    """Metrics of a DPO run of two workers in a cluster that runs already; after two of four steps one goes on."""
+    words, environment = arguments(folder, "dpo", *dpo_keys, "dpo.max_num_steps=2"), {**os.environ, **joined()}
+    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(300)
+    assert done.status == 0, done.stderr
+    return dpo(folder, "dpo", *dpo_keys)
 
 
 def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
@@ -81,9 +79,10 @@ def test_a_person_sees_what_is_learned_and_each_step(sft_output):
     assert re.search(r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
 
 
-def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resumed(folder, dpo_model):
-    alone = dpo(folder, "alone-dpo", dpo_model, "checkpointing.enabled=false")
-    for ours, theirs in zip(results(read_metrics(folder / "dpo")), results(alone), strict=True):
+def test_dpo_with_packing_on_two_workers_that_goes_on_with_one_equals_dpo_on_one(folder, dpo_keys, resumed_dpo):
+    model, *_ = dpo_keys
+    alone = dpo(folder, "alone-dpo", model, "checkpointing.enabled=false")
+    for ours, theirs in zip(results(resumed_dpo), results(alone), strict=True):
         # Rounding decides which response is preferred where the policy still is the reference.
         is_start = theirs["step"] < 2
         names = [name for name in theirs if not (is_start and name.endswith("accuracy"))]
@@ -92,12 +91,13 @@ def test_dpo_with_packing_on_two_workers_equals_dpo_on_one_also_when_it_is_resum
         )
 
 
-@pytest.mark.parametrize(("algorithm", "title"), [("sft", "SFT"), ("dpo", "DPO")])
-def test_a_run_measures_exactly_what_the_documentation_says(folder, dpo_model, algorithm, title):
+# Of DPO the steps in Ray: a policy in this process has no memory of its own to measure.
+@pytest.mark.parametrize(("algorithm", "title", "last_step"), [("sft", "SFT", 4), ("dpo", "DPO", 2)])
+def test_a_run_measures_exactly_what_the_documentation_says(folder, resumed_dpo, algorithm, title, last_step):
     records = {record.pop("step"): set(record) for record in read_metrics(folder / algorithm)}
     both = documented("In every step of SFT and DPO")
     training = both | documented(f"In every step of {title}")
     validation = documented(f"In every validation of {title}")
     assert records[0] >= validation
-    assert records[3] == training
-    assert records[4] == training | validation | {"timing/checkpoint_s"}
+    assert records[last_step - 1] == training
+    assert records[last_step] == training | validation | {"timing/checkpoint_s"}
