@@ -54,6 +54,7 @@ def slurm(tmp_path):
         "RAY_HEAD_ARGS": "--num-cpus=3 --num-gpus=0 --object-store-memory=100000000 --include-dashboard=false",
         "RAY_WORKER_ARGS": "--num-cpus=2 --num-gpus=0 --object-store-memory=100000000",
         "RAY_START_TIMEOUT_S": "60",
+        "RAY_prestart_worker_first_driver": "0",  # the report needs no worker
     }
 
 
