@@ -48,7 +48,7 @@ def ray_here() -> Iterator[Callable[[], None]]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-        # Workers with environment variables of their own, as all have here, cannot use those that Ray starts beforehand.
+        # Workers have environment variables of their own here, so they cannot use those that Ray starts beforehand.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         start()
         yield start
