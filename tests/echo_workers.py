@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, WorkerDiedError
 from nemo_offload_rl.utils.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class EchoWorker:
             time.sleep(600)
         if kind == "user":
             raise DataError("row 7 has no answer")
+        if kind == "died":
+            raise WorkerDiedError("a process of this worker has ended")
         raise TwoArgumentError(3, "bug")
 
     def die_on(self, rank: int) -> None:

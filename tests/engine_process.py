@@ -1,11 +1,16 @@
-"""One process for engines in which vLLM runs as it does in an actor, without Ray: a start takes seconds, not twenty."""
+"""Engines in which vLLM runs as it does in an actor, without Ray: a start takes a second, not twenty.
+
+Processes of vLLM's own, an engine core or workers, are forked from it, where vLLM would spawn them.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +50,35 @@ def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
 
 
 class EngineProcess:
-    """A `GenerationEngine` whose vLLM runs in the process; `start` replaces the model that runs."""
+    """A `GenerationEngine` whose vLLM runs in a process of its own; `start` replaces process and engine."""
 
-    def __init__(self, pipe: Connection, pid: int) -> None:
-        self._pipe = pipe
-        self.pid = pid
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None and self._process.pid is not None
+        return self._process.pid
 
     def start(self, settings: VllmSettings) -> None:
-        """Start an engine, after the end of the one before."""
-        self._call("start", settings)
+        """Start an engine in a new process; the one before is killed."""
+        if self._process is not None:
+            self._process.kill()
+            self.end()
+        context = forked.context(with_vllm=True)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, settings))
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def end(self) -> None:
+        """Shut the engine down and wait for the end of its process."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.join()
+            self._process = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
@@ -77,6 +102,9 @@ class EngineProcess:
 
     def _call(self, method: str, *args: Any) -> Any:
         self._pipe.send((method, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -98,43 +126,42 @@ def send_weights(engine: GenerationEngine, tensors: Mapping[str, Tensor], buffer
 
 @contextmanager
 def engine_process() -> Iterator[EngineProcess]:
-    """The process for the `with` block."""
-    context = forked.context(with_vllm=True)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
+    """The process for the `with` block, from the first `start` on."""
+    engine = EngineProcess()
     try:
-        assert process.pid is not None
-        yield EngineProcess(ours, process.pid)
+        yield engine
     finally:
-        ours.close()
-        process.join()
+        engine.end()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, settings: VllmSettings) -> None:
     from nemo_offload_rl.generation.vllm.env import vllm_cpu_env
 
     os.environ.update(vllm_cpu_env())
     torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
     torch.set_num_threads(1)
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
 
-    engine: VllmEngine | None = None
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    try:
+        engine = (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
+    except (UserError, RuntimeError) as error:
+        pipe.send(error)
+        return
+    pipe.send(None)
     while True:
         try:
             method, args = pipe.recv()
         except EOFError:
             break
         try:
-            if method == "start":
-                if engine is not None:
-                    engine.shutdown()
-                engine, answer = VllmEngine(*args), None
-            else:
-                answer = getattr(engine, method)(*args)
+            answer = getattr(engine, method)(*args)
         except (UserError, RuntimeError) as error:
             answer = error
         pipe.send(answer)
-    if engine is not None:
-        engine.shutdown()
+    engine.shutdown()

@@ -1,4 +1,4 @@
-"""Plain classes for worker groups, importable in Ray's worker processes."""
+"""The policy's side for tests of refits and of pipelines; `megatron_policy_worker` is imported by Ray's workers."""
 
 from __future__ import annotations
 

@@ -85,11 +85,14 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     workers.shutdown()
 
 
-def test_a_groups_failure_is_the_error_that_its_call_raised(cluster: VirtualCluster, group: RayWorkerGroup) -> None:
+@pytest.mark.parametrize(("kind", "error"), [("user", DataError), ("died", WorkerDiedError)])
+def test_a_groups_failure_is_the_error_that_its_call_raised(
+    cluster: VirtualCluster, group: RayWorkerGroup, kind: str, error: type[Exception]
+) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
     assert workers.failure is None
-    with pytest.raises(DataError) as raised:
-        workers.run_all("raise_on", 0, "user")
+    with pytest.raises(error) as raised:
+        workers.run_all("raise_on", 0, kind)
     assert workers.failure is raised.value
     assert group.failure is None
     workers.shutdown()
