@@ -26,8 +26,12 @@ OF_VLLM = (
     "nemo_offload_rl.generation.vllm.engine",
     "nemo_offload_rl.generation.vllm.worker_extension",
     "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
 
