@@ -199,7 +199,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 tensor.clone()
                 if index % AT_ONCE == 0:
                     time.sleep(args.refit_s * AT_ONCE / num_weights)
-            worker.hand_over_memory()
+            worker.release_memory()
 
         begin = time.perf_counter()
         timed("logprobs", logprobs)

@@ -32,16 +32,17 @@ from nemo_offload_rl.residency import ResidencyManager
 from nemo_offload_rl.residency.cuda import CudaDevice, CudaTransfer
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
-from nemo_offload_rl.residency.moves import GroupMover
 from nemo_offload_rl.residency.plan import Phase
 from nemo_offload_rl.residency.snapshot import Snapshot
+from nemo_offload_rl.residency.transaction import GroupSet, Transaction
 
 CALLS: dict[type, tuple[str, ...]] = {
-    CudaDevice: ("allocate", "release", "trim", "used_bytes", "leftovers", "_cross"),
+    CudaDevice: ("allocate", "release", "release_cache", "used_bytes", "leftovers", "_cross"),
     CudaTransfer: ("mark", "wait_device", "wait_host"),
-    GroupMover: ("prepare", "records", "apply", "settle"),
+    GroupSet: ("prepare", "records", "settle"),
+    Transaction: ("run",),
     GroupState: ("arrive", "leave", "start_refresh"),
-    Snapshot: ("stage", "drop"),
+    Snapshot: ("stage", "release"),
     LeftoverCheck: ("check",),
 }
 SHOWN_FROM_S = 1e-3

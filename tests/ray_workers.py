@@ -34,7 +34,7 @@ class RefitPolicy:
     def offload_before_refit(self) -> None:
         """It holds nothing."""
 
-    def hand_over_memory(self) -> None:
+    def release_memory(self) -> None:
         """It holds nothing."""
 
     def offload_after_refit(self) -> None:

@@ -52,7 +52,7 @@ class Passes:
             if not self._is_alone:
                 raise
             after_failure()
-            num_bytes = self._residency.make_room()
+            num_bytes = self._residency.evict()
             if not num_bytes:
                 raise
             phase = self._residency.phase.value if self._residency.phase else "start"
@@ -87,7 +87,7 @@ class PacedBatches(Collection[TrainBatch]):
 
     def __iter__(self) -> Iterator[TrainBatch]:
         for index, micro_batch in enumerate(self._micro_batches):
-            self._residency.poll()
+            self._residency.release_finished()
             if index == len(self) - 1:
                 self._residency.prefetch(Phase.OPTIM_STEP)
             yield micro_batch

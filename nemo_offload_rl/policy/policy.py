@@ -89,9 +89,9 @@ class Policy:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("offload_before_refit")
 
-    def hand_over_memory(self) -> None:
+    def release_memory(self) -> None:
         """See `PolicyWorker`."""
-        self._group.run_all("hand_over_memory")
+        self._group.run_all("release_memory")
 
     def offload_after_refit(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""

@@ -103,9 +103,9 @@ class PolicyWorker:
         self._backend.clear_caches()
         return self.residency.enter(Phase.REFIT)
 
-    def hand_over_memory(self) -> None:
-        """Give the driver the memory of what has left by now; does not wait for the rest."""
-        self.residency.poll()
+    def release_memory(self) -> None:
+        """Release to the driver the memory of what has left by now; does not wait for the rest."""
+        self.residency.release_finished()
 
     def offload_after_refit(self) -> TransitionReport:
         """Leave nothing on the device."""

@@ -3,15 +3,24 @@
 Knows torch and nothing else of this project. See docs/design/residency.md.
 """
 
-from nemo_offload_rl.residency.device import CpuDevice, Device, SimulatedDevice, make_device
+from nemo_offload_rl.residency.device import CpuDevice, Device, make_device
 from nemo_offload_rl.residency.errors import (
     DeviceOutOfMemoryError,
     HostBudgetError,
     OpenStepError,
     ResidencyError,
 )
-from nemo_offload_rl.residency.groups import GradsGroup, StateGroup, TensorGroup, optimizer_tensors
-from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena, HostArenas, HostBlock, aligned
+from nemo_offload_rl.residency.groups import (
+    GradsGroup,
+    StateGroup,
+    TensorGroup,
+    local_tensor,
+    optimizer_tensors,
+    storage_bytes,
+    storage_key,
+    unique_storages,
+)
+from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena, HostArenas, aligned
 from nemo_offload_rl.residency.host_limits import (
     HostLimit,
     HostShare,
@@ -21,7 +30,7 @@ from nemo_offload_rl.residency.host_limits import (
     read_host_limits,
     reserve_host_memory,
 )
-from nemo_offload_rl.residency.ledger import GroupMove, Ledger, TransitionReport, totals
+from nemo_offload_rl.residency.ledger import TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.plan import (
     BASE,
@@ -38,7 +47,6 @@ from nemo_offload_rl.residency.plan import (
     choose_resident,
     resolve_plan,
 )
-from nemo_offload_rl.residency.storage import local_tensor, storage_bytes, storage_key, unique_storages
 from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
@@ -52,16 +60,13 @@ __all__ = [
     "Device",
     "DeviceOutOfMemoryError",
     "GradsGroup",
-    "GroupMove",
     "HostAllowance",
     "HostArena",
     "HostArenas",
-    "HostBlock",
     "HostBudgetError",
     "HostLimit",
     "HostShare",
     "HostShortage",
-    "Ledger",
     "OpenStepError",
     "OptimizerParts",
     "Phase",
@@ -71,7 +76,6 @@ __all__ = [
     "ResidencyManager",
     "ResidencyPlan",
     "ResidencySettings",
-    "SimulatedDevice",
     "StateGroup",
     "TensorGroup",
     "TransitionReport",

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.groups import StorageRecord, unique_storages
 from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
 from nemo_offload_rl.residency.host_limits import lockable_bytes
 from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
 from nemo_offload_rl.residency.leftovers import Leftover, find_kept_blocks, find_leftovers
-from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class CudaDevice:
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
         return None
 
-    def trim(self) -> None:
+    def release_cache(self) -> None:
         # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
         # around it would stay. The next product takes it anew.
         torch._C._cuda_clearCublasWorkspaces()

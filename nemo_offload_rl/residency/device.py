@@ -1,7 +1,7 @@
 """Devices: where state lives when it is in use, and how bytes get there and back.
 
-`CpuDevice` treats ordinary memory as the device, so that every mechanism runs and is tested without an accelerator;
-`SimulatedDevice` adds a capacity and raises when it is exceeded. `cuda.py` has the real one.
+`CpuDevice` treats ordinary memory as the device, so that every mechanism runs and is tested without an accelerator.
+`cuda.py` has the real one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
+from nemo_offload_rl.residency.groups import StorageRecord
 from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.host_limits import available_bytes, memory_total_bytes, resident_bytes
 from nemo_offload_rl.residency.leftovers import Leftover, ProcessMemory, find_leftovers
-from nemo_offload_rl.residency.storage import StorageRecord, storage_key
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,15 @@ class Device(ProcessMemory, Protocol):
         ...
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's memory away; its tensors stay valid objects without contents."""
+        """Release a storage's memory; its tensors stay valid objects without contents."""
         ...
 
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Told at each transition which storages are on the device, some of which others allocated."""
         ...
 
-    def trim(self) -> None:
-        """Give cached free memory back to the driver, so that other processes can have it."""
+    def release_cache(self) -> None:
+        """Release cached free memory to the driver, so that other processes can have it."""
         ...
 
     def used_bytes(self) -> int:
@@ -198,7 +197,7 @@ class CpuDevice:
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
         return None
 
-    def trim(self) -> None:
+    def release_cache(self) -> None:
         return None
 
     def used_bytes(self) -> int:
@@ -243,57 +242,6 @@ def _copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
         num_bytes += source.numel()
         num_copies += 1
     return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
-
-
-class SimulatedDevice(CpuDevice):
-    """A device of fixed size: CPU memory with an account that refuses to overdraw.
-
-    Args:
-        capacity_bytes: What the device holds.
-        fail_after_allocations: Refuse every allocation after this many, to test failures in the middle.
-    """
-
-    def __init__(self, capacity_bytes: int, fail_after_allocations: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.fail_after_allocations = fail_after_allocations
-        self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-
-    def used_bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def total_bytes(self) -> int:
-        return self.capacity_bytes
-
-    def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes()
-
-    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Set the account to exactly these storages."""
-        self._sizes = {}
-        for storage in storages:
-            self._charge(storage, storage.nbytes())
-
-    def _allocate(self, room: Room) -> None:
-        if self.fail_after_allocations is not None:
-            if self.fail_after_allocations == 0:
-                raise DeviceOutOfMemoryError("simulated device: this allocation was set to fail")
-            self.fail_after_allocations -= 1
-        self._charge(room.storage, room.num_bytes)
-        super()._allocate(room)
-
-    def release(self, storage: torch.UntypedStorage) -> None:
-        self._sizes.pop(storage_key(storage), None)
-        super().release(storage)
-
-    def _charge(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        used = self.used_bytes() + num_bytes
-        if used > self.capacity_bytes:
-            raise DeviceOutOfMemoryError(
-                f"simulated device: {num_bytes} bytes more would make {used} of {self.capacity_bytes} bytes"
-            )
-        self._sizes[storage_key(storage)] = num_bytes
-        self.peak_bytes = max(self.peak_bytes, used)
 
 
 def make_device(device: torch.device) -> Device:

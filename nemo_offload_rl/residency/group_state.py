@@ -1,21 +1,27 @@
-"""One state group's place, host copy and copies under way."""
+"""One state group's place, host copy and copies under way.
+
+A group arrives in the order of use: a forward pass starts while the parameters of its later layers are on their way.
+Copies go in the order in which a forward pass first reads them, and before its own forward each layer has the device
+wait for those up to its own. The host waits for none.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import nn
 
-from nemo_offload_rl.residency.arrival import in_order_of_use
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.groups import StateGroup
+from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, unique_storages
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Placement
-from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
 
 
 @dataclass
@@ -38,25 +44,25 @@ class _Flight:
 
 
 class GroupState:
-    """Moves one group. The manager decides when; a method here either does all of its move or raises with none done.
+    """Moves one group. Others decide when; a method here either does all of its move or raises with none done.
 
     Attributes:
         location: Where the group is, or is on its way to.
-        generation: Counts the writes to the device contents; a host copy of an older generation is out of date.
+        version: Counts the writes to the device contents; a host copy of an older version is out of date.
     """
 
     def __init__(self, group: StateGroup, device: Device, mirror: HostMirror, verify: bool) -> None:
         self.group = group
         self.mirror = mirror
         self.location = Placement.DEVICE
-        self.generation = 0
+        self.version = 0
         self._device = device
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Go to the host, or be freed. Memory of asynchronous copies is given up as they finish."""
+        """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
         self.settle()
         move = report.group(self.group.name)
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
@@ -96,12 +102,12 @@ class GroupState:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether copies out are under way, whose memory is still to be given up."""
+        """Whether copies out are under way, whose memory is still to be released."""
         return self._flight is not None and self.location is not Placement.DEVICE
 
     @property
     def is_arriving(self) -> bool:
-        """Whether copies in are under way that nobody has waited for to the last."""
+        """Whether copies in are under way whose last one nothing has waited for."""
         return self._flight is not None and bool(self._flight.num_needed)
 
     def wait_arrival(self, num_layers: int | None = None) -> None:
@@ -123,12 +129,12 @@ class GroupState:
                 self._finish()
 
     def settle(self) -> float:
-        """Wait for copies under way and give up the memory of those that left; returns the seconds waited."""
+        """Wait for copies under way and release the memory of those that left; returns the seconds waited."""
         if self._flight is None:
             return 0.0
         start = time.perf_counter()
         while self._flight.num_released < len(self._flight.to_release):
-            # Memory is given up while later copies still run.
+            # Memory is released while later copies still run.
             self._flight.transfer.wait_some()
             self.release_finished()
         self._flight.transfer.wait_host()
@@ -151,7 +157,7 @@ class GroupState:
         return report
 
     def release_finished(self) -> bool:
-        """Give up the memory of copies out that have finished; whether those are all of them."""
+        """Release the memory of copies out that have finished; whether those are all of them."""
         flight = self._flight
         if flight is None:
             return False
@@ -170,7 +176,7 @@ class GroupState:
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
     def track(self, transfer: Transfer, report: TransitionReport) -> None:
-        """Charge a copy of the group that somebody else waits for."""
+        """Charge a copy of the group that its caller waits for."""
         self._unaccounted.append(_Flight(transfer, report))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
@@ -206,13 +212,13 @@ class GroupState:
     ) -> tuple[Transfer, list[StorageRecord]]:
         """Start copying out what changed since its last copy."""
         self.mirror.cover(records)
-        clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.generation)]
+        clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.version)]
         clean_keys = {record.key for record in clean}
         dirty = [record for key, record in records.items() if key not in clean_keys and record.storage.nbytes()]
         if self._verify:
             self._check_clean(clean)
         transfer = self._device.copy_out(_copy(record, self.mirror) for record in dirty)
-        self.mirror.mark_clean((record.key for record in dirty), self.generation)
+        self.mirror.mark_clean((record.key for record in dirty), self.version)
         report.group(self.group.name).bytes_out += transfer.num_bytes
         return transfer, dirty
 
@@ -256,3 +262,54 @@ class GroupState:
 def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
     host = mirror.bytes_of(record.key)
     return Copy(storage_bytes(record.storage, host.numel()), host)
+
+
+def in_order_of_use(
+    records: Mapping[int, StorageRecord], layers: Sequence[nn.Module]
+) -> tuple[list[StorageRecord], list[int]]:
+    """Storages in the order in which a forward pass first reads them.
+
+    Args:
+        records: Storages of one group, by key.
+        layers: `StateGroup.layers`.
+
+    Returns:
+        The storages of no layer, then those of each layer in turn; and how many there are up to each of these points,
+        `len(layers) + 1` numbers.
+    """
+    place_of: dict[int, int] = {}
+    for place, layer in enumerate(layers, start=1):
+        for key in unique_storages(layer.named_parameters()):
+            place_of.setdefault(key, place)
+    ordered = sorted(records.values(), key=lambda record: place_of.get(record.key, 0))
+    num_at = Counter(place_of.get(record.key, 0) for record in ordered)
+    return ordered, list(accumulate(num_at[place] for place in range(len(layers) + 1)))
+
+
+class LayerWaits:
+    """Hooks that have each layer wait for its own parameters, whichever groups hold them.
+
+    They come before the hooks that a layer has already: FSDP's reads the layer's parameters.
+
+    Args:
+        states: All groups of a worker.
+    """
+
+    def __init__(self, states: Iterable[GroupState]) -> None:
+        self._layers: dict[nn.Module, list[tuple[GroupState, int]]] = {}
+        for state in states:
+            for place, layer in enumerate(state.group.layers, start=1):
+                self._layers.setdefault(layer, []).append((state, place))
+        self._hooks = [layer.register_forward_pre_hook(self._before, prepend=True) for layer in self._layers]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
+        late = [(state, place) for state, place in self._layers[layer] if state.is_arriving]
+        for state, place in late:
+            state.wait_arrival(place)
+        if late:
+            late[0][0].group.layer_arrived(layer)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.errors import HostBudgetError, ResidencyError
+from nemo_offload_rl.residency.groups import StorageRecord
 from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion
-from nemo_offload_rl.residency.storage import StorageRecord
 
 ALIGNMENT_BYTES = 512
 
@@ -70,7 +70,7 @@ class HostAllowance:
             )
         self.taken_bytes = total
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Count a region no longer."""
         self.taken_bytes -= num_bytes
 
@@ -165,7 +165,7 @@ class HostArena:
             ResidencyError: Blocks are still in use; it names their owners. The memory is given back all the same.
         """
         leaked = sorted({block.owner for block in self._blocks.values()})
-        self._allowance.give_back(self.reserved_bytes)
+        self._allowance.release(self.reserved_bytes)
         for region in self._regions:
             region.memory.close()
         self._regions, self._blocks = [], {}
@@ -186,7 +186,7 @@ class HostArena:
         try:
             memory = self._new_region(size)
         except BaseException:
-            self._allowance.give_back(size)
+            self._allowance.release(size)
             raise
         self._regions.append(_Region(memory, [(0, size)]))
 
@@ -270,7 +270,7 @@ class _Entry:
     storage: StorageWeakRef  # keeps the key from being used again, not the memory alive
     block: HostBlock
     bytes: Tensor
-    generation: int  # the group's generation that the bytes are of, -1 before the first copy
+    version: int  # of the group, that the bytes are of; -1 before the first copy
 
 
 class HostMirror:
@@ -316,16 +316,16 @@ class HostMirror:
 
     def has(self, key: int) -> bool:
         """Whether the storage has a host copy with contents."""
-        return key in self._entries and self._entries[key].generation >= 0
+        return key in self._entries and self._entries[key].version >= 0
 
-    def is_clean(self, key: int, generation: int) -> bool:
-        """Whether the host copy holds what the device held at `generation`."""
-        return key in self._entries and self._entries[key].generation == generation
+    def is_clean(self, key: int, version: int) -> bool:
+        """Whether the host copy holds what the device held at `version`."""
+        return key in self._entries and self._entries[key].version == version
 
-    def mark_clean(self, keys: Iterable[int], generation: int) -> None:
-        """The copies of these storages now hold the contents of `generation`."""
+    def mark_clean(self, keys: Iterable[int], version: int) -> None:
+        """The copies of these storages now hold the contents of `version`."""
         for key in keys:
-            self._entries[key].generation = generation
+            self._entries[key].version = version
 
     def close(self) -> None:
         """Free every block."""

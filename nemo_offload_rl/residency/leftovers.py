@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nemo_offload_rl.residency.storage import StorageRecord, local_tensor, storage_key
+from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_key
 
 REPORTED_FROM_BYTES = 16 << 20
 # torch takes 20 MiB from the driver for what is smaller than 10: such blocks are seldom free as a whole.
@@ -118,18 +118,18 @@ class LeftoverCheck:
         self._unexplained_bytes = 0
 
     def check(
-        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str], trimmed: bool
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str], cache_released: bool
     ) -> list[Leftover]:
         """Leftovers of this transition, usually none.
 
         Args:
             records: Storages by group.
             expected: Groups that may be on the device now.
-            trimmed: Cached memory has just been given back, so that what is still cached belongs to the leftovers.
+            cache_released: Cached memory was just released, so that what is still cached belongs to the leftovers.
         """
         explained = sum(record.storage.nbytes() for name in expected for record in records[name].values())
         unexplained = self._device.allocated_bytes() - explained
-        if trimmed:
+        if cache_released:
             unexplained += self._device.cached_bytes()
         if unexplained <= self._unexplained_bytes + REPORTED_FROM_BYTES:
             return []

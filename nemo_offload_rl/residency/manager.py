@@ -15,16 +15,13 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from nemo_offload_rl.residency.arrival import LayerWaits
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
-from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.group_state import GroupState, LayerWaits
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.host_arena import HostArena, HostArenas, HostMirror
-from nemo_offload_rl.residency.host_view import host_view
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
-from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
 from nemo_offload_rl.residency.plan import (
     BASE,
     OPTIMIZER,
@@ -36,10 +33,10 @@ from nemo_offload_rl.residency.plan import (
     ResidencyPlan,
     row_of,
 )
-from nemo_offload_rl.residency.prefetch import Prefetcher
+from nemo_offload_rl.residency.prefetch import Prefetcher, WorkMemory
 from nemo_offload_rl.residency.snapshot import Snapshots
 from nemo_offload_rl.residency.streaming import stream_through
-from nemo_offload_rl.residency.work_memory import WorkMemory
+from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +81,12 @@ class ResidencyManager:
         }
         self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
-        self._mover = GroupMover(self._states, device)
-        self._snapshots = Snapshots(self._states, self._mover, device, arena_for)
+        self._groups = GroupSet(self._states, device)
+        self._snapshots = Snapshots(self._groups, arena_for)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         self._work = WorkMemory(device)
-        self._prefetcher = Prefetcher(plan, self._states, self._parts, self._work)
+        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0
@@ -112,17 +109,19 @@ class ResidencyManager:
         records: Records = {}
         if is_new:
             report.peak_bytes = self._work.end(self.phase)
-            self._snapshots.drop_staged()
-            self._prefetcher.is_held_back = False
-            records = self._mover.prepare(wanted)
-            self._mover.apply(wanted, records, report, trim=self.plan.releases_cache(phase) and not settles)
+            self._snapshots.release_staged()
+            self._prefetcher.is_paused = False
+            transaction = Transaction(self._groups, wanted, report)
+            transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
+            records = transaction.records
         by_layer = self._overlap and PHASES[phase].begins_with_forward
         for name, state in self._states.items():
             if name in PHASES[phase].touches:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
         if settles:
-            self._mover.settle(arrivals=not by_layer, trim=is_new and self.plan.releases_cache(phase), report=report)
+            release_cache = is_new and self.plan.releases_cache(phase)
+            self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
         if is_new:
             self._begin(wanted, records, report)
         self._ledger.add(report)
@@ -135,7 +134,7 @@ class ResidencyManager:
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._leftover_check.check(records, here, trimmed=self.plan.releases_cache(phase))
+            report.leftovers = self._leftover_check.check(records, here, cache_released=self.plan.releases_cache(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return
@@ -158,7 +157,7 @@ class ResidencyManager:
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
             with report.held_up():
-                self._prefetcher.bring(self.phase, phase, self._states, self._mover.records(), report)
+                self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
             if report.groups:
                 self._ledger.add(report)
 
@@ -168,18 +167,18 @@ class ResidencyManager:
         Where it is larger than any before, what came early leaves if there may be no room for both.
         """
         self._work.expect(size)
-        if self.phase is not None and not self._prefetcher.is_held_back and self._work.is_too_tight(self.phase):
-            self.make_room()
+        if self.phase is not None and not self._prefetcher.is_paused and self._work.is_too_tight(self.phase):
+            self.evict()
 
-    def make_room(self) -> int:
-        """Have all leave the device that came early, and the optimizer, if the phase's passes do not read it.
+    def evict(self) -> int:
+        """Offload what was prefetched, and the optimizer; each is reloaded by the phase that reads it.
 
-        It comes back with the phase that reads it. Returns the bytes that left.
+        For passes, which read neither. Returns the bytes that left the device.
         """
         if self.phase is None:
             return 0
         report = TransitionReport(self.phase, self.phase)
-        num_bytes = self._prefetcher.take_back(self.phase, self._mover, self._snapshots, report)
+        num_bytes = self._prefetcher.evict(self._snapshots, report)
         self._ledger.add(report)
         return num_bytes
 
@@ -191,7 +190,7 @@ class ResidencyManager:
         try:
             yield
         finally:
-            if previous is not None and self._mover.failure is None:
+            if previous is not None and self._groups.failure is None:
                 self.enter(previous)
 
     def step_opened(self) -> None:
@@ -206,10 +205,10 @@ class ResidencyManager:
     def mark_written(self, *names: str) -> None:
         """The device contents of these groups changed; their host copies are out of date."""
         for name in names:
-            self._states[name].generation += 1
+            self._states[name].version += 1
         if OPTIMIZER in names:
             for state in self._parts:
-                state.generation += 1
+                state.version += 1
 
     def streamed(self) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside OPTIM_STEP.
@@ -220,20 +219,20 @@ class ResidencyManager:
             return
         report = TransitionReport(self.phase, self.phase or Phase.OPTIM_STEP)
         parts = {state.group.name for state in self._parts}
-        others = {key for name, found in self._mover.records().items() if name not in parts for key in found}
+        others = {key for name, found in self._groups.records().items() if name not in parts for key in found}
         for state in stream_through(self._parts, self._device, others, self._overlap, report):
             yield state.group.name
         self._ledger.add(report)
 
     # -- asynchronous copies
 
-    def poll(self) -> None:
-        """Hand over the memory of copies that have finished. Call between pieces of other work; does not block."""
-        self._mover.poll(trim=self._gives_back)
+    def release_finished(self) -> None:
+        """Release the memory of copies out that have finished. Call between pieces of other work; does not block."""
+        self._groups.release_finished(release_cache=self._releases_cache)
 
     def settle(self) -> None:
-        """Wait for every copy under way and hand over all memory that was to be freed."""
-        self._mover.settle(trim=self._gives_back)
+        """Wait for every copy under way and release the memory of what left."""
+        self._groups.settle(release_cache=self._releases_cache)
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters have arrived; does not block.
@@ -304,7 +303,7 @@ class ResidencyManager:
         Raises:
             ResidencyError: A snapshot is swapped in, so that the policy's own contents are not on the device.
         """
-        self._mover.refuse_if_failed("show the state for a checkpoint")
+        self._groups.refuse_if_failed("show the state for a checkpoint")
         if self._snapshots.present is not None:
             raise ResidencyError(
                 f"cannot show the state for a checkpoint while {self._snapshots.present!r} is swapped in"
@@ -315,10 +314,10 @@ class ResidencyManager:
         wanted = {name: Placement.DEVICE for name in on_host if not names or name in names}
         wanted |= dict.fromkeys(parts, Placement.HOST)
         if names:
-            self._snapshots.drop_staged()
+            self._snapshots.release_staged()
         report = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         try:
-            with self._mover.visiting(wanted, report):
+            with self._groups.visiting(wanted, report):
                 yield
         finally:
             if report.groups:
@@ -329,10 +328,10 @@ class ResidencyManager:
 
         Shares the host copy's memory, which the next transition may overwrite. Device contents may be read after it.
         """
-        self._mover.refuse_if_failed("show the state for a checkpoint")
+        self._groups.refuse_if_failed("show the state for a checkpoint")
         for state in self._states.values():
             state.wait_arrival()
-        return host_view(self._states.values(), tensor)
+        return self._groups.host_view(tensor)
 
     # -- memory
 
@@ -346,7 +345,7 @@ class ResidencyManager:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of each group that are on the device now."""
-        return device_bytes(self._mover.records())
+        return device_bytes(self._groups.records())
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host copies by group and snapshot."""
@@ -360,7 +359,7 @@ class ResidencyManager:
 
     def close(self) -> None:
         """Wait for copies and free all host memory. Groups that are on the host lose their contents."""
-        self._mover.failure = "the manager was closed"
+        self._groups.failure = "the manager was closed"
         self._layer_waits.remove()
         with ExitStack() as ends:
             # Whatever fails first, such as a copy, is what is raised: the rest is freed all the same.
@@ -378,11 +377,11 @@ class ResidencyManager:
         return not self._overlap or PHASES[phase].settles
 
     @property
-    def _gives_back(self) -> bool:
+    def _releases_cache(self) -> bool:
         return self.phase is not None and self.plan.releases_cache(self.phase)
 
     def _check(self, wanted: Mapping[str, Placement], target: Phase) -> None:
-        self._mover.refuse_if_failed(f"enter {target.value}")
+        self._groups.refuse_if_failed(f"enter {target.value}")
         if self._snapshots.present is not None and target is not self.phase:
             raise ResidencyError(
                 f"cannot enter {target.value} while {self._snapshots.present!r} is swapped in: the group's own bytes "

@@ -1,74 +1,132 @@
-"""What comes to the device before its phase, beside the present phase's work, where there is room for both."""
+"""Prefetching: what comes to the device before its phase, where there is room beside the present phase's work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.moves import GroupMover, Records, device_bytes
 from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.streaming import settle_leaving
-from nemo_offload_rl.residency.work_memory import WorkMemory
+from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
 
+RESERVE_BYTES = 1 << 30
+MARGIN = 1.1  # later batches may be somewhat larger than those seen
 FIRST_PARTS = 2  # of a streamed optimizer: as many as are ever on the device at once
 
 
-class Prefetcher:
-    """Starts copies that nobody waits for yet.
+class WorkMemory:
+    """Says whether there is room to prefetch beside a phase's work.
 
-    What a phase's work needs is known once the phase has been passed through; until then nothing comes early.
+    Args:
+        device: Whose peaks are read. Where it knows none, the work seems to need nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held_bytes = 0
+        self._needed_bytes: dict[Phase, int] = {}
+        self._size = 0
+        self._seen_sizes: dict[Phase, int] = {}
+
+    def begin(self, held_bytes: int) -> None:
+        """A phase begins with `held_bytes` of state groups on the device."""
+        self._held_bytes = held_bytes
+        self._device.drain_peak_bytes()
+
+    def add(self, num_bytes: int) -> None:
+        """More of the groups came to the device during the phase."""
+        self._held_bytes += num_bytes
+
+    def expect(self, size: int) -> None:
+        """A pass of this size, in any unit, is about to begin in the present phase."""
+        self._size = max(self._size, size)
+
+    def end(self, phase: Phase | None) -> int:
+        """The phase ends; remember the most that its work took, and return the peak of everything in it."""
+        peak = self._device.drain_peak_bytes()
+        if phase is not None:
+            self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
+            self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
+        self._size = 0
+        return peak
+
+    def is_known(self, phase: Phase | None) -> bool:
+        """Whether the phase has been seen once."""
+        return phase in self._needed_bytes
+
+    def has_room(self, phase: Phase | None, num_bytes: int) -> bool:
+        """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
+        if phase is None or phase not in self._needed_bytes:
+            return False
+        return num_bytes <= self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
+
+    def is_too_tight(self, phase: Phase) -> bool:
+        """Whether a pass that is larger than any before it may want more than is free beside what came early."""
+        if phase not in self._needed_bytes or self._size <= self._seen_sizes[phase]:
+            return False
+        return self._device.free_bytes() < self._expected_bytes(phase)
+
+    def _expected_bytes(self, phase: Phase) -> int:
+        """What the present pass needs: as much as was seen, and in proportion for a larger one."""
+        seen = self._seen_sizes[phase]
+        return int(self._needed_bytes[phase] * max(1.0, self._size / seen if seen else 1.0))
+
+
+class Prefetcher:
+    """Starts copies to the device before the phase that needs them, beside the present phase's work.
+
+    What a phase's work needs is known once the phase has been passed through; until then nothing is prefetched.
 
     Args:
         plan: Where each group must be in each phase.
-        states: The groups.
+        groups: The groups.
         parts: Those of a streamed optimizer, in the order of their updates.
         work: What the phases' work needs.
 
     Attributes:
-        is_held_back: Nothing comes early for now.
+        is_paused: Nothing is prefetched until the next phase.
     """
 
-    def __init__(
-        self, plan: ResidencyPlan, states: Mapping[str, GroupState], parts: Sequence[GroupState], work: WorkMemory
-    ) -> None:
+    def __init__(self, plan: ResidencyPlan, groups: GroupSet, parts: Sequence[GroupState], work: WorkMemory) -> None:
         self._plan = plan
-        self._states = states
+        self._groups = groups
         self._parts = parts
         self._work = work
-        self.is_held_back = False
+        self.is_paused = False
 
-    def take_back(self, now: Phase, mover: GroupMover, snapshots: Snapshots, report: TransitionReport) -> int:
-        """Have leave what passes of `now` do not read; nothing comes early until the next phase. Returns the bytes.
+    def evict(self, snapshots: Snapshots, report: TransitionReport) -> int:
+        """Offload what was prefetched, and the optimizer; prefetch nothing until the next phase. Returns the bytes.
 
         The optimizer leaves only where the plan has host memory for it.
         """
-        self.is_held_back = True
-        num_bytes = snapshots.drop_staged()
+        self.is_paused = True
+        num_bytes = snapshots.release_staged()
         wanted = {
             name: Placement.HOST
-            for name, state in self._states.items()
+            for name, state in self._groups.states.items()
             if row_of(name) in (OPTIMIZER, OPTIMIZER_PART)
             and state.location is Placement.DEVICE
             and any(self._plan.placement(name, phase) is Placement.HOST for phase in Phase)
         }
-        mover.apply(wanted, mover.prepare(wanted), report)
-        mover.settle(trim=True, report=report)
-        self._work.begin(sum(device_bytes(mover.records()).values()))
+        Transaction(self._groups, wanted, report).run()
+        self._groups.settle(release_cache=True, report=report)
+        self._work.begin(sum(device_bytes(self._groups.records()).values()))
         return num_bytes + report.bytes_freed
 
     def bring(
         self, now: Phase, target: Phase, names: Iterable[str], records: Records, report: TransitionReport
     ) -> None:
         """Start to bring those of the groups that `target` needs, during `now`."""
-        if self.is_held_back or not self._work.is_known(now):
+        if self.is_paused or not self._work.is_known(now):
             return
         settle_leaving(self._parts)
         first_parts = [state.group.name for state in self._parts[:FIRST_PARTS]] if target is Phase.OPTIM_STEP else []
         for name in names:
-            state = self._states[name]
+            state = self._groups.states[name]
             wanted = self._plan.placement(name, target) is Placement.DEVICE or name in first_parts
             if wanted and state.location is Placement.HOST:
                 size = state.mirror.num_bytes
@@ -76,7 +134,7 @@ class Prefetcher:
 
     def stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
         """Bring snapshots beside their groups while the policy's own logprobs are computed."""
-        if self.is_held_back or not self._work.is_known(now):
+        if self.is_paused or not self._work.is_known(now):
             return
         for name, snapshot in snapshots.items():
             if snapshot.state.location is Placement.DEVICE:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.groups import StorageRecord, storage_bytes
 from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.moves import GroupMover
 from nemo_offload_rl.residency.plan import Placement
-from nemo_offload_rl.residency.storage import StorageRecord, storage_bytes
+from nemo_offload_rl.residency.transaction import GroupSet
 
 EXCHANGED_AT_ONCE_BYTES = 256 << 20
 
@@ -98,8 +98,8 @@ class Snapshot:
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True
 
-    def drop(self) -> int:
-        """Give up the copy on the device, if there is one; returns its bytes."""
+    def release(self) -> int:
+        """Release the copy on the device, if there is one; returns its bytes."""
         if self._transfer is not None:
             self._transfer.wait_host()
         num_bytes = sum(tensor.numel() for tensor in self._staged.values())
@@ -150,7 +150,7 @@ class Snapshot:
     def close(self) -> None:
         """Free host and device memory."""
         try:
-            self.drop()
+            self.release()
         finally:
             self.mirror.close()
 
@@ -159,9 +159,7 @@ class Snapshots:
     """All snapshots of a worker.
 
     Args:
-        states: The groups.
-        mover: Lists their storages, and is told where contents cannot be brought back.
-        device: Where the groups live.
+        groups: The groups; their `failure` is set where contents cannot be brought back.
         arena_for: Host memory for a snapshot, by its name.
 
     Attributes:
@@ -171,16 +169,12 @@ class Snapshots:
 
     def __init__(
         self,
-        states: Mapping[str, GroupState],
-        mover: GroupMover,
-        device: Device,
+        groups: GroupSet,
         arena_for: Callable[[str], HostArena],
     ) -> None:
         self.all: dict[str, Snapshot] = {}
         self.present: str | None = None
-        self._states = states
-        self._mover = mover
-        self._device = device
+        self._groups = groups
         self._arena_for = arena_for
 
     def take(self, group: str, name: str) -> None:
@@ -188,9 +182,9 @@ class Snapshots:
         if name in self.all:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._device)
+        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._groups.device)
         try:
-            made.take(self._mover.records()[group])
+            made.take(self._groups.records()[group])
         except BaseException:
             made.close()  # else its host memory would be taken for a leak, and told of instead of this error
             raise
@@ -203,7 +197,7 @@ class Snapshots:
         group = snapshot.state.group
         self._on_device(group.name, f"swap in {name!r}")
         group.prepare()
-        records = snapshot.covered(self._mover.records()[group.name])
+        records = snapshot.covered(self._groups.records()[group.name])
         with report.held_up():
             snapshot.prepare(records, report)
         try:
@@ -213,14 +207,14 @@ class Snapshots:
             yield
         finally:
             with report.held_up():
-                self._mover.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+                self._groups.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
                 group.prepare()
                 snapshot.swap_out(records, report)
-                self._mover.failure = self.present = None
+                self._groups.failure = self.present = None
 
-    def drop_staged(self) -> int:
-        """Give up all copies on the device that are not swapped in; returns their bytes."""
-        return sum(snapshot.drop() for name, snapshot in self.all.items() if name != self.present)
+    def release_staged(self) -> int:
+        """Release all copies on the device that are not swapped in; returns their bytes."""
+        return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
 
     def close(self) -> None:
         """Free host and device memory."""
@@ -229,8 +223,8 @@ class Snapshots:
         self.all.clear()
 
     def _on_device(self, group: str, purpose: str) -> GroupState:
-        self._mover.refuse_if_failed(purpose)
-        state = self._states[group]
+        self._groups.refuse_if_failed(purpose)
+        state = self._groups.states[group]
         if state.location is not Placement.DEVICE:
             raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
         return state

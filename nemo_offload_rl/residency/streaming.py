@@ -18,10 +18,9 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.groups import StateGroup, TensorGroup
+from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, TensorGroup, unique_storages
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Placement
-from nemo_offload_rl.residency.storage import StorageRecord, unique_storages
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
 

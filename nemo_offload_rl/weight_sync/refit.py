@@ -2,7 +2,7 @@
 
 1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
    (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to wait for room, the policy
-   hands over memory as what it holds leaves.
+   releases memory as what it holds leaves.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned. Between buckets the policy gives no memory back, which
    would hold up the next one; beside the engine's last load it does.
@@ -30,7 +30,7 @@ from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER_PERIOD_S = 0.01
+RELEASE_PERIOD_S = 0.01
 
 
 class RefitSource(Protocol):
@@ -40,8 +40,8 @@ class RefitSource(Protocol):
         """Leave only what a refit needs on the device."""
         ...
 
-    def hand_over_memory(self) -> object:
-        """Give the driver the memory of what has left by now; does not block."""
+    def release_memory(self) -> object:
+        """Release to the driver the memory of what has left by now; does not block."""
         ...
 
     def offload_after_refit(self) -> object:
@@ -86,12 +86,12 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
         with timer.phase("wake_weights"):
             _wake_weights(policy, engine, pool, timer)
         with timer.phase("stream"):
-            report, giving_back = _stream(policy, engine, pool)
+            report, releasing = _stream(policy, engine, pool)
             engine.finish_refit()
         with timer.phase("wake_kv_cache"):
             waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
             with timer.phase("leave"):
-                giving_back.result()
+                releasing.result()
                 policy.offload_after_refit()
             waking.result()
     finally:
@@ -104,19 +104,19 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
 
 
 def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer) -> None:
-    """The policy's copies free nothing unless it looks whether they have finished, and the engine may be waiting."""
+    """Call the policy until the engine is awake: copies that finish release memory only in a call."""
     waking = pool.submit(engine.prepare_for_generation, ["weights"])
     with timer.phase("enter"):
         policy.offload_before_refit()
-    while not wait([waking], timeout=HAND_OVER_PERIOD_S).done:
-        policy.hand_over_memory()
+    while not wait([waking], timeout=RELEASE_PERIOD_S).done:
+        policy.release_memory()
     waking.result()
 
 
 def _stream(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor
 ) -> tuple[RefitReport, Future[object]]:
-    """All buckets; and the policy's handing over of memory, which may still run."""
+    """All buckets; and the policy's release of memory, which may still run."""
     policy.start_refit()
     num_tensors = num_buckets = num_bytes = 0
     bucket = policy.next_bucket()
@@ -126,13 +126,13 @@ def _stream(
         num_buckets += 1
         num_bytes += bucket.num_bytes
         if bucket.is_last:
-            giving_back = pool.submit(policy.hand_over_memory)
-            both: list[Future[Any]] = [loading, giving_back]
+            releasing = pool.submit(policy.release_memory)
+            both: list[Future[Any]] = [loading, releasing]
             wait(both, return_when=FIRST_COMPLETED)
-            if giving_back.done() or loading.exception() is not None:
-                giving_back.result()  # a policy that died explains an engine that waits for it, or lacks its buffer
+            if releasing.done() or loading.exception() is not None:
+                releasing.result()  # a policy that died explains an engine that waits for it, or lacks its buffer
             loading.result()
-            return RefitReport(num_tensors, num_buckets, num_bytes), giving_back
+            return RefitReport(num_tensors, num_buckets, num_bytes), releasing
         bucket = policy.next_bucket()
         loading.result()
     raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")

@@ -119,10 +119,10 @@ class PoisoningCudaDevice(CudaDevice):
 def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> CudaDevice:
     """A `CudaDevice` on CPU memory; the patches end with the test."""
     main = FakeStream()
-    allocator = SimpleNamespace(trims=0)
+    allocator = SimpleNamespace(num_released=0)
 
     def empty_cache() -> None:
-        allocator.trims += 1
+        allocator.num_released += 1
 
     replacements = {
         "Stream": FakeStream,

@@ -13,8 +13,8 @@ from torch import nn
 from toy_training import WIDTH, Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, unique_storages
-from nemo_offload_rl.residency.arrival import in_order_of_use
 from nemo_offload_rl.residency.device import Room
+from nemo_offload_rl.residency.group_state import in_order_of_use
 
 
 def arrived(training: Training) -> list[str]:
@@ -184,7 +184,7 @@ def test_whatever_the_order_nothing_is_read_before_it_was_waited_for(moves, for_
             training.step()
             plain.step()
         elif move == "poll":
-            manager.poll()
+            manager.release_finished()
         elif move == "prefetch":
             manager.prefetch(Phase.TRAINING)
         elif move == "view":
@@ -278,7 +278,7 @@ def test_a_prefetch_that_finds_no_room_half_way_leaves_the_group_where_it_was(nu
 
 def num_parameters(training: Training) -> int:
     """Storages of the group `params`."""
-    return len(training.manager._mover.records()["params"])
+    return len(training.manager._groups.records()["params"])
 
 
 def test_closing_takes_the_waits_off_the_layers():

@@ -86,7 +86,7 @@ def test_training_with_full_phase_cycles_is_bitwise_equal_to_training_without(ch
         plain.step()
         moved.step()
         moved.manager.enter(Phase.REFIT)
-        moved.manager.poll()
+        moved.manager.release_finished()
         moved.manager.enter(Phase.GENERATION)
         moved.manager.enter(Phase.LP_INFERENCE)
     for a, b in zip(moved.contents(), plain.contents(), strict=True):
@@ -138,7 +138,7 @@ def test_cached_memory_and_that_of_the_optimizer_go_back_when_somebody_looks_aft
     before = torch.cuda.mem_get_info()[0]
     training.manager.enter(Phase.REFIT)
     torch.cuda.synchronize()
-    training.manager.poll()
+    training.manager.release_finished()
     assert torch.cuda.mem_get_info()[0] - before >= (2 << 30) + optimizer_bytes - (16 << 20)
     training.manager.close()
 

@@ -40,7 +40,7 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
     for _ in range(4):
         moved.step()
         plain.step()
-        moved.manager.poll()
+        moved.manager.release_finished()
         for phase in STEP:
             moved.manager.enter(phase)
             moved.manager.prefetch(Phase.TRAINING)
@@ -64,7 +64,7 @@ def make_copies(arena, sizes):
     ]
 
 
-def test_memory_can_be_handed_over_chunk_by_chunk_while_later_copies_wait(monkeypatch):
+def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypatch):
     monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
@@ -192,14 +192,14 @@ def test_pages_are_asked_for_on_the_gpus_numa_node_or_a_warning_says_why_not(mon
     region.close()
 
 
-def test_the_memory_of_copies_that_have_finished_is_handed_over_in_between_without_waiting(monkeypatch):
+def test_the_memory_of_copies_that_have_finished_is_released_in_between_without_waiting(monkeypatch):
     training = Training(device=(device := make_cuda_device(monkeypatch, FakeRuntime())))
     training.step()
     training.manager.enter(Phase.REFIT)
-    training.manager.poll()
+    training.manager.release_finished()
     assert training.manager.device_bytes()["optimizer"] > 0
     device._out.synchronize()  # the link is through, though nobody has waited for it
-    training.manager.poll()
+    training.manager.release_finished()
     assert training.manager.device_bytes()["optimizer"] == 0
     assert training.manager.device_bytes()["params"] > 0
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import (
@@ -14,7 +15,6 @@ from nemo_offload_rl.residency import (
     Phase,
     Placement,
     ResidencyError,
-    SimulatedDevice,
     TensorGroup,
 )
 

@@ -12,7 +12,7 @@ from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, Phase, Placement, totals
 from nemo_offload_rl.residency.device import FinishedTransfer
-from nemo_offload_rl.residency.work_memory import WorkMemory
+from nemo_offload_rl.residency.prefetch import WorkMemory
 
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
 
@@ -29,7 +29,7 @@ def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
             moved.step()
             plain.step()
         elif move == "poll":
-            moved.manager.poll()
+            moved.manager.release_finished()
         elif move == "prefetch":
             moved.manager.prefetch(Phase.OPTIM_STEP)
         else:
@@ -134,8 +134,8 @@ class Watched(DeferredDevice):
         super().__init__()
         self.events: list[str] = []
 
-    def trim(self) -> None:
-        self.events.append("trim")
+    def release_cache(self) -> None:
+        self.events.append("release_cache")
 
     def copy_out(self, copies):
         transfer = super().copy_out(copies)
@@ -151,11 +151,11 @@ def test_memory_goes_back_once_somebody_looks_after_the_last_copy_and_not_beside
     device.events.clear()
     training.manager.enter(Phase.REFIT)
     assert device.events == ["copy", "copy"]  # the optimizer leaves, the parameters' host copy is made
-    training.manager.poll()
+    training.manager.release_finished()
     assert device.events == ["copy", "copy"]
     training.manager._states["optimizer"]._flight.transfer.wait_device()
-    training.manager.poll()
-    assert device.events == ["copy", "copy", "trim"]
+    training.manager.release_finished()
+    assert device.events == ["copy", "copy", "release_cache"]
 
 
 def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_training_and_logprobs():
@@ -167,15 +167,15 @@ def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_trai
         training.step()
         training.manager.enter(Phase.LP_INFERENCE)
         training.step()
-        training.manager.poll()
+        training.manager.release_finished()
         training.manager.settle()
-        assert "trim" not in device.events
+        assert "release_cache" not in device.events
     training.manager.enter(Phase.REFIT)
     training.manager.settle()
-    assert "trim" in device.events
+    assert "release_cache" in device.events
     device.events.clear()
     training.manager.enter(Phase.GENERATION)
-    assert device.events.count("trim") == 1
+    assert device.events.count("release_cache") == 1
 
 
 class SlowDriver(Watched):
@@ -183,8 +183,8 @@ class SlowDriver(Watched):
 
     TAKES_S = 0.01
 
-    def trim(self) -> None:
-        super().trim()
+    def release_cache(self) -> None:
+        super().release_cache()
         time.sleep(self.TAKES_S)
 
 
@@ -195,7 +195,7 @@ def test_what_giving_memory_back_takes_is_charged_to_the_transition_and_hides_no
     refit = training.manager.enter(Phase.REFIT)
     assert refit.give_back_s == 0
     training.manager._states["optimizer"]._flight.transfer.wait_device()
-    training.manager.poll()
+    training.manager.release_finished()
     generation = training.manager.enter(Phase.GENERATION)
     for report in (refit, generation):
         assert SlowDriver.TAKES_S <= report.give_back_s <= report.exposed_s
@@ -274,12 +274,12 @@ def test_cached_memory_goes_back_before_a_refit_also_if_nothing_is_left_to_leave
     training.step()
     training.manager.enter(Phase.LP_INFERENCE)
     device = training.manager._device
-    assert "trim" not in device.events
+    assert "release_cache" not in device.events
     training.manager.enter(Phase.REFIT)
-    assert device.events[-2:] == ["trim", "copy"]  # then the parameters' host copy is made
+    assert device.events[-2:] == ["release_cache", "copy"]  # then the parameters' host copy is made
 
 
 def test_nothing_goes_back_to_the_driver_where_no_engine_shares_the_device():
     training = Training(device=Watched(), colocated=False)
     cycle(training)
-    assert "trim" not in training.manager._device.events
+    assert "release_cache" not in training.manager._device.events

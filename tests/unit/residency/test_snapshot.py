@@ -70,7 +70,7 @@ def test_room_that_is_gone_when_it_is_taken_means_the_slower_swap_and_no_error(m
     device = training.manager._device
     allocate = device.allocate
 
-    keys = {record.key for group in training.manager._mover.records().values() for record in group.values()}
+    keys = {record.key for group in training.manager._groups.records().values() for record in group.values()}
 
     def full_but_for_the_groups(wanted: Sequence[Room]) -> None:
         if any(storage_key(room.storage) not in keys for room in wanted):

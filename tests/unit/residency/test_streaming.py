@@ -9,6 +9,7 @@ import torch
 from deferred_device import DeferredDevice
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
 from torch import nn
 from toy_training import WIDTH, Training, assert_bitwise_equal
 
@@ -17,7 +18,6 @@ from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
     Placement,
-    SimulatedDevice,
     divide_optimizer,
 )
 
@@ -78,7 +78,7 @@ def test_without_overlap_room_for_the_largest_part_is_enough_and_a_byte_less_is_
 def test_the_first_two_parts_come_while_the_last_micro_batch_runs_and_the_last_two_leave_behind_what_follows():
     training = streamed(DeferredDevice())
     training.step()
-    training.manager.poll()
+    training.manager.release_finished()
     training.manager.enter(Phase.LP_INFERENCE)
     training.manager.enter(Phase.TRAINING)
     training.manager.enter(Phase.LP_INFERENCE)  # from here on it is known what a training phase needs

@@ -27,19 +27,19 @@ class Policy:
         self._fail_at = fail_at
         self._stop_at = stop_at
         self.filled = [threading.Event() for _ in TENSORS]
-        self.handed_over = threading.Semaphore(0)
-        self.handed_over_after: set[int] = set()  # so many buckets
-        self.handed_over_at_the_end = threading.Event()
+        self.released = threading.Semaphore(0)
+        self.released_after: set[int] = set()  # so many buckets
+        self.released_at_the_end = threading.Event()
         self._index = 0
 
     def offload_before_refit(self) -> None:
         self._events.append("offload_before_refit")
 
-    def hand_over_memory(self) -> None:
-        self.handed_over.release()
-        self.handed_over_after.add(self._index)
+    def release_memory(self) -> None:
+        self.released.release()
+        self.released_after.add(self._index)
         if self._index == len(TENSORS):
-            self.handed_over_at_the_end.set()
+            self.released_at_the_end.set()
 
     def offload_after_refit(self) -> None:
         self._events.append("offload_after_refit")
@@ -77,7 +77,7 @@ class Engine:
         if bucket.index == self._fail_at:
             raise ConnectionError("engine")
         if bucket.is_last:
-            assert self._policy.handed_over_at_the_end.wait(20), "memory was not handed over during the last load"
+            assert self._policy.released_at_the_end.wait(20), "memory was not released during the last load"
         else:
             assert self._policy.filled[bucket.index + 1].wait(20), "the next bucket was not filled during the load"
         self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
@@ -99,7 +99,7 @@ def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies
     }
     assert (report.num_tensors, report.num_buckets, report.num_bytes) == (5, 5, 2000)
     # Giving memory back holds up the policy, and a bucket that is not filled the engine.
-    assert policy.handed_over_after <= {0, 5}
+    assert policy.released_after <= {0, 5}
 
 
 def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> None:
@@ -135,7 +135,7 @@ class WaitingEngine(Engine):
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         if tags == ["weights"]:
             for _ in range(3):
-                assert self._policy.handed_over.acquire(timeout=20), "nobody made room"
+                assert self._policy.released.acquire(timeout=20), "no memory was released"
         super().prepare_for_generation(tags)
 
 
@@ -180,7 +180,7 @@ def test_a_failure_of_the_policy_ends_the_refit_before_it_is_finished(index: int
     assert events[-1] == "start_refit"
 
 
-def test_a_failure_to_hand_over_memory_beside_the_last_load_is_not_kept_for_after_it() -> None:
+def test_a_failure_to_release_memory_beside_the_last_load_is_not_kept_for_after_it() -> None:
     told = threading.Event()
 
     class WaitingForThePolicy(Engine):
@@ -189,8 +189,8 @@ def test_a_failure_to_hand_over_memory_beside_the_last_load_is_not_kept_for_afte
             assert not bucket.is_last or told.wait(20), "the load had to end first"
 
     class KeepingPolicy(Policy):
-        def hand_over_memory(self) -> None:
-            super().hand_over_memory()
+        def release_memory(self) -> None:
+            super().release_memory()
             if self._index == len(TENSORS):
                 raise ZeroDivisionError("policy")
 
@@ -206,8 +206,8 @@ def test_a_policy_that_died_explains_a_last_load_that_failed_before_its_death_wa
     load_failed = threading.Event()
 
     class DyingPolicy(Policy):
-        def hand_over_memory(self) -> None:
-            super().hand_over_memory()
+        def release_memory(self) -> None:
+            super().release_memory()
             if self._index == len(TENSORS):
                 assert load_failed.wait(20)
                 raise ZeroDivisionError("policy")

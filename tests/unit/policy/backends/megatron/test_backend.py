@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
-from nemo_offload_rl.residency.storage import storage_key
+from nemo_offload_rl.residency.groups import storage_key
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
 # Changes, and bytes of masters and states for each parameter.
