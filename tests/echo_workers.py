@@ -1,4 +1,7 @@
-"""Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out."""
+"""Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
+
+As a script: a driver, `run_until_stopped`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,3 +125,7 @@ def run_until_stopped(ready_file: str) -> None:
         partial.write_text(json.dumps(pids))
         partial.rename(ready_file)
         group.join(handle)
+
+
+if __name__ == "__main__":
+    run_until_stopped(sys.argv[1])

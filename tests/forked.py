@@ -135,6 +135,9 @@ def _run_script(argv: list[str], output: str, cwd: str, env: dict[str, str]) -> 
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     os._exit(status)
 
 
@@ -146,6 +149,9 @@ def _status_of(path: str) -> int:
             sys.stderr.write(f"{left.code}\n")
             return 1
         return left.code or 0
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
     except BaseException:
         traceback.print_exc()
         return 1

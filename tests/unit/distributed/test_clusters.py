@@ -31,6 +31,7 @@ def two_nodes():
     store = {"object_store_memory": 100 * 2**20, "num_gpus": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_here`
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **store})
         cluster.add_node(num_cpus=2, **store)
         patch.setenv("RAY_ADDRESS", cluster.address)

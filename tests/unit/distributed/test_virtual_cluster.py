@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from echo_workers import cpu_cluster
+from forked import Script
 
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
@@ -78,24 +77,16 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     ready = tmp_path / "ready"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     environment.pop("RAY_ADDRESS", None)
-    code = f"import echo_workers; echo_workers.run_until_stopped({str(ready)!r})"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that starts the tests in the background makes them, and theirs, ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    driver = Script([TESTS / "echo_workers.py", ready], tmp_path, cwd=TESTS.parent, env=environment)
     while not ready.exists():
-        assert driver.poll() is None, driver.communicate()[1]
+        assert driver.is_running(), driver.stderr.read_text()
         time.sleep(0.1)
     pids = json.loads(ready.read_text())
     processes = [psutil.Process(pid) for pid in pids]
-    driver.send_signal(stop)
-    _, errors = driver.communicate(timeout=60)
-    assert driver.returncode == {signal.SIGINT: -2, signal.SIGTERM: 143}[stop]
+    os.kill(driver.pid, stop)
+    done = driver.wait(60)
+    assert done.status == {signal.SIGINT: -2, signal.SIGTERM: 143}[stop]
     if stop == signal.SIGINT:
-        assert errors.strip().endswith("KeyboardInterrupt")
+        assert done.stderr.strip().endswith("KeyboardInterrupt")
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
