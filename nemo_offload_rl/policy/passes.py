@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from nemo_offload_rl.data.batch import TokenBatch, TrainBatch
+from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.policy.memory_history import explain_out_of_memory
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyManager
 
@@ -69,25 +70,20 @@ class Passes:
             return run(micro_batches)
 
 
-class PacedBatches(Collection[TrainBatch]):
-    """Micro-batches of a training pass, with the residency's turn before each.
+@dataclass(frozen=True)
+class TrainingPace:
+    """What residency does between the micro-batches of a training pass.
 
-    Memory of what left is given up, and what the optimizer step needs starts to come before the last one.
+    Attributes:
+        residency: The rank's state.
+        num_micro_batches: Of the pass.
     """
 
-    def __init__(self, micro_batches: Sequence[TrainBatch], residency: ResidencyManager) -> None:
-        self._micro_batches = micro_batches
-        self._residency = residency
+    residency: ResidencyManager
+    num_micro_batches: int
 
-    def __len__(self) -> int:
-        return len(self._micro_batches)
-
-    def __contains__(self, micro_batch: object) -> bool:
-        return micro_batch in self._micro_batches
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        for index, micro_batch in enumerate(self._micro_batches):
-            self._residency.release_finished()
-            if index == len(self) - 1:
-                self._residency.prefetch(Phase.OPTIM_STEP)
-            yield micro_batch
+    def before_micro_batch(self, index: int) -> None:
+        """Release what has left by now; before the last one, prefetch what the optimizer step needs. Does not block."""
+        self.residency.release_finished()
+        if index == self.num_micro_batches - 1:
+            self.residency.prefetch(Phase.OPTIM_STEP)

@@ -32,7 +32,7 @@ from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
 from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
-from nemo_offload_rl.policy.passes import PacedBatches, Passes
+from nemo_offload_rl.policy.passes import Passes, TrainingPace
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
@@ -175,11 +175,12 @@ class PolicyWorker:
         self._require("forward_backward", Phase.TRAINING)
         micro_batches = self._trim([batch.select(rows) for rows in self._training_rows(batch)])
         norm = self._loss_norm(batch)
+        pace = TrainingPace(self.residency, len(micro_batches))
         self.residency.step_opened()
         try:
             return self._passes.run(
                 micro_batches,
-                lambda batches: self._backend.forward_backward(PacedBatches(batches, self.residency), loss_fn, norm),
+                lambda batches: self._backend.forward_backward(batches, loss_fn, norm, pace.before_micro_batch),
                 # Part of the gradients is there; using them would be a wrong step.
                 after_failure=self._backend.drop_grads,
             )

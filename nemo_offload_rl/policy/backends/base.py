@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -124,12 +124,20 @@ class PolicyBackend(Protocol):
         ...
 
     def forward_backward(
-        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks.
 
-        The next micro-batch is asked for when the one before it has been handed to the device: what its iterator does
-        runs beside that.
+        Args:
+            micro_batches: Of one global batch; this rank's rows.
+            loss_fn: See `LossFn`.
+            norm: What the loss is divided by, of the global batch.
+            before_micro_batch: Called with the index of each micro-batch in turn, once the one before it has been
+                handed to the device: copies that are started there run beside its work.
         """
         ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -210,16 +210,21 @@ class DTensorBackend:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._model.train()
         totals = Totals(self._device)
-        for number, micro_batch in enumerate(micro_batches, 1):
+        for index, micro_batch in enumerate(micro_batches):
+            before_micro_batch(index)
             if self._rank_info.world_size == 1:
                 # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
                 # end. With more ranks they would.
-                self._fsdp_root.set_requires_gradient_sync(number == len(micro_batches))
+                self._fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
             scores_BS, batch = self._score(micro_batch, loss_fn.token_stat)
             loss, metrics = measured_loss(loss_fn, scores_BS, batch, norm)
             loss.backward()

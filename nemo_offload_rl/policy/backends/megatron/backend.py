@@ -7,7 +7,7 @@ batch are in Megatron's flat buffers from `forward_backward` to `optim_step`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -137,12 +137,13 @@ class MegatronBackend:
 
     def forward_backward(
         self,
-        micro_batches: Collection[TrainBatch],
+        micro_batches: Sequence[TrainBatch],
         loss_fn: LossFn,
         norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
-        return self._reduce(self._passes.train(micro_batches, loss_fn, norm))
+        return self._reduce(self._passes.train(micro_batches, loss_fn, norm, before_micro_batch))
 
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm

@@ -6,7 +6,7 @@ comes out of the last pipeline stage are logprobs and what is measured beside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,11 +62,17 @@ class Passes:
         self._shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
 
     def train(
-        self, micro_batches: Collection[TrainBatch], loss_fn: LossFn, norm: LossNorm
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
     ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
         """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
         with self._activations.training_pass(len(micro_batches)):
-            return self._run(micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, forward_only=False)
+            return self._run(
+                micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, before_micro_batch, forward_only=False
+            )
 
     @torch.no_grad()
     def evaluate(
@@ -85,9 +91,10 @@ class Passes:
 
     def _run(
         self,
-        micro_batches: Collection[Any],
+        micro_batches: Sequence[Any],
         consume: Callable[[TokenScores, Any], tuple[Tensor, Any]],
         stat: TokenStat | None,
+        before_micro_batch: Callable[[int], None] = lambda index: None,
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -97,10 +104,11 @@ class Passes:
         for chunk in self._chunks:
             chunk.train(not forward_only)
 
-        def forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def forward_step(batches: Iterator[tuple[int, Any]], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             if self._empties_cache:
                 torch.cuda.empty_cache()
-            batch = next(batches)
+            index, batch = next(batches)
+            before_micro_batch(index)
             laid_out = lay_out(
                 batch,
                 device=self._device,
@@ -119,7 +127,7 @@ class Passes:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            data_iterator=iter(enumerate(micro_batches)),
             model=list(self._chunks),
             num_microbatches=len(micro_batches),
             # Of fixed shapes, which only pipelines have that say so: ours tell each other the shapes.
