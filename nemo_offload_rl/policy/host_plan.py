@@ -110,7 +110,7 @@ class HostNeed:
         return {**self.state_parts(), **self.other}
 
 
-def settle_host_memory(need: HostNeed) -> int:
+def claim_host_memory(need: HostNeed) -> int:
     """Check what the workers of each host need, before any of them takes it; a collective of all workers.
 
     Returns:

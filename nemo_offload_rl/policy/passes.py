@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Passes:
-    """Runs passes so that what came to the device early takes no memory that a pass turns out to need.
+    """Runs passes so that what was prefetched takes no memory that a pass needs.
 
-    A pass of more tokens than any before it is announced, so that early copies leave ahead of it if need be. A single
-    rank that runs out of memory all the same runs the pass once more without them. Several ranks cannot: the others
-    wait in a collective of the pass that failed.
+    Before a pass of more tokens than any before it, prefetched state is evicted if there may be no room for both. A
+    single rank that runs out of memory anyway runs the pass once more without that state. Several ranks cannot: the
+    others wait in a collective of the pass that failed.
 
     Args:
         residency: The rank's state.

@@ -1,4 +1,4 @@
-"""From a policy's settings and backend to its residency manager, with host memory settled and taken."""
+"""From a policy's settings and backend to its residency manager, with host memory claimed and taken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_offload_rl.policy.host_plan import (
     LOADING,
     PROCESS,
     HostNeed,
-    settle_host_memory,
+    claim_host_memory,
 )
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import BASE, PARAMS, REFERENCE, Device, HostArenas, ResidencyManager
@@ -49,7 +49,7 @@ def begin_host_memory(
             other={PROCESS: GROWTH_BYTES, LOADING: expected.loading, **_state_in_use(settings, sizes, device, sizes)},
             activation_bytes=0,
         )
-        arenas.limit(settle_host_memory(need))
+        arenas.limit(claim_host_memory(need))
         plan = need.resolve()
         arenas.begin_reserve(plan.plan.host_bytes(plan.arena))
     return arenas
@@ -76,7 +76,7 @@ def build_manager(
         activation_bytes=backend.activation_host_bytes(),
     )
     if not arenas.reserved_bytes:
-        arenas.limit(settle_host_memory(need))
+        arenas.limit(claim_host_memory(need))
     plan = need.resolve()
     manager = ResidencyManager(
         plan=plan.plan,

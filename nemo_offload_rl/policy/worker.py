@@ -68,7 +68,7 @@ class PolicyWorker:
         device = make_device(torch.device(process.device))
         expected = expected_bytes(settings, process)
         with ExitStack() as made:
-            # First: the workers of a host settle together what they take of its memory.
+            # First: the workers of a host agree on what each takes of its memory.
             if join_process_group(process):
                 made.callback(dist.destroy_process_group)
             arenas = begin_host_memory(settings, expected, keep_reference, device)

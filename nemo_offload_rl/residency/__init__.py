@@ -1,6 +1,6 @@
 """Residency: which bytes are on the device in which phase, and how they get there and back.
 
-Knows torch and nothing else of this project. See docs/design/residency.md.
+Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
 from nemo_offload_rl.residency.device import CpuDevice, Device, make_device

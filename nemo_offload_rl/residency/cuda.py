@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 STAGED_BELOW_BYTES = 4 << 20  # a copy of its own loses bandwidth below this size
 STAGING_BYTES = 32 << 20
-# An event about every 1.2 ms of the link: by so much is memory handed over, or a layer begun, later than it could be.
+# An event about every 1.2 ms of the link: memory is released, or a layer begun, at most that much late.
 CHUNK_BYTES = 64 << 20
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
 # from pages of their own.
@@ -59,12 +59,12 @@ class CudaTransfer:
         self._started.record(stream)
 
     def add(self, piece: _Piece) -> None:
-        """Count copies that the stream has been asked for."""
+        """Count copies that were put on the stream."""
         self._num_copies += len(piece.copies)
         self.num_bytes += sum(copy.host.numel() for copy in piece.copies)
 
     def mark(self) -> None:
-        """Note on the stream that everything added so far has been asked for."""
+        """Record an event on the stream after all copies added so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         self._chunks.append((self._num_copies, event))
@@ -102,7 +102,7 @@ class CudaTransfer:
         return self._started.elapsed_time(self._chunks[-1][1]) / 1e3
 
     def exposed_s(self) -> float:
-        # Work that has not come to its wait by now, with the copies finished, does not stand still for it.
+        # A wait that the device reaches only now, with the copies finished, costs nothing.
         passed = [(reached, copied) for reached, copied in self._waits if reached.query()]
         return sum(max(0.0, reached.elapsed_time(copied)) for reached, copied in passed) / 1e3
 
@@ -157,7 +157,7 @@ class CudaDevice:
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
         free_bytes = torch.cuda.mem_get_info(self.device)[0]
         if num_bytes <= free_bytes and not _splits_are_limited():
-            with suppress(torch.OutOfMemoryError):  # somebody else was quicker; in parts there may be room
+            with suppress(torch.OutOfMemoryError):  # another process took the room; in parts there may be some
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _allocate(self, room: Room) -> None:

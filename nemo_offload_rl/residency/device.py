@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a released storage is to have back."""
+    """Memory to allocate for a released storage."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -56,7 +56,7 @@ class Transfer(Protocol):
         ...
 
     def wait_some(self) -> None:
-        """Block until more copies have finished than `num_finished` said last, or all."""
+        """Block until more copies have finished than `num_finished` returned last, or all."""
         ...
 
     def wait_host(self) -> float:
@@ -64,10 +64,10 @@ class Transfer(Protocol):
         ...
 
     def wait_device(self, num_copies: int | None = None) -> None:
-        """Make everything that the device is asked for from now on run after the copies. Does not block.
+        """Make all work that is launched on the device from now on run after the copies. Does not block.
 
         Args:
-            num_copies: The first so many of them, in the order given, are enough; None for all.
+            num_copies: Wait for this many of them, in the order given; None for all.
         """
         ...
 
@@ -76,7 +76,7 @@ class Transfer(Protocol):
         ...
 
     def exposed_s(self) -> float:
-        """How long the device's work stood still for `wait_device`, all calls together. Only after the copies."""
+        """How long the device's work was stalled by `wait_device`, all calls together. Only after the copies."""
         ...
 
 
@@ -98,7 +98,7 @@ class Device(ProcessMemory, Protocol):
         ...
 
     def allocate(self, wanted: Sequence[Room]) -> None:
-        """Give released storages their memory back, contents undefined; together, which may be quicker than singly.
+        """Allocate memory for released storages, contents undefined; together, which may be quicker than singly.
 
         Raises:
             DeviceOutOfMemoryError: There is no room; some may have got theirs.
@@ -110,7 +110,7 @@ class Device(ProcessMemory, Protocol):
         ...
 
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Told at each transition which storages are on the device, some of which others allocated."""
+        """Called at each transition with the storages that are on the device, some of which others allocated."""
         ...
 
     def release_cache(self) -> None:

@@ -116,7 +116,7 @@ class GroupState:
         Copies out of a group that stays are waited for as a whole, and are still under way for the host after it.
 
         Args:
-            num_layers: Only what is needed at once and in the first so many of the group's layers; None for all.
+            num_layers: Only what is needed at once and in this many of the group's first layers; None for all.
         """
         if self._flight is None or self.location is not Placement.DEVICE:
             return
@@ -228,7 +228,7 @@ class GroupState:
             if not torch.equal(copy.device.cpu(), copy.host):
                 raise ResidencyError(
                     f"group {self.group.name!r}: {record.names[0]} was written on the device without mark_written, so "
-                    "its host copy is stale; whoever wrote it has to say so"
+                    "its host copy is stale; call mark_written wherever it is written"
                 )
 
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:

@@ -33,7 +33,7 @@ class StateGroup(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the group by name. Asked at each transition, since optimizer state appears lazily."""
+        """Every tensor of the group by name. Called at each transition, since optimizer state appears lazily."""
 
     def prepare(self) -> None:
         """Called before the group leaves the device, for a backend that must first drop temporary copies."""

@@ -2,8 +2,8 @@
 
 1. `reserve` takes one region of the size that the plan needs, before the first step.
 2. `alloc` hands out 512-byte aligned blocks; without room it takes one more region, within the budget.
-3. `free` gives a block back to the arena, not to the system, so a steady step takes no memory.
-4. `close` gives everything back; a block still in use then is a leak and is named.
+3. `free` returns a block to the arena, not to the system, so a steady step takes no memory.
+4. `close` returns everything to the system; a block still in use then is a leak and is named.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class HostArena:
         return block
 
     def free(self, block: HostBlock) -> None:
-        """Give a block back to the arena.
+        """Return a block to the arena.
 
         Raises:
             ResidencyError: The block is not in use (freed twice, or from another arena).
@@ -159,10 +159,10 @@ class HostArena:
         self._regions[block.region_index].free = merged
 
     def close(self) -> None:
-        """Give all memory back to the system.
+        """Return all memory to the system.
 
         Raises:
-            ResidencyError: Blocks are still in use; it names their owners. The memory is given back all the same.
+            ResidencyError: Blocks are still in use; the message names their owners. The memory is returned anyway.
         """
         leaked = sorted({block.owner for block in self._blocks.values()})
         self._allowance.release(self.reserved_bytes)
@@ -246,7 +246,7 @@ class HostArenas:
         return sum(arena.reserved_bytes for arena in self._arenas.values())
 
     def close(self) -> None:
-        """Give all memory back to the system.
+        """Return all memory to the system.
 
         Raises:
             ResidencyError: Blocks are still in use.

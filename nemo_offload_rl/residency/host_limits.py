@@ -61,13 +61,13 @@ class HostShortage:
 
 @dataclass(frozen=True)
 class HostShare:
-    """What a rank may take: its own need, and an equal part of what no rank of its host has asked for."""
+    """What a rank may take: its own need, and an equal part of what no rank of its host needs."""
 
     num_bytes: int
 
 
 def available_bytes() -> int:
-    """Memory that the machine could give to new work, as the kernel estimates it."""
+    """Memory that is available to new work, as the kernel estimates it."""
     return _meminfo_bytes(PROC, "MemAvailable")
 
 
@@ -85,7 +85,7 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
     """Everything that bounds this process's memory: the machine, each cgroup that it is in, its resource limits.
 
     Page cache that a cgroup would drop first does not count as used. A virtual machine that grows its memory on first
-    use shows less in MemAvailable than it can give; there the reading is on the safe side.
+    use shows less in MemAvailable than it can provide; there the reading is on the safe side.
 
     Args:
         proc: Where the kernel's files are.
@@ -121,7 +121,7 @@ def lockable_bytes() -> int | None:
 def reserve_host_memory(
     parts: Mapping[str, int], limits: Sequence[HostLimit] | None = None
 ) -> HostShare | HostShortage:
-    """Settle whether the ranks of each host can all take what they need; none of them has taken it yet.
+    """Decide whether the ranks of each host can all take what they need; none of them has taken it yet.
 
     A collective over the default process group where there is one. Limits are read before any rank returns, so what one
     rank takes afterwards is not missing from what another one reads. Every rank comes to the same verdict.
@@ -141,7 +141,7 @@ def reserve_host_memory(
 def judge_host_memory(
     asked: Sequence[tuple[Sequence[HostLimit], Mapping[str, int]]], rank: int
 ) -> HostShare | HostShortage:
-    """The verdict for `rank` on what all ranks have asked for, each with its limits and its parts."""
+    """The verdict for `rank` on the needs of all ranks, each with its limits and its parts."""
     tightest: dict[str, HostLimit] = {}
     members: dict[str, list[int]] = {}
     for index, (limits, _) in enumerate(asked):

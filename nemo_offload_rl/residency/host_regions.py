@@ -46,7 +46,7 @@ def _forget_last_error() -> None:
 
 
 def numa_node_of_gpu(device_index: int) -> int | None:
-    """The NUMA node that a GPU hangs on, from sysfs; None where the machine does not say."""
+    """The NUMA node that a GPU is attached to, from sysfs; None where sysfs has none."""
     properties = torch.cuda.get_device_properties(device_index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
@@ -68,7 +68,7 @@ class HostRegion(Protocol):
     def pinned(self) -> bool: ...
 
     def close(self) -> None:
-        """Give the memory back; views of `buffer` must not be used afterwards."""
+        """Return the memory to the system; views of `buffer` must not be used afterwards."""
         ...
 
 

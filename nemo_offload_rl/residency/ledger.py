@@ -17,8 +17,8 @@ class GroupMove:
 
     bytes_out: int = 0  # copied to the host
     bytes_in: int = 0  # copied to the device
-    bytes_clean: int = 0  # left the device without a copy, since the host copy was still right
-    bytes_freed: int = 0  # device memory given up
+    bytes_clean: int = 0  # left the device without a copy, since the host copy was up to date
+    bytes_freed: int = 0  # device memory released
 
 
 @dataclass
@@ -30,13 +30,13 @@ class TransitionReport:
         target: The phase entered.
         groups: What each group moved; groups that did not move are absent.
         exposed_s: Seconds in which the caller waited for this transition, also for copies to be started.
-        give_back_s: Those of them in which memory went back to the driver.
+        give_back_s: Those of them in which memory was released to the driver.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
-        device_used_after_bytes: The same after the transition (after the last hand-over of memory).
-        peak_bytes: Most device memory that this process held in the phase before; 0 where the device cannot say.
+        device_used_after_bytes: The same after the transition (after the last release of memory).
+        peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
         without_room: Groups that did not fit beside the work of the phase, so that they are waited for later.
-        leftovers: What this process still has on the device although the plan does not say so, largest first.
+        leftovers: What this process has on the device that the plan does not account for, largest first.
     """
 
     source: Phase | None
@@ -61,7 +61,7 @@ class TransitionReport:
             self.exposed_s += time.perf_counter() - start
 
     def group(self, name: str) -> GroupMove:
-        """The entry of `name`, made when first asked for."""
+        """The entry of `name`, made at first use."""
         return self.groups.setdefault(name, GroupMove())
 
     @property
@@ -140,7 +140,7 @@ class Ledger:
         self._recent = [*self._recent, report][-self._num_recent :]
 
     def drain(self) -> list[TransitionReport]:
-        """Hand over the reports gathered since the last call."""
+        """Return the reports gathered since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

@@ -24,7 +24,7 @@ class Leftover:
     """Device memory that the plan does not account for.
 
     Attributes:
-        owner: A state group and one of its tensors, or the kind of tensors that nobody lists.
+        owner: A state group and one of its tensors, or a kind of tensor that no group lists.
         num_bytes: Together.
     """
 
@@ -60,7 +60,7 @@ def find_leftovers(
                 sizes[f"group {group}"] += record.storage.nbytes()
     for candidate in gc.get_objects():
         # issubclass of the type: isinstance would run code of lazy proxies that other libraries keep alive.
-        # Fake tensors, which torch.compile leaves behind, say that they are on the device and have symbolic sizes.
+        # Fake tensors, which torch.compile leaves behind, have the device's name and symbolic sizes, but no memory.
         if not issubclass(type(candidate), Tensor) or issubclass(type(candidate), FakeTensor) or candidate.is_meta:
             continue
         tensor = local_tensor(candidate)
@@ -79,7 +79,7 @@ def find_kept_blocks(segments: Iterable[Mapping[str, Any]], from_bytes: int = KE
     """Cached memory that cannot go back to the driver, because something small lives in the same block.
 
     Args:
-        segments: Of one device, as `torch.cuda.memory_snapshot` gives them.
+        segments: Of one device, as `torch.cuda.memory_snapshot` lists them.
         from_bytes: Blocks with less free memory are left out.
     """
     found: list[Leftover] = []
@@ -106,7 +106,7 @@ class ProcessMemory(Protocol):
     def leftovers(
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
-        """`find_leftovers` on this device, with all that only the device knows of."""
+        """`find_leftovers` on this device, with memory that only the device's own code can name."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The residency manager: entering a phase moves what the plan's column says, all of it or nothing.
+"""The residency manager: entering a phase moves groups to where the plan has them, all of them or none.
 
 An `enter`, in order:
 1. refuse if an earlier transition could not be undone, or if gradients of an open step would be dropped;
-2. let groups leave: copy out what changed since its last copy, free what only needs freeing, give memory back;
+2. let groups leave: copy out what changed since its last copy, drop what is only freed, release device memory;
 3. let groups arrive: allocate, copy in; what the phase does not touch first is waited for later, where it is read;
 4. on any failure put every group back where it was, or mark the manager failed; the failure is raised either way.
 """
@@ -50,7 +50,7 @@ class ResidencyManager:
         device: The device; everything is on it until the first `enter`.
         arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
-        verify: Compare host copies that count as right with the device, byte by byte. Slow; for finding bugs.
+        verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class ResidencyManager:
                 self._ledger.add(report)
 
     def expect_work(self, size: int) -> None:
-        """A pass of this size, say in tokens, is about to begin; every pass of a phase is told in the same unit.
+        """A pass of this size is about to begin; call it before every pass, with sizes in the same unit (tokens).
 
-        Where it is larger than any before, what came early leaves if there may be no room for both.
+        Where it is larger than any before, and there may be no room for both, what was prefetched is evicted.
         """
         self._work.expect(size)
         if self.phase is not None and not self._prefetcher.is_paused and self._work.is_too_tight(self.phase):
@@ -198,7 +198,7 @@ class ResidencyManager:
         self._open_step = True
 
     def step_closed(self) -> None:
-        """The optimizer step has used the gradients, or they were given up on purpose."""
+        """The optimizer step has used the gradients, or they were dropped on purpose."""
         self._open_step = False
         self._num_steps += 1
 
@@ -339,7 +339,7 @@ class ResidencyManager:
         """Take host memory for these groups or snapshots now, off the hot path.
 
         Raises:
-            HostBudgetError: It does not fit; the message says by how much.
+            HostBudgetError: It does not fit; the message has the numbers.
         """
         self._arenas.reserve(self.plan.host_bytes(expected_bytes))
 
@@ -362,7 +362,7 @@ class ResidencyManager:
         self._groups.failure = "the manager was closed"
         self._layer_waits.remove()
         with ExitStack() as ends:
-            # Whatever fails first, such as a copy, is what is raised: the rest is freed all the same.
+            # Whatever fails first, such as a copy, is what is raised: the rest is freed anyway.
             ends.callback(self._arenas.close)
             for state in self._states.values():
                 ends.callback(state.mirror.close)

@@ -16,7 +16,7 @@ OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<ind
 
 
 class Phase(StrEnum):
-    """What a worker is doing. One phase at a time; entering one moves what the plan says."""
+    """What a worker is doing. One phase at a time; entering one moves state as the plan has it."""
 
     TRAINING = "training"
     OPTIM_STEP = "optim_step"
@@ -46,7 +46,7 @@ class PhaseSpec:
         is_for_engine: An inference engine that shares the device uses its memory in this phase.
         reads_before: It only reads state that leaves the device at that later phase, so host copies are brought up to
             date meanwhile.
-        prefetches_for: What that later phase needs may come during this one, where there is room.
+        prefetches_for: What that later phase needs may come as soon as this one has begun, where there is room.
         prefetches_snapshots: So may snapshots that are to be swapped in.
     """
 
@@ -166,7 +166,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         )
     device, host, freed, same = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
-    # Without colocation nobody waits for this device's memory, so nothing leaves it for refit or generation.
+    # Without colocation no engine needs this device's memory, so nothing leaves it for refit or generation.
     def away(group: str) -> Placement:
         return host if settings.colocated and group not in settings.resident_groups else same
 

@@ -19,10 +19,10 @@ FIRST_PARTS = 2  # of a streamed optimizer: as many as are ever on the device at
 
 
 class WorkMemory:
-    """Says whether there is room to prefetch beside a phase's work.
+    """What each phase's own work takes beside the state groups, learned from the phases as they pass.
 
     Args:
-        device: Whose peaks are read. Where it knows none, the work seems to need nothing.
+        device: Whose peaks are read. Where it has none, the work counts as needing nothing.
     """
 
     def __init__(self, device: Device) -> None:
@@ -65,7 +65,7 @@ class WorkMemory:
         return num_bytes <= self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
 
     def is_too_tight(self, phase: Phase) -> bool:
-        """Whether a pass that is larger than any before it may want more than is free beside what came early."""
+        """Whether a pass that is larger than any before it may need more than is free beside what was prefetched."""
         if phase not in self._needed_bytes or self._size <= self._seen_sizes[phase]:
             return False
         return self._device.free_bytes() < self._expected_bytes(phase)

@@ -186,7 +186,7 @@ class Snapshots:
         try:
             made.take(self._groups.records()[group])
         except BaseException:
-            made.close()  # else its host memory would be taken for a leak, and told of instead of this error
+            made.close()  # else `close` would raise for its host memory, and hide this error
             raise
         self.all[name] = made
 

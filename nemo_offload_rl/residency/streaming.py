@@ -46,7 +46,7 @@ class OptimizerParts:
         """The group of the rest, then one of each part.
 
         Args:
-            states: State tensors of some parameters, by name; asked at each transition.
+            states: State tensors of some parameters, by name; called at each transition.
         """
         return [TensorGroup(name, lambda mine=mine: states(mine)) for name, mine in self.members.items()]
 
@@ -56,7 +56,7 @@ class OptimizerParts:
         streamed: Iterable[str],
         after_each: Callable[[NamedTensors], None] | None = None,
     ) -> None:
-        """One optimizer step: the rest at once, then each part as `streamed` says that it is there.
+        """One optimizer step: the rest at once, then each part once `streamed` has brought it.
 
         Args:
             optimizer: Any whose update of a parameter needs nothing of other parameters.
@@ -143,7 +143,7 @@ def stream_through(
 
 
 def settle_leaving(states: Sequence[GroupState]) -> None:
-    """Give up the memory of parts that left behind earlier work: others are about to come."""
+    """Wait for parts that left behind earlier work and release their memory: others are about to come."""
     for state in states:
         if state.is_leaving:
             state.settle()
@@ -189,7 +189,7 @@ class _StepCounts:
 
 @contextmanager
 def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Have the optimizer know these parameters only."""
+    """Leave only these parameters in the optimizer's groups."""
     wanted = {id(parameter) for parameter in parameters}
     whole = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

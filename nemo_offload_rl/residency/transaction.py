@@ -40,7 +40,7 @@ class GroupSet:
         """Raise if an earlier failure could not be undone.
 
         Raises:
-            ResidencyError: It says what failed.
+            ResidencyError: With what failed.
         """
         if self.failure is not None:
             raise ResidencyError(

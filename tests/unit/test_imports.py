@@ -90,6 +90,18 @@ def test_residency_knows_torch_and_the_standard_library_only():
     assert not wrong
 
 
+def test_the_files_of_residency_import_in_the_direction_of_the_table_in_its_document():
+    text = (PACKAGE.parent / "docs/design/residency.md").read_text()
+    rows = [re.findall(r"`(\w+)\.py`", line) for line in text.splitlines() if re.match(r"\| `\w+\.py`", line)]
+    level = {name: number for number, names in enumerate(rows) for name in names}
+    assert level.keys() == {path.stem for path in (PACKAGE / "residency").glob("*.py")} - {"__init__"}
+    for name in level:
+        body = ast.parse((PACKAGE / "residency" / f"{name}.py").read_text()).body
+        modules = [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module]
+        own = [module.split(".")[-1] for module in modules if module.startswith("nemo_offload_rl.residency.")]
+        assert all(level[other] >= level[name] for other in own), f"{name}.py imports {own}"
+
+
 def test_importing_the_core_loads_no_engine_no_cluster_and_no_model_library():
     script = (
         "import sys, nemo_offload_rl.residency, nemo_offload_rl.weight_sync.interfaces, nemo_offload_rl.data.batch, "

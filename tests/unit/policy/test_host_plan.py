@@ -11,10 +11,10 @@ from policy_cases import make_settings
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.host_plan import (
     HostNeed,
+    claim_host_memory,
     host_bytes_by_owner,
     render_host_plan,
     resident_groups,
-    settle_host_memory,
 )
 from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, REFERENCE, Phase, Placement
 
@@ -37,27 +37,27 @@ def need_of(budget_gib, *, activations=8 * GIB, backend="megatron", keep_referen
 def refused(need):
     """The message, None where it fits."""
     try:
-        settle_host_memory(need)
+        claim_host_memory(need)
     except ConfigError as error:
         return str(error)
     return None
 
 
 def test_offloaded_activations_are_counted_beside_the_state_by_name():
-    settle_host_memory(need_of(24.0))
+    claim_host_memory(need_of(24.0))
     with pytest.raises(ConfigError, match=r"needs 24\.00 GiB .*reference 4\.00, offloaded activations 8\.00\), but"):
-        settle_host_memory(need_of(23.9))
+        claim_host_memory(need_of(23.9))
 
 
 def test_arenas_may_take_what_the_budget_leaves_beside_activations():
-    assert settle_host_memory(need_of(30.0)) == 22 * GIB
-    assert settle_host_memory(need_of(16.0, activations=0)) == 16 * GIB
+    assert claim_host_memory(need_of(30.0)) == 22 * GIB
+    assert claim_host_memory(need_of(16.0, activations=0)) == 16 * GIB
 
 
 def test_the_limit_of_activations_that_is_named_fits():
     with pytest.raises(ConfigError, match=rf"lower policy\.megatron_cfg\.{LIMIT} to 3\.33, or raise the limit"):
-        settle_host_memory(need_of(19.337))
-    settle_host_memory(need_of(19.337, activations=int(3.33 * GIB)))
+        claim_host_memory(need_of(19.337))
+    claim_host_memory(need_of(19.337, activations=int(3.33 * GIB)))
     assert refused(need_of(19.337, activations=int(3.34 * GIB)))
 
 
@@ -73,7 +73,7 @@ def test_where_the_state_leaves_no_room_activations_stay_on_the_device(budget_gi
     with pytest.raises(
         ConfigError, match=rf"use policy\.megatron_cfg\.fine_grained_activation_{mend}, which .* {rest}"
     ):
-        settle_host_memory(need_of(budget_gib))
+        claim_host_memory(need_of(budget_gib))
 
 
 def test_a_run_without_an_engine_is_told_its_own_keys():
