@@ -119,10 +119,13 @@ class Script:
 
 def _run_script(argv: list[str], output: str, cwd: str, env: dict[str, str]) -> None:
     """In the new process, from the first line of the script to the last handler of its end."""
+    from ray._raylet import Config as RayConfig
+
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    RayConfig.initialize("")  # Ray reads its settings from the environment, such as RAY_AUTH_MODE, when it is imported
     sys.path[:0] = [str(Path(argv[0]).resolve().parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = argv
     for number, name in ((1, "stdout"), (2, "stderr")):
