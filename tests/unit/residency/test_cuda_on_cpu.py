@@ -254,7 +254,7 @@ def test_the_host_budget_bounds_what_is_page_locked(monkeypatch):
         device.new_arena(True, HostAllowance(1 << 20)).reserve(2 << 20)
 
 
-def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_give_back(monkeypatch):
+def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_release(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
     gib = 1 << 30
     assert device.used_bytes() == 2 * gib

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 from toy_training import settings
 
-from nemo_offload_rl.residency import PHASES, Phase, Placement, choose_resident, resolve_plan
+from nemo_offload_rl.residency import BASE, PHASES, Phase, PhaseSpec, Placement, choose_resident, resolve_plan
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
@@ -89,3 +93,28 @@ def test_cached_memory_is_released_for_an_engine_on_the_same_device_only():
 def test_what_a_phase_touches_is_on_its_device(phase):
     plan = resolve_plan(settings(has_base=True))
     assert all(plan.placement(group, phase) is D for group in PHASES[phase].touches)
+
+
+def documented_rows() -> dict[str, list[str]]:
+    """The five cells of each row of the document's two tables of phases, by the first word of the row."""
+    text = (Path(__file__).parents[3] / "docs/design/residency.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return {re.findall(r"\w+", row[0])[0]: row[1:] for row in cells if len(row) == 1 + len(Phase) and row[0]}
+
+
+def test_the_document_has_the_placements_of_the_default_plan():
+    plan, rows = resolve_plan(settings()), documented_rows()
+    for group in plan.table:
+        expected = ["unchanged" if place is U else place.name for place in plan.table[group].values()]
+        assert [cell.split(",")[0] for cell in rows[group]] == expected
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(PhaseSpec)])
+def test_the_document_has_what_each_phase_does(name):
+    shown = {True: "yes", False: "", None: ""}
+    for phase, cell in zip(Phase, documented_rows()[name], strict=True):
+        value = getattr(PHASES[phase], name)
+        if name == "touches":
+            assert set(cell.split(", ")) - {""} == value - {BASE}
+        else:
+            assert cell == (value.name if isinstance(value, Phase) else shown[value])

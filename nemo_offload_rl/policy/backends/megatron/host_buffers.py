@@ -2,7 +2,7 @@
 
 Megatron-core's own pool keeps a pinned buffer for every exact shape it has ever seen. Reinforcement learning brings new
 shapes with every batch, so that pool only grows. Here a buffer serves any tensor that it holds, and what was not used
-lately is given back above a limit.
+lately is released above a limit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HostBufferPool:
         limit_bytes: What is kept between passes, and what is reached only where no free buffer is large enough. A
             pass that needs more at once takes more, with one warning.
         new_region: Makes host memory of a size.
-        synchronize: Waits for copies under way; called before memory is given back, since Megatron calls `free` when
+        synchronize: Waits for copies under way; called before memory is released, since Megatron calls `free` when
             a copy back has been started, not when it has finished.
     """
 
@@ -97,17 +97,17 @@ class HostBufferPool:
         insort(self._free, buffer, key=_size)
 
     def reset(self) -> None:
-        """A pass has ended: every buffer is free, and those above the limit are given back."""
+        """A pass has ended: every buffer is free, and those above the limit are released."""
         for buffer in self._in_use.values():
             insort(self._free, buffer, key=_size)
         self._in_use.clear()
         self._pass += 1
-        self._give_back(self._limit_bytes)
+        self._release_down_to(self._limit_bytes)
 
     def clear(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.reset()
-        self._give_back(0)
+        self._release_down_to(0)
 
     def _take_free(self, num_bytes: int) -> _Buffer | None:
         index = bisect_left(self._free, num_bytes, key=_size)
@@ -120,7 +120,7 @@ class HostBufferPool:
 
     def _make(self, num_bytes: int) -> _Buffer:
         num_bytes = round_up(num_bytes)
-        self._give_back(self._limit_bytes - num_bytes)
+        self._release_down_to(self._limit_bytes - num_bytes)
         self.total_bytes += num_bytes
         self.num_regions_made += 1
         if self.total_bytes > self._limit_bytes and not self._has_warned:
@@ -133,7 +133,7 @@ class HostBufferPool:
             )
         return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)
 
-    def _give_back(self, target_bytes: int) -> None:
+    def _release_down_to(self, target_bytes: int) -> None:
         """Close free buffers, the longest unused first, until the rest is within `target_bytes`."""
         if self.total_bytes <= target_bytes or not self._free:
             return
