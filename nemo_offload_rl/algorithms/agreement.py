@@ -1,4 +1,4 @@
-"""Whether engine and policy are the same model: what a run is told that ends because they are not."""
+"""Whether engine and policy are the same model, and the message of a run that ends because they are not."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class DpoRecipe:
         pairs: Tokenized data.
         decode: Token ids to text.
         pad_id: Fills rows up.
-        width_multiple: Rows are padded to a multiple of so many tokens.
+        width_multiple: Rows are padded to a multiple of this many tokens.
         saved: Where reference logprobs that were computed once stay; None computes them at each start.
     """
 

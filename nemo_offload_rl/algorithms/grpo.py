@@ -156,7 +156,7 @@ class GrpoTrainer:
         try:
             if parts.checkpoints.is_due(step, is_last):
                 self._save(step)
-        finally:  # a save that fails leaves the step's metrics to whoever looks for the cause
+        finally:  # the metrics of the step are there to find the cause of a save that fails
             seconds = timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")
             self._logger.log(step, parts.memory.drain(step + 1), "memory")

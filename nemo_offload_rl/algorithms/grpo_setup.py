@@ -147,8 +147,8 @@ def _environment(name: str, settings: EnvSettings) -> Environment:
 
 
 def _check_validation(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
-    wants = config.grpo.val_at_start or config.grpo.val_at_end or config.grpo.val_period > 0
-    if wants and not prompts.validation:
+    validates = config.grpo.val_at_start or config.grpo.val_at_end or config.grpo.val_period > 0
+    if validates and not prompts.validation:
         raise ConfigError(
             "validation is asked for (grpo.val_period, val_at_start or val_at_end), but the data keep no validation "
             "rows; set data.validation or a split_validation_size, or switch validation off"

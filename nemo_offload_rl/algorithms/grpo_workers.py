@@ -71,7 +71,7 @@ class GrpoWorkers:
             cause = str(error).rstrip(".")
             logger.warning("%s; starting the engine again, restarts left: %d", cause, self._num_restarts_left)
             try:
-                self.engine.shutdown()  # first: nobody may read the buffers that the policy frees
+                self.engine.shutdown()  # first: no engine may read the buffers that the policy frees
                 self.policy.abandon_refit()
                 self.policy.offload_after_refit()
                 self.engine.restart()

@@ -42,7 +42,7 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Bytes summed over ranks; seconds of the slowest rank. What stayed on a device unplanned is told as a warning."""
+    """Bytes summed over ranks; seconds of the slowest rank. Warns of what stayed on a device against the plan."""
     for rank, reports in enumerate(reports_by_rank):
         for report in reports:
             for leftover in report.leftovers:

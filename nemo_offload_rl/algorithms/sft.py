@@ -22,7 +22,7 @@ class SftRecipe:
         examples: Tokenized data.
         decode: Token ids to text.
         pad_id: Fills rows up.
-        width_multiple: Rows are padded to a multiple of so many tokens.
+        width_multiple: Rows are padded to a multiple of this many tokens.
     """
 
     examples: Splits[Example]
@@ -67,7 +67,7 @@ class SftRecipe:
         }
 
     def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        # Above e^80 a perplexity says nothing, and above e^709 it is no number.
+        # Above e^80 a perplexity means nothing, and above e^709 it overflows.
         perplexity = math.exp(min(means["loss"], 80.0))
         return {"loss": means["loss"], "perplexity": perplexity, "token_accuracy": means["token_accuracy"]}
 

@@ -2,7 +2,7 @@
 
 One step, in order:
 1. data: the next rows of the loader become a batch;
-2. reference_logprobs: what the loss wants to know of the frozen reference (DPO only);
+2. reference_logprobs: what the loss reads of the frozen reference (DPO only);
 3. training: forward, backward and the optimizer step of one global batch;
 4. validation, when due: the loss on held-out data; a checkpoint, when due.
 """
@@ -63,7 +63,7 @@ class Recipe(Protocol):
         ...
 
     def complete(self, policy: Policy, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:
-        """The batch with what the loss wants to know of the reference."""
+        """The batch with what the loss reads of the reference."""
         ...
 
     def weight(self, batch: TrainBatch) -> float:
@@ -170,7 +170,7 @@ class SupervisedTrainer:
                 with timer.phase("checkpoint"):
                     metrics = {"train": about_step, "val": validation}
                     parts.checkpoints.save(step, parts.policy, parts.loader, metrics)
-        finally:  # a save that fails leaves the step's metrics to whoever looks for the cause
+        finally:  # the metrics of the step are there to find the cause of a save that fails
             seconds = timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")
             self._logger.log(step, parts.memory.drain(step + 1), "memory")

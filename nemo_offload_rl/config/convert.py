@@ -194,7 +194,7 @@ def to_policy_settings(policy: TrainedPolicyConfig, derived: Mapping[str, Any]) 
 
     Args:
         policy: The section.
-        derived: Fields that do not stand in it, or not as the worker wants them.
+        derived: Fields that do not stand in it, or not in the worker's form.
     """
     elsewhere = {"generation", "scheduler"}
     values: dict[str, Any] = {key: value for key, value in policy.items() if key not in elsewhere}

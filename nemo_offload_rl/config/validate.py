@@ -34,7 +34,7 @@ def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Confi
         schema: `GrpoMasterConfig`, `SftMasterConfig` or `DpoMasterConfig`.
 
     Raises:
-        ConfigError: One line with the dotted key, what was given and what is wanted; up to three problems.
+        ConfigError: One line with the dotted key, what was given and what is expected; up to three problems.
     """
     try:
         return _adapter(schema).validate_python(raw, strict=True)

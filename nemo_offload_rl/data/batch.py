@@ -21,7 +21,7 @@ class TokenBatch:
     """Right-padded token sequences.
 
     Attributes:
-        rows_per_group: Of the class: so many neighbouring rows belong together and stay in one micro-batch.
+        rows_per_group: Of the class: this many neighbouring rows belong together and stay in one micro-batch.
         input_ids: [B, S] int64, padded with any valid id.
         input_lengths: [B] int64, real tokens of each row, 1..S.
     """

@@ -93,7 +93,7 @@ class ChatEncoder:
         Args:
             messages: The conversation.
             origin: Where it comes from, for error messages.
-            num_given: So many messages at the beginning are not counted, whoever wrote them.
+            num_given: This many messages at the beginning are not counted, whatever their role.
             tools: What the assistant may call, for the chat template.
 
         Raises:

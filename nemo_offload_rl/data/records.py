@@ -23,7 +23,7 @@ class Row:
         question: What the user asks, without prompt file or chat template.
         answer: The reference answer: what an environment compares with, or what SFT imitates.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
-        metadata: Anything else that an environment wants to know.
+        metadata: Anything else that an environment reads.
     """
 
     question: str

@@ -30,13 +30,13 @@ class TurnEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
-        self._said = uuid.uuid4().hex  # stands for what the assistant said; nobody can have said it
+        self._said = uuid.uuid4().hex  # stands for what the assistant said, and occurs in no text
 
     def __call__(self, message: str, response: Sequence[int]) -> tuple[int, ...]:
         """Token ids.
 
         Args:
-            message: What the policy is told, as the user.
+            message: What the policy gets, as the user.
             response: Token ids of the response before it. Where they end with the token with which the template ends
                 a turn, it is not written again.
 

@@ -83,7 +83,7 @@ class HostedWorker:
 
 
 class _Warnings(logging.Handler):
-    """Keeps warnings until somebody asks for them."""
+    """Keeps warnings until they are drained."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -52,7 +52,7 @@ def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) 
     env_vars: dict[str, str] = {}
     if cpu_workers_per_node is not None:
         # Ray gives a worker one thread for its share of a CPU. The engine rests while the policy computes. Threads
-        # that spin while they wait make a step up to ten times slower as soon as another process wants a core.
+        # that spin while they wait make a step up to ten times slower as soon as another process needs a core.
         threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
         env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     megatron = settings.megatron

@@ -199,7 +199,7 @@ def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
         return
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
-    # "local": never the cluster that somebody else runs on this machine.
+    # "local": never another user's cluster on this machine.
     ray.init(address="local", include_dashboard=False, **common)
 
 

@@ -8,11 +8,11 @@ from nemo_offload_rl.environments.interfaces import Environment, Observation, Re
 
 
 class RetryEnvironment:
-    """Another environment, except that a wrong answer is told so while the policy has turns left.
+    """Another environment, with a message after a wrong answer while the policy has turns left.
 
     Args:
         environment: It scores, and ends the rollout of a right answer.
-        message: What the policy is told after a wrong one.
+        message: What the policy gets after a wrong one.
     """
 
     def __init__(self, environment: Environment, message: str) -> None:

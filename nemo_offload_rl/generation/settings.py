@@ -41,7 +41,7 @@ class GenerationSettings:
     backend: str  # "vllm"
     colocated: bool  # the engine shares the trainer's devices
     engine_gpus_per_node: int | None  # devices of engines that do not: beside those of `cluster`, on each of
-    engine_num_nodes: int | None  # so many hosts
+    engine_num_nodes: int | None  # hosts
     sampling: SamplingSettings
     val_sampling: SamplingSettings
     vllm: VllmSettings

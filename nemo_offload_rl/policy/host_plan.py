@@ -286,7 +286,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         }
         candidates = {name: size for name, size in stays.items() if name not in overrides}
         engine_bytes = int(settings.engine_memory_share * device_bytes)
-        # The share says nothing of a cache whose size was fixed.
+        # The share does not bound a cache of a fixed size.
         engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
         kept_bytes = sum(size for name, size in stays.items() if name in kept)
         room = device_bytes - engine_bytes - SHARED_RESERVE_BYTES - kept_bytes

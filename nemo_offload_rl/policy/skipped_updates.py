@@ -20,7 +20,7 @@ class SkippedUpdates:
     """Counts skipped updates in a row. Every rank counts the same, since they skip together.
 
     Args:
-        max_in_a_row: More than so many end the run.
+        max_in_a_row: More than this end the run.
     """
 
     def __init__(self, max_in_a_row: int) -> None:

@@ -21,7 +21,7 @@ class StateGroup(ABC):
 
     Attributes:
         name: The row of the residency plan.
-        layers: Modules in the order of a forward pass; none for a group that is wanted as a whole. Each parameter of
+        layers: Modules in the order of a forward pass; none for a group that is needed as a whole. Each parameter of
             theirs is first read in the forward of the first layer that has it, or in `layer_arrived` just before that,
             on the stream that is current there, so it may arrive behind what runs before. The group's other tensors
             are there before any forward pass.
@@ -51,7 +51,7 @@ class StateGroup(ABC):
         raise NotImplementedError(f"group {self.name!r} cannot be freed: its contents could not be made anew")
 
     def materialize(self) -> None:
-        """Called when a freed group is wanted on the device again; the contents start from nothing."""
+        """Called when a freed group must be on the device again; the contents start from nothing."""
         return None
 
 

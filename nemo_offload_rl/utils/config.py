@@ -29,7 +29,7 @@ from nemo_offload_rl.errors import ConfigError
 _REPLACE_MARK = "_override_"
 
 type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
-"""From the unresolved configuration, a key that it does not have and the value for it to what a user is told."""
+"""From the unresolved configuration, a key that it does not have and the value for it to the hint for the user."""
 
 
 def load_config(

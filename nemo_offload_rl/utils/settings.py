@@ -15,7 +15,7 @@ class WandbSettings:
 
     project: str
     name: str
-    entity: str | None  # None: the default of whoever is logged in
+    entity: str | None  # None: the default of the logged-in user
     group: str | None
     tags: tuple[str, ...]
     mode: str  # "online", "offline" or "disabled"

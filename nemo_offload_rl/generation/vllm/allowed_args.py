@@ -233,7 +233,7 @@ REFUSED: Mapping[str, str] = {
         _UNUSED,
     ),
 }
-"""Arguments that nobody sets, with the reason."""
+"""Arguments that may not be set, with the reason."""
 
 ALLOWED = frozenset(
     {

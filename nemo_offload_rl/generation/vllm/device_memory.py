@@ -1,6 +1,6 @@
 """The engine's device memory, seen from vLLM's worker process.
 
-Waking up maps memory that another process may still be giving back: the bytes are waited for, not assumed. vLLM's own
+Waking up maps memory that another process may still be releasing: the bytes are waited for, not assumed. vLLM's own
 wake-up fails half-way where they are missing, with part of the memory mapped.
 """
 

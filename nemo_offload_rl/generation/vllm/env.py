@@ -1,6 +1,6 @@
 """Environment variables of a vLLM process; they must be set before `vllm` is imported.
 
-Ray sets them when it starts the engine's actor (`env_vars`); whoever runs an engine in the own process does it first.
+Ray sets them when it starts the engine's actor (`env_vars`); an engine in one's own process needs them first.
 """
 
 from __future__ import annotations

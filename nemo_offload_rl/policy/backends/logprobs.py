@@ -112,7 +112,7 @@ def _without_gradient(ctx: Any, logprobs_BS: Tensor, stat_BS: Tensor | None) -> 
 
 
 class _FusedTokenScores(torch.autograd.Function):
-    """The same by Triton kernels. The logits' memory becomes the gradient's: only for logits that nobody else has."""
+    """The same by Triton kernels. The logits' memory becomes the gradient's: only for logits without another user."""
 
     @staticmethod
     def forward(
@@ -166,7 +166,7 @@ def token_scores(
         temperature: What the sampler divided its logits by; above 0.
         shard: Which columns these are.
         stat: What to measure beside; None for nothing.
-        owns_logits: Nobody else uses the logits: on a GPU backward may write the gradient over them.
+        owns_logits: The logits have no other user: on a GPU backward may write the gradient over them.
 
     Returns:
         Tensors [B, S], equal on all ranks of `shard.group`.

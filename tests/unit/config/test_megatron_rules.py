@@ -284,14 +284,14 @@ def test_every_rule_of_a_module_is_in_its_list(module) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "words", "model"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
 )
-def test_a_broken_rule_ends_in_one_line_with_its_mend(
+def test_a_broken_rule_ends_in_one_line_with_its_fix(
     name: str, overrides: list[str], words: str, model: dict[str, int] | None, tmp_path: Path
 ) -> None:
     message = RULES[name](config(overrides, model, tmp_path))
     assert message is not None
     assert words in message
     assert "\n" not in message
-    assert ";" in message, "the mend follows a semicolon"
+    assert ";" in message, "the fix follows a semicolon"
 
 
 @pytest.mark.parametrize(

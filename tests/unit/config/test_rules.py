@@ -273,14 +273,14 @@ def test_every_rule_is_listed_and_broken_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "overrides", "words"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
-def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str, overrides: list[str], words: str) -> None:
+def test_a_broken_rule_ends_in_one_line_with_its_fix(name: str, overrides: list[str], words: str) -> None:
     rule = {rule.__name__: rule for rule in GRPO_RULES}[name]
     cfg = validate_keys(load_config(CPU, overrides), GrpoMasterConfig)
     message = rule(cfg)
     assert message is not None
     assert words in message
     assert "\n" not in message
-    assert ";" in message, "the mend follows a semicolon"
+    assert ";" in message, "the fix follows a semicolon"
     with pytest.raises(ConfigError):
         check_rules(cfg, GRPO_RULES)
 

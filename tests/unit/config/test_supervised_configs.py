@@ -68,7 +68,7 @@ def test_every_rule_of_sft_and_dpo_is_broken_here() -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str) -> None:
+def test_a_broken_rule_ends_in_one_line_with_its_fix(name: str) -> None:
     path, overrides, words = BROKEN[name]
     rules: Any = SFT_RULES if path == SFT else DPO_RULES
     schema: Any = SftMasterConfig if path == SFT else DpoMasterConfig
@@ -77,7 +77,7 @@ def test_a_broken_rule_ends_in_one_line_with_its_mend(name: str) -> None:
     assert message is not None
     assert words in message
     assert "\n" not in message
-    assert ";" in message, "the mend follows a semicolon"
+    assert ";" in message, "the fix follows a semicolon"
     with pytest.raises(ConfigError):
         check_rules(cfg, rules)
 

@@ -1,4 +1,4 @@
-"""Clusters that somebody else started: two nodes of Ray on this machine, joined through RAY_ADDRESS."""
+"""Clusters that run already: two nodes of Ray on this machine, joined through RAY_ADDRESS."""
 
 from __future__ import annotations
 

@@ -62,17 +62,15 @@ def test_the_limit_of_activations_that_is_named_fits():
 
 
 @pytest.mark.parametrize(
-    ("budget_gib", "mend", "rest"),
+    ("budget_gib", "fix", "rest"),
     [
         (16.0, "offloading=false", 16),  # no room beside the state
         (15.0, "offloading=false loss_fn.reference_policy_kl_penalty=0", 12),
         (8.0, r"offloading=false \+\+policy.residency_overrides.optimizer=device", 8),
     ],
 )
-def test_where_the_state_leaves_no_room_activations_stay_on_the_device(budget_gib, mend, rest):
-    with pytest.raises(
-        ConfigError, match=rf"use policy\.megatron_cfg\.fine_grained_activation_{mend}, which .* {rest}"
-    ):
+def test_where_the_state_leaves_no_room_activations_stay_on_the_device(budget_gib, fix, rest):
+    with pytest.raises(ConfigError, match=rf"use policy\.megatron_cfg\.fine_grained_activation_{fix}, which .* {rest}"):
         claim_host_memory(need_of(budget_gib))
 
 

@@ -84,8 +84,8 @@ def test_a_plan_that_the_host_cannot_hold_is_refused_with_the_numbers_and_the_sm
         gib = worker.residency.device_bytes()["params"] / 2**30
     # params, twice as much optimizer, and the reference: four times the parameters
     cases = {3.5: "kl_penalty=0, which", 2.5: "overrides.optimizer=device, which", 0.5: "params=device, which"}
-    for budget, mend in cases.items():
-        with pytest.raises(ConfigError, match=rf"host_memory_budget_gib leaves .*{mend}"):
+    for budget, fix in cases.items():
+        with pytest.raises(ConfigError, match=rf"host_memory_budget_gib leaves .*{fix}"):
             make_worker(folder, keep_reference=True, host_memory_budget_gib=budget * gib).__enter__()
 
 

@@ -36,7 +36,7 @@ def raise_(error: BaseException) -> Callable[[], int]:
 @pytest.mark.parametrize(
     ("main", "status", "stderr"),
     [
-        (raise_(ConfigError("fact, reason;\n  mend")), 2, "error: fact, reason; mend\n"),
+        (raise_(ConfigError("fact, reason;\n  fix")), 2, "error: fact, reason; fix\n"),
         (raise_(KeyboardInterrupt()), 130, "interrupted\n"),
         (lambda: None, None, ""),
         (lambda: 3, 3, ""),

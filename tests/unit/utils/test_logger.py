@@ -253,7 +253,7 @@ def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
     assert caplog.text.count("MLflow is lost") == 1
 
 
-def test_mlflow_that_is_not_installed_is_one_line_with_its_mend(
+def test_mlflow_that_is_not_installed_is_one_line_with_its_fix(
     tmp_path: Path, mlflow_settings: LoggerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as an import of what is not there

@@ -53,7 +53,7 @@ class PackedRow:
             lengths_B: [B] tokens of each row, on the host: looking at them on a GPU waits for all that is queued there.
             width: S, columns of the padded rows.
             scored_N: [N] places in the flattened rows, the tokens to score; on the host too.
-            device: Where the result is wanted.
+            device: Where the result goes.
         """
         is_real_BS = torch.arange(width) < lengths_B.unsqueeze(1)
         tokens_T = is_real_BS.flatten().nonzero().squeeze(1)
@@ -87,7 +87,7 @@ class LogprobModel(nn.Module):
     def forward(
         self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None, stat: TokenStat | None
     ) -> TokenScores:
-        """[B, S] float32 logprobs by the package's convention, and a stat at the same places; 0 where none is wanted.
+        """[B, S] float32 logprobs by the package's convention, and a stat at the same places; 0 elsewhere.
 
         Args:
             input_ids_BS: [B, S] int64.

@@ -1,4 +1,4 @@
-"""That a model takes over its folder whole: every tensor of the folder has a place in it, and it wants no other.
+"""That a model takes over its folder whole: every tensor of the folder has a place in it, and it needs no other.
 
 Megatron-Bridge 0.6.2 warns of a tensor that it cannot find, leaves the parameter as memory happened to be, and says
 nothing of tensors that it does not ask for.

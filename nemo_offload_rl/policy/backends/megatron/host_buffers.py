@@ -32,7 +32,7 @@ class _Buffer:
 
 
 def round_up(num_bytes: int) -> int:
-    """Bytes of the buffer that is made for so many."""
+    """Bytes of the buffer that is made for this many."""
     return max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
 
 

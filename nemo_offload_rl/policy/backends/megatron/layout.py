@@ -66,7 +66,7 @@ def lay_out(
 
     Args:
         batch: The micro-batch on the host: on a GPU each look at it would wait for all work that is queued there.
-        device: Where the input is wanted.
+        device: Where the input goes.
         pack: Put the samples end to end, without padding but what the splits below need.
         sequence_parallel_size: Positions of a rank are a multiple of it.
         token_multiple: Tokens that a rank has between two exchanges are a multiple of it: 8-bit products ask for that.

@@ -88,7 +88,7 @@ def add_adapters(
 
 
 def _require_input_gradients(chunk: Any) -> None:
-    """Megatron goes back through a recomputed block only if its input wants a gradient: frozen embeddings do not."""
+    """Megatron goes back through a recomputed block only if its input requires a gradient: frozen embeddings do not."""
 
     def mark(_module: nn.Module, _inputs: Any, embedded: Tensor) -> None:
         if torch.is_grad_enabled():

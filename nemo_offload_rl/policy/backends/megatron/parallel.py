@@ -104,7 +104,7 @@ def pipeline_group() -> dist.ProcessGroup:
 
 
 def layout_name() -> str:
-    """Names how the model is split over the ranks; says nothing of how many copies of it there are."""
+    """Names how the model is split over the ranks; not how many copies of it there are."""
     tensor, context, pipeline, expert = _sizes()
     expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
     return f"tp{tensor}-cp{context}-pp{pipeline}-ep{expert}-etp{expert_tensor}"

@@ -142,7 +142,7 @@ def _stood_in_for(mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) ->
 
 
 def _only(main_groups: Any, model_groups: Any, wanted: set[int]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The pairs whose shard is wanted, group by group."""
+    """The pairs whose shard is needed, group by group."""
     kept = [
         [(main, model) for main, model in zip(mains, models, strict=True) if id(main) in wanted]
         for mains, models in zip(main_groups, model_groups, strict=True)
