@@ -98,7 +98,13 @@ def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on
 @pytest.mark.processes
 def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     log = tmp_path / "srun.log"
-    stand_in(tmp_path / "bin", "srun", f'echo "$@" >> {log}; [[ "$*" != *hostname* ]] || echo 127.0.0.1\n')
+    srun = f"""
+        echo "$@" >> {log}
+        [[ "$*" != *hostname* ]] || echo 127.0.0.1
+        # The run's end stops both nodes, which are started in the background.
+        [[ "$*" != *run_grpo.py* ]] || until [ "$(grep -c "ray start --block" {log})" = 2 ]; do sleep 0.05; done
+    """
+    stand_in(tmp_path / "bin", "srun", srun)
     container = {"CONTAINER": "/shared/image.sqsh", "CONTAINER_MOUNTS": "/shared:/shared"}
     status, output = run_script({**slurm, "PYTHON": "/opt/python", **container}, "examples/run_grpo.py", "a=b")
     assert status == 0, output

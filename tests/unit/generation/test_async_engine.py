@@ -19,7 +19,7 @@ from ray_workers import RefitPolicy
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.errors import ConfigError, DataError, WorkerDiedError
-from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.weight_sync.refit import refit
 
 GREEDY = SamplingSettings(max_new_tokens=8, temperature=0.0)
@@ -56,7 +56,7 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
         policy.set_weights(seed)
         refit(policy, engine)
         answers = asyncio.run(ask_all())
-        assert answers == [samples[0].token_ids for samples in engine.generate(PROMPTS, GREEDY)]
+        assert answers == token_ids(engine.generate(PROMPTS, GREEDY))
         model = make_family("qwen3", seed)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
@@ -83,19 +83,24 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     engine.shutdown()
 
 
+def token_ids(answers: list[list[Completion]]) -> list[list[int]]:
+    return [samples[0].token_ids for samples in answers]
+
+
 def test_an_engine_whose_core_has_died_answers_as_before_when_it_is_started_again(tmp_path: Path) -> None:
     weights = checkpoint_tensors(save_family_folder(tmp_path, "qwen3"))
     settings = engine_settings(tmp_path, async_engine=True)
     with engine_process() as engine:
         engine.start(settings)
         send_weights(engine, weights, 2**20)
-        answers = engine.generate(PROMPTS, GREEDY)
+        answers = token_ids(engine.generate(PROMPTS, GREEDY))
         core_of(engine.pid).kill()
         with pytest.raises(WorkerDiedError, match=CORE_DIED):
             engine.generate(PROMPTS, GREEDY)
         engine.start(settings)
         send_weights(engine, weights, 2**20)
-        assert engine.generate(PROMPTS, GREEDY) == answers
+        # Which requests share a batch depends on when they arrive, and so do the last digits of logprobs.
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == answers
 
 
 def test_an_engine_over_more_devices_than_a_host_has_is_refused_by_the_key(
