@@ -9,7 +9,8 @@ from typing import Any, cast
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section, model_parallel_size
 from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import OptimizerFacts, optimizer_facts
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
+from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.settings import OptimizerSettings
 
 type Rule[Config] = Callable[[Config], str | None]
@@ -53,7 +54,7 @@ def data_parallel_size(cfg: RunConfig) -> int:
     return world_size(cfg) // (dtensor["tensor_parallel_size"] * dtensor["context_parallel_size"])
 
 
-def facts_of_optimizer(cfg: RunConfig) -> OptimizerFacts:
+def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:
     """What `policy.optimizer`, which is not null, keeps for each parameter.
 
     Raises:
@@ -61,7 +62,7 @@ def facts_of_optimizer(cfg: RunConfig) -> OptimizerFacts:
     """
     optimizer = cfg["policy"]["optimizer"]
     assert optimizer is not None
-    return optimizer_facts(OptimizerSettings(**optimizer), on_gpu=cfg["cluster"]["gpus_per_node"] > 0)
+    return optimizer_spec(OptimizerSettings(**optimizer), on_gpu=cfg["cluster"]["gpus_per_node"] > 0)
 
 
 def sources(section: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

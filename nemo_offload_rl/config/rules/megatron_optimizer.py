@@ -5,6 +5,7 @@ from __future__ import annotations
 from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import OPTIMIZERS, names_of
 
 KEY = "policy.megatron_cfg"
 OPTIMIZER = f"{KEY}.optimizer"
@@ -86,52 +87,56 @@ def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | No
     return None
 
 
-def megatron_offloaded_states_are_adams(cfg: RunConfig) -> str | None:
-    """Offloading states around the step is for Adam."""
+def megatron_offloaded_states_are_shards(cfg: RunConfig) -> str | None:
+    """Offloading states around the step is for optimizers that can be sharded."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["optimizer"]["optimizer"] == "adam":
+    if megatron is None or OPTIMIZERS[megatron["optimizer"]["optimizer"]].can_be_sharded:
         return None
     if megatron["optimizer"]["offload_optimizer_states"]:
         return (
-            f"{OPTIMIZER}.offload_optimizer_states is true, but it moves Adam's moments and masters and optimizer is "
-            f"{megatron['optimizer']['optimizer']}; set optimizer to adam or this to false"
+            f"{OPTIMIZER}.offload_optimizer_states is true, but it moves shards and optimizer is "
+            f"{megatron['optimizer']['optimizer']}, of which megatron-core makes none; set optimizer to "
+            f"{names_of(lambda found: found.can_be_sharded)} or this to false"
         )
     return None
 
 
-def megatron_precision_aware_optimizer_is_adam(cfg: RunConfig) -> str | None:
-    """The precision-aware optimizer is a distributed Adam."""
+def megatron_precision_aware_optimizer_is_available(cfg: RunConfig) -> str | None:
+    """The optimizer can be precision-aware, and is distributed."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron["optimizer"]["use_precision_aware_optimizer"]:
         return None
     optimizer = megatron["optimizer"]
-    if optimizer["optimizer"] == "adam" and optimizer["use_distributed_optimizer"]:
+    if OPTIMIZERS[optimizer["optimizer"]].can_be_precision_aware and optimizer["use_distributed_optimizer"]:
         return None
     return (
-        f"{OPTIMIZER}.use_precision_aware_optimizer is true, but there it is for a distributed Adam only and "
+        f"{OPTIMIZER}.use_precision_aware_optimizer is true, but there it is for a distributed "
+        f"{names_of(lambda found: found.can_be_precision_aware)} only and "
         f"optimizer is {optimizer['optimizer']} with use_distributed_optimizer "
         f"{str(optimizer['use_distributed_optimizer']).lower()}; set it to false or change those"
     )
 
 
-def megatron_shards_the_states_of_adam_only(cfg: RunConfig) -> str | None:
-    """Megatron's distributed optimizer is an Adam, unless it lives on the host."""
+def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig) -> str | None:
+    """Megatron's distributed optimizer is one that it can shard, unless it lives on the host."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
         return None
-    if megatron["optimizer"]["optimizer"] == "sgd" and megatron["optimizer"]["use_distributed_optimizer"]:
+    name = megatron["optimizer"]["optimizer"]
+    if megatron["optimizer"]["use_distributed_optimizer"] and not OPTIMIZERS[name].can_be_sharded:
         reason = "of which megatron-core shards no states; set use_distributed_optimizer to false"
-        return f"{OPTIMIZER}.optimizer is sgd, {reason}"
+        return f"{OPTIMIZER}.optimizer is {name}, {reason}"
     return None
 
 
 def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
-    """Megatron's CPU Adam is precision-aware, so that it updates the model and not masters on the GPU."""
+    """Megatron's CPU optimizer is precision-aware where it can be, and then updates no masters on the GPU."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
         return None
     optimizer = megatron["optimizer"]
-    if optimizer["optimizer"] == "adam" and not optimizer["use_precision_aware_optimizer"]:
+    can_be = OPTIMIZERS[optimizer["optimizer"]].can_be_precision_aware
+    if can_be and not optimizer["use_precision_aware_optimizer"]:
         return (
             f"{OPTIMIZER}.optimizer_cpu_offload is true, but without use_precision_aware_optimizer what it updates are "
             "fp32 masters that stay on the GPU; set use_precision_aware_optimizer to true"
@@ -171,9 +176,9 @@ RULES: tuple[Rule[RunConfig], ...] = (
     megatron_offload_fraction_is_positive,
     megatron_overlap_needs_cpu_offload,
     megatron_offload_needs_the_distributed_optimizer,
-    megatron_offloaded_states_are_adams,
-    megatron_precision_aware_optimizer_is_adam,
-    megatron_shards_the_states_of_adam_only,
+    megatron_offloaded_states_are_shards,
+    megatron_precision_aware_optimizer_is_available,
+    megatron_distributed_optimizer_can_be_sharded,
     megatron_cpu_offload_is_precision_aware,
     megatron_cpu_offload_needs_half_precision,
     megatron_parameter_gather_overlaps_only_shards,

@@ -12,13 +12,18 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+import torch
+
 from nemo_offload_rl.config.convert import NO_ROLLOUTS, rollout_fields, to_policy_settings
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer, world_size
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section, spec_of_optimizer, world_size
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
+from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
@@ -185,7 +190,7 @@ def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
     optimizer_bytes = 0
     if policy["optimizer"] is not None:
         with suppress(ConfigError):  # of an optimizer that another rule refuses
-            optimizer_bytes = facts_of_optimizer(cfg).state_bytes(trained_bytes)
+            optimizer_bytes = spec_of_optimizer(cfg).bytes_per_element(torch.float32) * (trained_bytes // 4)
     return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
 
 
@@ -200,15 +205,13 @@ def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: in
         num_updated = min(num_updated, num_parameters // world_size(cfg) if num_trained else 0)
     if optimizer["optimizer_cpu_offload"]:
         num_updated = int((1 - optimizer["optimizer_offload_fraction"]) * num_updated)
-    item_bytes = 4 if cfg["policy"]["precision"] == "float32" else 2
-    # Of a master the precision-aware optimizer keeps the 16 bits that a bfloat16 parameter lacks.
-    master_bytes = 0 if item_bytes == 4 else 2 if optimizer["use_precision_aware_optimizer"] else 4
+    dtype = COMPUTE_DTYPES[cfg["policy"]["precision"]]
+    spec = optimizer_spec(MegatronOptimizerSettings(**optimizer))
     in_fp32 = megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
-    moments_bytes = 8 if optimizer["optimizer"] == "adam" else 4  # of float32: Adam's two, SGD's momentum
     return {
-        "params": item_bytes * num_held,
-        "grads": (4 if in_fp32 else item_bytes) * num_trained,
-        "optimizer": (moments_bytes + master_bytes) * num_updated,
+        "params": dtype.itemsize * num_held,
+        "grads": (4 if in_fp32 else dtype.itemsize) * num_trained,
+        "optimizer": spec.bytes_per_element(dtype) * num_updated,
     }
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
 from nemo_offload_rl.config.convert import scheduler_phases
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, facts_of_optimizer
+from nemo_offload_rl.config.rules.base import Rule, algorithm_section, spec_of_optimizer
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
@@ -28,7 +28,7 @@ def optimizer_can_train(cfg: RunConfig) -> str | None:
     if optimizer is None:
         return "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
     problem = _call_problem("policy.optimizer", optimizer["name"], optimizer["kwargs"], Optimizer)
-    return problem or _refusal(lambda: facts_of_optimizer(cfg))
+    return problem or _refusal(lambda: spec_of_optimizer(cfg))
 
 
 def scheduler_phases_can_step(cfg: RunConfig) -> str | None:

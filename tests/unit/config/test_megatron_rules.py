@@ -154,12 +154,12 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([*CPU_OFFLOAD, f"{OPTIMIZER}.use_distributed_optimizer=false"], "optimizer_cpu_offload is true", None),
         ([STATES, f"{OPTIMIZER}.use_distributed_optimizer=false"], "offload_optimizer_states is true", None),
     ],
-    "megatron_offloaded_states_are_adams": [([STATES, f"{OPTIMIZER}.optimizer=sgd"], "optimizer is sgd", None)],
-    "megatron_precision_aware_optimizer_is_adam": [
+    "megatron_offloaded_states_are_shards": [([STATES, f"{OPTIMIZER}.optimizer=sgd"], "optimizer is sgd", None)],
+    "megatron_precision_aware_optimizer_is_available": [
         ([f"{OPTIMIZER}.optimizer=sgd"], "optimizer is sgd with use_distributed_optimizer true", None),
         ([f"{OPTIMIZER}.use_distributed_optimizer=false"], "use_distributed_optimizer false", None),
     ],
-    "megatron_shards_the_states_of_adam_only": [
+    "megatron_distributed_optimizer_can_be_sharded": [
         ([f"{OPTIMIZER}.optimizer=sgd"], "of which megatron-core shards no states", None)
     ],
     "megatron_cpu_offload_is_precision_aware": [

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import Poisoned, make_batch, make_settings, worker_of
+from policy_cases import Poisoned, assert_equal, full_optimizer, make_batch, make_settings, worker_of
 from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency.cuda import STAGING_BYTES
@@ -131,6 +132,29 @@ def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(f
     assert len(set(away.values[::4])) == 3  # each step changed the policy
     assert away.allocated_bytes - 2 * STAGING_BYTES < 100 * MIB < resident.allocated_bytes
     assert away.leftovers == STAGING
+
+
+@pytest.mark.parametrize("flavour", ["masters", "masters, not sharded", "precision-aware", "sgd"])
+def test_the_optimizer_keeps_the_bytes_of_its_spec_and_what_is_made_for_a_load_is_the_same(
+    folder: Path, tmp_path: Path, flavour: str
+) -> None:
+    settings = gpu_settings(folder, colocated=False, **FLAVOURS.get(flavour, FLAVOURS["masters, not sharded"]))
+    optimizer = settings.megatron.optimizer
+    if flavour == "sgd":
+        optimizer = replace(optimizer, optimizer="sgd")
+        settings = replace(settings, megatron_cfg=replace(settings.megatron, optimizer=optimizer))
+    with worker_of(settings, GPU) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(), NLLLoss())
+        num_parameters = sum(p.numel() for chunk in worker._backend._chunks for p in chunk.parameters())
+        expected_bytes = optimizer_spec(optimizer).bytes_per_element(torch.bfloat16) * num_parameters
+        assert worker.residency.device_bytes()["optimizer"] == expected_bytes
+        kept = full_optimizer(worker)
+        worker.save_checkpoint(tmp_path / "saved")
+    with worker_of(settings, GPU) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert_equal(full_optimizer(worker), kept)
+        assert worker.residency.device_bytes()["optimizer"] == expected_bytes
 
 
 def test_what_building_the_model_left_on_the_gpu_goes_before_the_first_generation(folder: Path) -> None:

@@ -143,10 +143,10 @@ class DTensorBackend:
             self._parameters = self._lora.trainable
         if settings.optimizer is None:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
-        facts = torch_optim.optimizer_facts(settings.optimizer, on_gpu=on_gpu)
+        spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, self._trainable())
         self._scheduler = torch_optim.build_scheduler(settings.scheduler, self._optimizer)
-        self._parts = optim.divide(self._parameters, facts, settings.dtensor_cfg)
+        self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg)
 
     @property
     def rank_info(self) -> RankInfo:

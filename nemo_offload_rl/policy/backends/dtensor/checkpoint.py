@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.policy.backends import dcp
-from nemo_offload_rl.residency import OptimizerParts, local_tensor, restricted_to
+from nemo_offload_rl.policy.backends.optimizer_spec import make_states
+from nemo_offload_rl.residency import OptimizerParts, local_tensor
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,7 @@ class DTensorState:
             self.scheduler.load_state_dict(values["scheduler"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
-        """Have the optimizer allocate the states of one group, by steps that change nothing.
-
-        A step of one parameter after the other: a step of all takes gradients and, on a GPU, intermediate results of
-        all of them beside the states, which is more than training does.
-        """
+        """Have the optimizer allocate the states of one group."""
         state = self.optimizer.state
         # What was never trained has no states, neither here nor in the checkpoint.
         wanted = [
@@ -84,18 +81,7 @@ class DTensorState:
             for name, parameter in self.parts.members[group]
             if dcp.OPTIMIZER + name in saved and not state.get(parameter)
         ]
-        if not wanted:
-            return
-        rates = [options["lr"] for options in self.optimizer.param_groups]
-        for options in self.optimizer.param_groups:
-            options["lr"] = 0.0
-        for parameter in wanted:
-            parameter.grad = torch.zeros_like(parameter)
-            with restricted_to(self.optimizer, [parameter]):
-                self.optimizer.step()
-            parameter.grad = None
-        for options, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            options["lr"] = rate
+        make_states(self.optimizer, wanted)
 
     def rng_state(self) -> dict[str, Tensor]:
         """This rank's random states."""

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import OptimizerFacts
+from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.settings import DTensorSettings
 from nemo_offload_rl.residency import OptimizerParts, divide_optimizer, local_tensor
 
 
 def divide(
-    parameters: Sequence[tuple[str, nn.Parameter]], facts: OptimizerFacts, settings: DTensorSettings
+    parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorSettings
 ) -> OptimizerParts:
     """Which optimizer states stream around the step, and in which parts."""
     chunk_mib = settings.offload_optimizer_states_chunk_mib
     return divide_optimizer(
         parameters,
-        lambda parameter: facts.state_bytes(local_tensor(parameter).nbytes),
+        lambda parameter: spec.bytes_per_element(parameter.dtype) * local_tensor(parameter).numel(),
         1.0 if settings.offload_optimizer_states else 0.0,
         None if chunk_mib is None else int(chunk_mib * 2**20),
     )

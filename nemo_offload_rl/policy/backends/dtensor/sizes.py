@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.policy.backends.base import ExpectedBytes
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_facts
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -42,7 +42,8 @@ def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: tor
     """
     if settings.optimizer is None:
         return {}
-    state_bytes = optimizer_facts(settings.optimizer, on_gpu=device.type == "cuda").state_bytes(params_bytes)
+    spec = optimizer_spec(settings.optimizer, on_gpu=device.type == "cuda")
+    state_bytes = spec.bytes_per_element(torch.float32) * (params_bytes // _FP32_BYTES)
     row = OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER
     return {row: state_bytes} if state_bytes else {}
 

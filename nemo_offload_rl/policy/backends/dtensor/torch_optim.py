@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
 from nemo_offload_rl.residency import local_tensor
 
@@ -27,27 +27,11 @@ from nemo_offload_rl.residency import local_tensor
 _REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError)
 # How a step is computed, not what: tried only where the run has the device that they need.
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
-_FP32_BYTES = 4
 _SCHEDULE_STEPS = 4
 
 
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """What an optimizer keeps.
-
-    Attributes:
-        state_bytes_per_element: Bytes for each element of a float32 parameter, all state tensors of its shape together.
-    """
-
-    state_bytes_per_element: int
-
-    def state_bytes(self, param_bytes: int) -> int:
-        """Bytes of the states of float32 parameters that take `param_bytes`."""
-        return param_bytes // _FP32_BYTES * self.state_bytes_per_element
-
-
-def optimizer_facts(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerFacts:
-    """Try the optimizer that `policy.optimizer` names.
+def optimizer_spec(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerSpec:
+    """What the optimizer that `policy.optimizer` names keeps for float32 parameters, by trying it.
 
     Args:
         settings: The optimizer.
@@ -62,10 +46,15 @@ def optimizer_facts(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerFa
     whole = OptimizerSettings(name=settings.name, kwargs=kwargs)
     together, states = _try_steps(whole, [matrix, vector])
     alone, _ = _try_steps(whole, [matrix[:2]])
-    shapes_differ = any(state.shape not in (matrix.shape, torch.Size([])) for state in states.values())
-    if shapes_differ or not torch.allclose(together[0][:2], alone[0], rtol=1e-5, atol=1e-7):
+    has_other_shapes = any(state.shape not in (matrix.shape, torch.Size([])) for state in states.values())
+    spec = OptimizerSpec(
+        states={name: state.dtype for name, state in states.items() if state.dim() > 0},
+        masters={},
+        is_elementwise=not has_other_shapes and torch.allclose(together[0][:2], alone[0], rtol=1e-5, atol=1e-7),
+    )
+    if not spec.is_elementwise:
         raise _cannot_train(settings.name, "its update of one shard of a parameter needs the others")
-    return OptimizerFacts(sum(state.element_size() for state in states.values() if state.dim() > 0))
+    return spec
 
 
 def _try_steps(settings: OptimizerSettings, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -33,6 +33,7 @@ from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
 from nemo_offload_rl.policy.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.policy.backends.megatron.fp8_scales import keeps_scales
 from nemo_offload_rl.policy.backends.megatron.model import build_model
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
@@ -80,13 +81,9 @@ class MegatronBackend:
         self._chunks = self._model.chunks
         self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks, self._device)
         self._scheduler = optim.build_scheduler(cfg.scheduler, cfg.optimizer, self._optimizer)
-        sizes = state.state_bytes(
-            self._chunks,
-            self._optimizer,
-            momentum_only=cfg.optimizer.optimizer == "sgd",
-            precision_aware=cfg.optimizer.use_precision_aware_optimizer,
-        )
-        self._streamed = StreamedStates(self._optimizer, cfg.optimizer, sizes)
+        spec = optimizer_spec(cfg.optimizer)
+        sizes = state.state_bytes(self._chunks, self._optimizer, spec)
+        self._streamed = StreamedStates(self._optimizer, cfg.optimizer, spec, sizes)
         self._model.config.grad_scale_func = self._optimizer.scale_loss
         num_layers = sum(isinstance(module, TransformerLayer) for chunk in self._chunks for module in chunk.modules())
         self._most_activation_bytes = host_bytes_at_most(self._model.config, num_layers, settings, cfg)

@@ -27,9 +27,9 @@ from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.backends.megatron import fp8_scales, parallel
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
-from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.policy.backends.megatron.optim import make_states, sub_optimizers
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
-from nemo_offload_rl.residency import restricted_to, unique_storages
+from nemo_offload_rl.residency import unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -203,24 +203,8 @@ class MegatronState:
                 # Not `state[held]`: that would make an entry.
                 if self._streamed.group_of(held) == group and names[parameter] in saved and not inner.state.get(held)
             ]
-            if not wanted:
-                continue
-            if isinstance(inner, HybridDeviceOptimizer):
-                if not inner.state:
-                    inner.dummy_step()  # of all parameters
-            elif mcore.init_state_fn is None:  # SGD: a momentum of zeros gives the step that having none gives
-                for held in wanted:
-                    inner.state[held]["momentum_buffer"] = torch.zeros_like(held)
-            elif hasattr(inner, "initialize_state"):
-                # Transformer Engine's; Megatron's own function calls it without its second argument.
-                for held in wanted:
-                    inner.initialize_state(held, inner.store_param_remainders and held.dtype is torch.bfloat16)
-            else:
-                with restricted_to(inner, wanted):
-                    mcore.init_state_fn(inner, mcore.config)
-                if isinstance(inner, torch.optim.Adam):
-                    for held in wanted:
-                        inner.state[held]["step"] = torch.zeros((), dtype=torch.float32)
+            if wanted:
+                make_states(inner, wanted)
 
     def rng_state(self) -> dict[str, Tensor]:
         """Random states of torch and of Megatron's tracker."""

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
+from nemo_offload_rl.policy.backends import optimizer_spec
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.settings import MegatronOptimizerSettings, MegatronSchedulerSettings, PolicySettings
 
@@ -92,6 +95,22 @@ def build_optimizer(
 def sub_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers of dense and expert parameters, each over a torch optimizer."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def make_states(inner: Any, updated: Sequence[Tensor]) -> None:
+    """Have an optimizer inside one of Megatron's allocate the states of what it updates, for a checkpoint to fill.
+
+    Megatron's own functions for that are not called: they make no count of steps where torch keeps one for each
+    parameter, and do not say whether Transformer Engine is to keep whole masters.
+    """
+    if isinstance(inner, HybridDeviceOptimizer):
+        if not inner.state:
+            inner.dummy_step()  # of all parameters
+    elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose gradients are not where torch's are
+        for parameter in updated:
+            inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype is torch.bfloat16)
+    else:
+        optimizer_spec.make_states(inner, updated)
 
 
 def build_scheduler(

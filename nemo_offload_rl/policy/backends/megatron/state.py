@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.residency import (
     BASE,
     PARAMS,
@@ -170,16 +170,13 @@ def weight_bytes(chunks: Sequence[Any], *, has_adapters: bool) -> dict[str, int]
     }
 
 
-def state_bytes(
-    chunks: Sequence[Any], optimizer: Any, *, momentum_only: bool, precision_aware: bool
-) -> dict[Tensor, int]:
+def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> dict[Tensor, int]:
     """Host bytes of masters and states of each of `updated_parameters`, once all of the lazy state is there.
 
     Args:
         chunks: The model.
         optimizer: Megatron's optimizer.
-        momentum_only: SGD, which keeps one state tensor instead of Adam's two.
-        precision_aware: Masters are made by the optimizer, as the 16 bits that a bfloat16 parameter lacks.
+        spec: What it keeps.
     """
     params = unique_storages(param_tensors(chunks))
     sizes: dict[Tensor, int] = {}
@@ -187,10 +184,11 @@ def state_bytes(
         if mcore.is_stub_optimizer:
             continue
         for parameter in updated_parameters(mcore):
-            sizes[parameter] = aligned(4 * parameter.numel()) * (1 if momentum_only else 2)
-            storage = parameter.untyped_storage()
-            if storage_key(storage) not in params:
-                sizes[parameter] += aligned(storage.nbytes())
-            elif precision_aware and parameter.dtype is not torch.float32:
-                sizes[parameter] += aligned(2 * parameter.numel())
+            kept, storage = list(spec.states.values()), parameter.untyped_storage()
+            # What is no view of a parameter is a master itself. Of parameters, the optimizer makes masters as states.
+            is_master = storage_key(storage) not in params
+            if not is_master and parameter.dtype in spec.masters:
+                kept.append(spec.masters[parameter.dtype])
+            sizes[parameter] = sum(aligned(dtype.itemsize * parameter.numel()) for dtype in kept)
+            sizes[parameter] += aligned(storage.nbytes()) if is_master else 0
     return sizes

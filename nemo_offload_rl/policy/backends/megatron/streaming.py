@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron import state
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
 from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer
 
@@ -29,10 +31,25 @@ class StreamedStates:
     Args:
         optimizer: Megatron's optimizer.
         cfg: How much streams, in parts of which size.
+        spec: Of the optimizer.
         state_bytes: Bytes of masters and states by parameter of an inner optimizer.
+
+    Raises:
+        ConfigError: States are to stream, but the optimizer cannot update a part alone.
     """
 
-    def __init__(self, optimizer: Any, cfg: MegatronOptimizerSettings, state_bytes: Mapping[Tensor, int]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        cfg: MegatronOptimizerSettings,
+        spec: OptimizerSpec,
+        state_bytes: Mapping[Tensor, int],
+    ) -> None:
+        if cfg.offload_optimizer_states and not spec.is_elementwise:
+            raise ConfigError(
+                f"policy.megatron_cfg.optimizer.offload_optimizer_states is true, but optimizer is {cfg.optimizer}, "
+                "whose update of a part needs the others; set it to false"
+            )
         fraction = cfg.offload_optimizer_states_fraction if cfg.offload_optimizer_states else 0.0
         chunk_mib = cfg.offload_optimizer_states_chunk_mib
         self._optimizer = optimizer

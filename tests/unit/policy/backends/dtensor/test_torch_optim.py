@@ -12,7 +12,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import (
     build_optimizer,
     build_scheduler,
-    optimizer_facts,
+    optimizer_spec,
     try_schedule,
 )
 from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
@@ -40,7 +40,7 @@ def test_a_driver_on_a_machine_with_gpus_tries_an_optimizer_without_asking_them(
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append("context") or False)
-    assert optimizer_facts(ADAMW, on_gpu=True).state_bytes_per_element == 8
+    assert optimizer_spec(ADAMW, on_gpu=True).bytes_per_element(torch.float32) == 8
     assert not asked
     (parameter,) = made = [nn.Parameter(torch.ones(2))]
     parameter.grad = torch.ones(2)
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_loaded(name):
     with pytest.raises(ConfigError, match=REFUSED[name]) as caught:
-        optimizer_facts(OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3}), on_gpu=False)
+        optimizer_spec(OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3}), on_gpu=False)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value)
 
@@ -70,7 +70,7 @@ def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
     folder, tmp_path, name, kwargs, num_states
 ):
     settings = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, **kwargs})
-    assert optimizer_facts(settings, on_gpu=False).state_bytes_per_element == 4 * num_states
+    assert optimizer_spec(settings, on_gpu=False).bytes_per_element(torch.float32) == 4 * num_states
     changes = {"optimizer": settings, "offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.05}
     plain: dict[str, nn.Parameter] = {}
     optimizers = []
@@ -107,7 +107,7 @@ def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
 def test_how_a_step_is_computed_is_tried_where_the_run_computes_it(name):
     fused = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, "fused": True})
     plain = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3})
-    assert optimizer_facts(fused, on_gpu=True) == optimizer_facts(plain, on_gpu=True)
+    assert optimizer_spec(fused, on_gpu=True) == optimizer_spec(plain, on_gpu=True)
 
 
 SCHEDULES = {

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -20,7 +21,11 @@ from policy_cases import (
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import OPTIMIZERS, optimizer_spec
+from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
+from nemo_offload_rl.policy.megatron_config import MegatronOptimizerConfig
 from nemo_offload_rl.residency.groups import storage_key
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
@@ -76,6 +81,10 @@ def test_every_form_of_the_optimizer_leaves_whole_and_comes_back_bit_by_bit(fold
         sizes = worker._backend.expected_bytes()
         results, *_ = train_and_cycle(worker, range(2))
         num_parameters = sum(parameter.numel() for parameter in params.values())
+        spec = optimizer_spec(worker._backend._cfg.optimizer)
+        assert spec.bytes_per_element(COMPUTE_DTYPES[worker._settings.precision]) == bytes_per_parameter
+        kept = {name.rpartition("/")[2] for name, tensor in optimizer.items() if tensor.dim() > 0}
+        assert kept - {"master"} == set(spec.states)
         assert worker.residency.device_bytes()["optimizer"] == bytes_per_parameter * num_parameters
         offload(worker)
         assert set(worker.residency.device_bytes().values()) == {0}
@@ -107,6 +116,25 @@ def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, 
         parts = [size for name, size in on_device.items() if "part" in name]
         assert len(parts) > 1 and set(parts) == {0}
         assert (on_device["optimizer"] > 0) == (fraction < 1.0)
+
+
+def test_an_optimizer_whose_update_of_a_part_needs_the_others_does_not_stream(folder):
+    with make_worker(folder) as worker:
+        backend = worker._backend
+        cfg = replace(backend._cfg.optimizer, offload_optimizer_states=True)
+        with pytest.raises(ConfigError, match="optimizer is adam, whose update of a part needs the others; set it to"):
+            StreamedStates(backend._optimizer, cfg, replace(optimizer_spec(cfg), is_elementwise=False), {})
+
+
+def test_every_optimizer_that_can_be_chosen_has_its_spec():
+    assert set(get_args(get_type_hints(MegatronOptimizerConfig)["optimizer"])) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 8), (torch.bfloat16, 10), (torch.float16, 12)])
+def test_a_precision_aware_spec_has_the_bits_that_bfloat16_lacks_and_whole_masters_of_float16(dtype, num_bytes):
+    """Only Transformer Engine's Adam is precision-aware, and that needs a GPU: see test_megatron_gpu.py."""
+    cfg = replace(make_settings("model", backend="megatron").megatron.optimizer, use_precision_aware_optimizer=True)
+    assert optimizer_spec(cfg).bytes_per_element(dtype) == num_bytes
 
 
 def test_nothing_that_training_made_stays_outside_of_the_groups(folder):
