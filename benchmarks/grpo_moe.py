@@ -15,124 +15,17 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from qwen3_shapes import MOE_SHAPES, write_model
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
 
 LIMIT = 1.02
-STD = 0.02
-# A router's weights are wider than the rest, as in trained models: its eighth choice matters little, so that ties
-# which two implementations break in different ways do not hide what is looked for here.
-ROUTER_STD = 4 * STD
 # So many of the vocabulary end a response: with near-uniform sampling two in three end before 512 tokens.
 STOP_SHARE = 0.002
-
-
-@dataclass(frozen=True)
-class MoeShape:
-    """The sizes of a Qwen3-MoE model's configuration; embedding and output layer are separate."""
-
-    hidden: int
-    layers: int
-    experts: int
-    moe_intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts_per_token: int
-    vocab: int
-
-    def layer(self, i: int) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-        """Name, shape and standard deviation of a layer's weights; None for norms, which are one."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        place = f"model.layers.{i}"
-        yield f"{place}.input_layernorm.weight", (self.hidden,), None
-        yield f"{place}.post_attention_layernorm.weight", (self.hidden,), None
-        for name, shape in (("q", (q, self.hidden)), ("k", (kv, self.hidden)), ("v", (kv, self.hidden))):
-            yield f"{place}.self_attn.{name}_proj.weight", shape, STD
-        yield f"{place}.self_attn.o_proj.weight", (self.hidden, q), STD
-        yield f"{place}.self_attn.q_norm.weight", (self.head_dim,), None
-        yield f"{place}.self_attn.k_norm.weight", (self.head_dim,), None
-        yield f"{place}.mlp.gate.weight", (self.experts, self.hidden), ROUTER_STD
-        for expert in range(self.experts):
-            for name in ("gate_proj", "up_proj"):
-                yield f"{place}.mlp.experts.{expert}.{name}.weight", (self.moe_intermediate, self.hidden), STD
-            yield f"{place}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.moe_intermediate), STD
-
-    def rest(self) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-        """The same of what is in no layer."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden), STD
-        yield "model.norm.weight", (self.hidden,), None
-        yield "lm_head.weight", (self.vocab, self.hidden), STD
-
-    def hf_config(self) -> dict[str, Any]:
-        """What stands in config.json."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "dtype": "bfloat16",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": 3 * self.hidden,
-            "moe_intermediate_size": self.moe_intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-            "tie_word_embeddings": False,
-            "initializer_range": STD,
-            "pad_token_id": 0,
-            "eos_token_id": None,
-            "bos_token_id": None,
-        }
-
-
-_A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}
-SHAPES = {
-    "tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
-    "12-layers": MoeShape(layers=12, experts=64, experts_per_token=8, **_A3B),
-    "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
-}
-
-
-def write_model(path: Path, shape: MoeShape, device: str) -> None:
-    """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer."""
-    import torch
-    from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    path.mkdir(parents=True, exist_ok=True)
-    places: dict[str, str] = {}
-    total_bytes = 0
-    for number, rows in enumerate([shape.rest(), *(shape.layer(i) for i in range(shape.layers))]):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, sizes, std in rows:
-            scale = torch.ones if std is None else torch.randn
-            tensors[name] = (scale(sizes, dtype=torch.bfloat16, device=device) * (std or 1.0)).cpu()
-        file = f"model-{number:05d}.safetensors"
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps(shape.hf_config(), indent=1))
-    make_tokenizer().save_pretrained(path)
-    print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
 
 
 COLUMNS = {
@@ -166,13 +59,13 @@ def table(steps: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="12-layers", choices=list(SHAPES))
+    parser.add_argument("--shape", default="12-layers", choices=list(MOE_SHAPES))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="where the weights are made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the run and grpo_moe.json")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    shape, out = SHAPES[arguments.shape], arguments.out
+    shape, out = MOE_SHAPES[arguments.shape], arguments.out
     begin_s = time.perf_counter()
     # A process of its own, which leaves nothing on the GPU.
     writer = multiprocessing.get_context("spawn").Process(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from qwen3_shapes import SHAPES, write_model
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
@@ -40,63 +41,6 @@ CPU_STREAMING = [
     "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=1",
     "policy.dtensor_cfg.torch_compile=false",
 ]
-
-
-def write_model(path: Path, shape_name: str, device: str) -> None:
-    """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer."""
-    import torch
-    from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
-    from qwen3_shapes import SHAPES
-    from safetensors.torch import save_file
-
-    shape = SHAPES[shape_name]
-    torch.manual_seed(0)
-    path.mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, sizes in [*shape.parameters(), ("lm_head", (shape.vocab, shape.hidden))]:
-        layer = re.match(r"layers\.(\d+)\.(.*)", name)
-        if layer is None:
-            place, file = name if name == "lm_head" else f"model.{name}", "model-rest.safetensors"
-        else:
-            block = "mlp." if layer[2] in ("gate_proj", "up_proj", "down_proj") else "self_attn."
-            block = "" if layer[2].endswith("layernorm") else block
-            place, file = f"model.layers.{layer[1]}.{block}{layer[2]}", f"model-{int(layer[1]):05d}.safetensors"
-        files.setdefault(file, {})[f"{place}.weight"] = sizes
-    total_bytes = 0
-    for file, rows in files.items():
-        tensors = {
-            name: (torch.randn(sizes, device=device) * 0.02 if len(sizes) > 1 else torch.ones(sizes)).bfloat16().cpu()
-            for name, sizes in rows.items()
-        }
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    places = {name: file for file, rows in files.items() for name in rows}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-        "bos_token_id": None,
-    }
-    (path / "config.json").write_text(json.dumps(config, indent=1))
-    make_tokenizer().save_pretrained(path)
-    print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
 
 
 def process_bytes(pid: int) -> dict[str, int]:
@@ -203,7 +147,7 @@ def table(plan: Mapping[str, float], peak: Mapping[str, Mapping[str, int]]) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8B", help="of benchmarks/qwen3_shapes.py")
+    parser.add_argument("--shape", default="8B", choices=list(SHAPES))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
     parser.add_argument("--out", type=Path, required=True, help="folder for host_memory.json")
@@ -215,7 +159,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     # A process of its own, which leaves nothing on the GPU.
     writer = multiprocessing.get_context("spawn").Process(
-        target=write_model, args=(folder / "model", arguments.shape, "cpu" if arguments.cpu else "cuda")
+        target=write_model, args=(folder / "model", SHAPES[arguments.shape], "cpu" if arguments.cpu else "cuda")
     )
     writer.start()
     writer.join()

@@ -1,8 +1,23 @@
-"""Parameter shapes of dense Qwen3 models, so that benchmarks move what training moves without downloading anything."""
+"""Shapes of Qwen3 models, dense and mixtures of experts, and model folders with random weights of such a shape.
+
+Benchmarks move what training moves without downloading anything.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STD = 0.02
+# A router's weights are wider than the rest, as in trained models: its eighth choice matters little, so that ties
+# which two implementations break in different ways do not hide a difference that is looked for.
+ROUTER_STD = 4 * STD
+
+type Row = tuple[str, tuple[int, ...], float | None]
+"""Name, shape and standard deviation of a weight; None for norms, which are one."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +31,20 @@ class Qwen3Shape:
     kv_heads: int
     head_dim: int = 128
     vocab: int = 151936
+
+    def mlp(self, place: str) -> Iterator[Row]:
+        """The MLP of the layer at a place, by Hugging Face's names."""
+        yield f"{place}.mlp.gate_proj.weight", (self.intermediate, self.hidden), STD
+        yield f"{place}.mlp.up_proj.weight", (self.intermediate, self.hidden), STD
+        yield f"{place}.mlp.down_proj.weight", (self.hidden, self.intermediate), STD
+
+    def own_config(self) -> dict[str, Any]:
+        """What config.json has beside what both kinds of model have."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "intermediate_size": self.intermediate,
+        }
 
     def parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes in the model's order."""
@@ -38,6 +67,43 @@ class Qwen3Shape:
         return [*rows, ("norm", (self.hidden,))]
 
 
+@dataclass(frozen=True)
+class MoeShape:
+    """The sizes of a Qwen3-MoE model's configuration."""
+
+    hidden: int
+    layers: int
+    experts: int
+    moe_intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts_per_token: int
+    vocab: int
+
+    def mlp(self, place: str) -> Iterator[Row]:
+        """The experts of the layer at a place and their router, by Hugging Face's names."""
+        yield f"{place}.mlp.gate.weight", (self.experts, self.hidden), ROUTER_STD
+        for expert in range(self.experts):
+            for name in ("gate_proj", "up_proj"):
+                yield f"{place}.mlp.experts.{expert}.{name}.weight", (self.moe_intermediate, self.hidden), STD
+            yield f"{place}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.moe_intermediate), STD
+
+    def own_config(self) -> dict[str, Any]:
+        """What config.json has beside what both kinds of model have."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "intermediate_size": 3 * self.hidden,
+            "moe_intermediate_size": self.moe_intermediate,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+
 SHAPES = {
     "tiny": Qwen3Shape(hidden=256, layers=2, intermediate=512, heads=4, kv_heads=2, vocab=1024),
     "0.6B": Qwen3Shape(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8),
@@ -46,3 +112,85 @@ SHAPES = {
     "4B": Qwen3Shape(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
     "8B": Qwen3Shape(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8),
 }
+
+_A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}
+MOE_SHAPES = {
+    "tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
+    "12-layers": MoeShape(layers=12, experts=64, experts_per_token=8, **_A3B),
+    "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
+}
+
+
+def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
+    """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer.
+
+    Embedding and output layer are separate.
+
+    Args:
+        path: The folder.
+        shape: The sizes.
+        device: Where the weights are made.
+    """
+    import torch
+    from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    path.mkdir(parents=True, exist_ok=True)
+    places: dict[str, str] = {}
+    total_bytes = 0
+    for number, rows in enumerate([_no_layer(shape), *(_layer(shape, i) for i in range(shape.layers))]):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, sizes, std in rows:
+            draw = torch.ones if std is None else torch.randn
+            tensors[name] = (draw(sizes, dtype=torch.bfloat16, device=device) * (std or 1.0)).cpu()
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text(json.dumps(_hf_config(shape), indent=1))
+    make_tokenizer().save_pretrained(path)
+    print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
+
+
+def _layer(shape: Qwen3Shape | MoeShape, i: int) -> Iterator[Row]:
+    q, kv, place = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, f"model.layers.{i}"
+    yield f"{place}.input_layernorm.weight", (shape.hidden,), None
+    yield f"{place}.post_attention_layernorm.weight", (shape.hidden,), None
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        yield f"{place}.self_attn.{name}_proj.weight", (rows, shape.hidden), STD
+    yield f"{place}.self_attn.o_proj.weight", (shape.hidden, q), STD
+    yield f"{place}.self_attn.q_norm.weight", (shape.head_dim,), None
+    yield f"{place}.self_attn.k_norm.weight", (shape.head_dim,), None
+    yield from shape.mlp(place)
+
+
+def _no_layer(shape: Qwen3Shape | MoeShape) -> Iterator[Row]:
+    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden), STD
+    yield "model.norm.weight", (shape.hidden,), None
+    yield "lm_head.weight", (shape.vocab, shape.hidden), STD
+
+
+def _hf_config(shape: Qwen3Shape | MoeShape) -> dict[str, Any]:
+    return {
+        **shape.own_config(),
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        "initializer_range": STD,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
