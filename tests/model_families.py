@@ -10,13 +10,19 @@ from tiny_models import VOCAB_SIZE, make_tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as dtensor_refuses
+from nemo_offload_rl.policy.backends.megatron.supported import unsupported as megatron_refuses
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -33,15 +39,32 @@ _SIZES: dict[str, Any] = {
 _NARROW = {"hidden_size": 128, "intermediate_size": 96}
 _QWEN3 = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 _MOE = {**_QWEN3, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# A divisor of the logits that leaves greedy choices their margins.
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "granite": (GraniteConfig, {**_NARROW, **_GRANITE}),
     "llama": (LlamaConfig, _NARROW),
     "llama-bias": (LlamaConfig, {**_NARROW, "attention_bias": True, "mlp_bias": True}),
     "mistral": (MistralConfig, {**_NARROW, "head_dim": 32, "sliding_window": None}),
+    "mistral-window": (MistralConfig, {**_NARROW, "head_dim": 32, "sliding_window": 64}),
+    "olmo2": (Olmo2Config, _NARROW),
     "qwen2": (Qwen2Config, _NARROW),  # queries, keys and values have biases
     "qwen3": (Qwen3Config, _QWEN3),
     "qwen3_moe": (Qwen3MoeConfig, _MOE),
 }
-"""Class and sizes by name; a name may end in `-tied`."""
+"""Class and sizes by name; a name may end in `-tied`. Each record of `models/families.py` is in it."""
+
+
+def trained_by(family: str) -> list[str]:
+    """Backends that train the model of a name."""
+    config = family_config(family).to_dict()
+    checks = {DTENSOR: dtensor_refuses, MEGATRON: megatron_refuses}
+    return [backend for backend, refuses in checks.items() if refuses(config) is None]
 
 
 def family_config(family: str) -> PreTrainedConfig:
@@ -51,10 +74,15 @@ def family_config(family: str) -> PreTrainedConfig:
 
 
 def make_family(family: str, seed: int) -> Any:
+    """A float32 model in eval mode, drawn from `seed`."""
+    return drawn_model(family_config(family), seed)
+
+
+def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
     """A float32 model in eval mode, drawn from `seed`; vectors too, which would all start as zero or one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(family_config(family))
+        model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -15,19 +15,11 @@ import torch
 import torch.multiprocessing as mp
 from forked import context
 from megatron_cpu_shim import megatron_on_cpu
+from model_families import FAMILIES, drawn_model
 from tiny_models import VOCAB_SIZE, qwen3_config, save_model_folder
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_offload_rl.config.convert import freeze
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
@@ -232,33 +224,32 @@ def make_sparse_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> Trai
     return replace(batch, token_mask=batch.token_mask * is_kept_BS)
 
 
+# Smaller than what vLLM runs.
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
 def save_family(path: Path, family: str) -> Any:
-    """A tiny folder of "qwen3", "qwen3-tied", "qwen3-moe", "qwen2", "llama-tied" or "mistral"; returns the model."""
+    """A tiny folder of "qwen3", "qwen3-moe" or a family of `model_families.py`; returns the model.
+
+    All but Qwen3's may end in "-tied". Norms and biases of families are drawn too.
+    """
     if family == "qwen3-moe":
         return save_moe(path)
     if family.startswith("qwen3"):
         return save_model_folder(path, 0, qwen3_config(tied=family.endswith("tied")))
     save_model_folder(path, 0)  # for the tokenizer
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": family.endswith("tied"),
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        match family:
-            case "qwen2":
-                model = Qwen2ForCausalLM(Qwen2Config(**sizes))
-            case "mistral":
-                model = MistralForCausalLM(MistralConfig(**sizes, head_dim=16, sliding_window=None))
-            case _:
-                model = LlamaForCausalLM(LlamaConfig(**sizes))
-    model.eval().save_pretrained(path)
+    kind, settings = FAMILIES[family.removesuffix("-tied")]
+    config = kind(**{**settings, **_SMALL, "tie_word_embeddings": family.endswith("tied")})
+    model = drawn_model(config, seed=0)
+    model.save_pretrained(path)
     return model
 
 

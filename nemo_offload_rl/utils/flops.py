@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
+
+from nemo_offload_rl.models.shape import ModelShape
 
 # Dense bf16 FLOP/s by a part of the name that the driver gives: data sheets of NVIDIA.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
 
-# As transformers' configurations of Qwen3-MoE, Mixtral and DeepSeek name it, and as weights of experts are named.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERTS = ".experts."
+_EXPERTS = ".experts."  # in names of their weights
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,15 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    config = json.loads((folder / "config.json").read_text())
-    num_heads = config["num_attention_heads"]
-    head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // num_heads
-    active_share = _active_share(config)
+    shape = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    if shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
+        return None
+    active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0
     num_parameters = num_active = 0
     for name, num_elements in _tensors(files):
         num_parameters += num_elements
         num_active += round(num_elements * active_share) if _EXPERTS in name else num_elements
-    return ModelSizes(num_parameters, num_active, config["num_hidden_layers"], num_heads * head_dim)
-
-
-def _active_share(config: Mapping[str, Any]) -> float:
-    """Of a mixture's experts, those that a token goes through; 1 for a dense model."""
-    num_experts = next((config[key] for key in _NUM_EXPERTS if config.get(key)), None)
-    return 1.0 if num_experts is None else config["num_experts_per_tok"] / num_experts
+    return ModelSizes(num_parameters, num_active, shape.num_layers, shape.num_heads * shape.head_dim)
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, int]]:

@@ -15,12 +15,13 @@ PACKAGE = Path(__file__).parents[2] / "nemo_offload_rl"
 # What each package may import of this project, besides itself; `schema` are the building blocks of the YAML keys.
 ALLOWED = {
     "residency": set(),
-    "utils": {"errors", "schema"},
+    "models": set(),
+    "utils": {"errors", "models", "schema"},
     "data": {"errors", "schema"},
     "environments": {"data", "errors"},
     "weight_sync": {"errors", "generation", "policy", "utils"},
     "generation": {"weight_sync", "data", "errors", "schema", "utils"},
-    "policy/backends": {"residency", "data", "errors", "policy"},
+    "policy/backends": {"residency", "data", "errors", "models", "policy"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
     "experience": {"data", "environments", "generation", "errors"},
     "report": {"errors", "utils"},

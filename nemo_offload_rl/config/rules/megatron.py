@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import Rule, world_size
 from nemo_offload_rl.config.rules.megatron_facts import (
-    has_sliding_window,
     local_model_config,
     megatron_section,
     model_parallel_size,
     num_experts,
 )
 from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.backends.megatron.supported import (
-    YARN,
-    rope_type,
-    unsupported_family,
-    unsupported_layers,
-    unsupported_rope,
-)
+from nemo_offload_rl.models.rope import rope_type
+from nemo_offload_rl.policy.backends.megatron.supported import YARN, unsupported
 
 KEY = "policy.megatron_cfg"
 
@@ -136,29 +130,15 @@ def megatron_layers_divide_over_stages(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_attends_to_all_tokens_before(cfg: RunConfig) -> str | None:
-    """The Megatron backend has no attention within a sliding window."""
-    model = local_model_config(cfg)
-    if megatron_section(cfg) is None or model is None or not has_sliding_window(model):
-        return None
-    return (
-        f"{KEY}.enabled is true, but config.json of {cfg['policy']['model_name']} has layers with a sliding window, "
-        "which that backend would leave out; use policy.dtensor_cfg"
-    )
-
-
 def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
     """The Megatron backend trains only models that it implements completely."""
     model = local_model_config(cfg)
-    if megatron_section(cfg) is None or model is None:
+    if megatron_section(cfg) is None or model is None or (reason := unsupported(model)) is None:
         return None
-    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
-        if (reason := unsupported(model)) is not None:
-            return (
-                f"{KEY}.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
-                "policy.dtensor_cfg, or another model"
-            )
-    return None
+    return (
+        f"{KEY}.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
+        "policy.dtensor_cfg, or another model"
+    )
 
 
 def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
@@ -287,7 +267,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
     megatron_experts_are_not_gathered_over_devices,
     megatron_heads_divide_over_devices,
     megatron_layers_divide_over_stages,
-    megatron_attends_to_all_tokens_before,
     megatron_takes_the_whole_model,
     fused_rotary_embeddings_have_no_factor,
     megatron_sequence_parallel_needs_tensor_parallel,

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.model_folder import is_hub_name
 from nemo_offload_rl.policy.megatron_config import MegatronConfig
 
@@ -50,14 +51,4 @@ def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
 
 def num_experts(model: Mapping[str, Any]) -> int:
     """Experts of each mixture-of-experts layer, 0 in a dense model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max((model[name] or 0 for name in names if name in model), default=0)
-
-
-def has_sliding_window(model: Mapping[str, Any]) -> bool:
-    """Whether some layers attend to the last tokens only."""
-    if model.get("layer_types") is not None:
-        return "sliding_attention" in model["layer_types"]
-    # As transformers fills `layer_types` of the Qwen families.
-    is_used = bool(model.get("use_sliding_window")) and model.get("sliding_window") is not None
-    return is_used and model.get("max_window_layers", 0) < model.get("num_hidden_layers", 0)
+    return ModelShape.of(model).num_experts

@@ -6,9 +6,10 @@ import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
-from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
+from nemo_offload_rl.policy.backends.dtensor import split_plan
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as unsupported_by_dtensor
 from nemo_offload_rl.policy.backends.megatron.engine import check_engine, load_engine
-from nemo_offload_rl.policy.backends.megatron.supported import unsupported_family, unsupported_layers, unsupported_rope
+from nemo_offload_rl.policy.backends.megatron.supported import unsupported as unsupported_by_megatron
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder, read_model_config
 from nemo_offload_rl.policy.settings import PolicySettings
 
@@ -37,15 +38,22 @@ def check_model(settings: PolicySettings) -> None:
     check_model_folder(settings.model_name)
     check_engine(settings)
     config = {**read_model_config(settings.model_name), **settings.hf_config_overrides}
-    key, checks = "policy.dtensor_cfg", (unsupported,)
-    if settings.megatron is not None:
-        key, checks = "policy.megatron_cfg", (unsupported_family, unsupported_layers, unsupported_rope)
-    for check in checks:
-        if (reason := check(config)) is not None:
-            raise ConfigError(
-                f"{key}.enabled is true, but config.json of {settings.model_name} has {reason}; use another model, or "
-                "the other backend if it trains this one (docs/reference/models.md)"
-            )
+    in_megatron = settings.megatron is not None
+    key, check = (
+        ("policy.megatron_cfg", unsupported_by_megatron)
+        if in_megatron
+        else ("policy.dtensor_cfg", unsupported_by_dtensor)
+    )
+    if (reason := check(config)) is not None:
+        raise ConfigError(
+            f"{key}.enabled is true, but config.json of {settings.model_name} has {reason}; use another model, or "
+            "the other backend if it trains this one (docs/reference/models.md)"
+        )
+    tp_size = settings.dtensor_cfg.tensor_parallel_size
+    if not in_megatron and tp_size > 1:
+        problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)
+        if problem is not None:
+            raise ConfigError(problem)
 
 
 def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBackend:

@@ -16,8 +16,8 @@ from transformers import AutoConfig
 from nemo_offload_rl.data.settings import TokenizerSettings
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.models.rope import has_rotary_base
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-from nemo_offload_rl.policy.backends.dtensor.supported import has_rotary_base
 from nemo_offload_rl.policy.backends.model_folder import TOKENIZER_FILES, find_file
 from nemo_offload_rl.policy.checkpointing import written_whole
 from nemo_offload_rl.policy.settings import PolicySettings

@@ -18,6 +18,8 @@ from nemo_offload_rl.policy.backends.model_folder import find_weight_files
 
 logger = logging.getLogger(__name__)
 
+# Layers of old checkpoints have what the whole model computes now; `transformers` leaves it out as well.
+COMPUTED = r"rotary_emb\.inv_freq$"
 _FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError)
 
@@ -31,6 +33,7 @@ class WeightFiles:
 
     Args:
         model_name: Folder or hub name.
+        paths: The files, where the reader's library chooses them; None for those that `transformers` would read.
 
     Attributes:
         shapes: Shape of each tensor.
@@ -39,12 +42,12 @@ class WeightFiles:
         UserError: There are no weights, a file is damaged, or a tensor is no floating-point one.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, paths: Iterable[Path] | None = None) -> None:
         self._model_name = model_name
         self._paths: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
-        for path in find_weight_files(model_name):
+        for path in find_weight_files(model_name) if paths is None else paths:
             for name, (shape, dtype) in self._header(path).items():
                 if dtype not in _FLOATS:
                     raise UserError(

@@ -15,13 +15,10 @@ from nemo_offload_rl.config.rules import GRPO_RULES, activations, adapters, mega
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.megatron.supported import (
-    ROPE_TYPES,
-    rope_type,
-    unsupported_family,
-    unsupported_layers,
-    unsupported_rope,
-)
+from nemo_offload_rl.models.families import MEGATRON as BACKEND
+from nemo_offload_rl.models.families import unsupported_family
+from nemo_offload_rl.models.rope import rope_type
+from nemo_offload_rl.policy.backends.megatron.supported import ROPE_TYPES, unsupported_layers, unsupported_rope
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
@@ -71,15 +68,13 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "megatron_experts_are_not_gathered_over_devices": [
         ([f"{KEY}.expert_model_parallel_size=2", f"{KEY}.moe_token_dispatcher_type=allgather"], "to alltoall", None)
     ],
-    "megatron_attends_to_all_tokens_before": [
-        ([], "use policy.dtensor_cfg", WINDOW),
-        ([], "use policy.dtensor_cfg", LAYERS),
-    ],
     "megatron_takes_the_whole_model": [
         ([], "has model_type deepseek_v3, and", {"model_type": "deepseek_v3"}),
         ([], "has model_type glm4_moe, and", {"model_type": "glm4_moe"}),
         ([], "has model_type nemotron_h, and", {"model_type": "nemotron_h"}),
         ([], "has model_type None, and", {}),
+        ([], "has layers with a sliding window, which", WINDOW),
+        ([], "has layers with a sliding window, which", LAYERS),
         ([], "has attention_bias true, whose biases", {**DENSE, "attention_bias": True}),
         ([], "has attention_bias true, whose biases", {**EXPERTS, "attention_bias": True}),
         ([], "has mlp_bias true, whose biases", {**DENSE, "model_type": "llama", "mlp_bias": True}),
@@ -312,11 +307,10 @@ SETTINGS = st.recursive(
 
 @given(st.dictionaries(CONFIG_KEYS, SETTINGS))
 def test_a_config_json_of_any_contents_is_let_through_or_refused_in_one_line(model: dict[str, Any]) -> None:
-    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
-        reason = unsupported(model)
+    for reason in (unsupported_family(model, BACKEND), unsupported_layers(model), unsupported_rope(model)):
         assert reason is None or (reason and "\n" not in reason)
-        if reason is None and unsupported is unsupported_rope:
-            assert rope_type(model) in ROPE_TYPES
+    if unsupported_rope(model) is None:
+        assert rope_type(model) in ROPE_TYPES
 
 
 def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Path) -> list[str]:

@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausa
 
 # config.json, and words of the refusal
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type mistral, and that backend trains llama, qwen2, qwen3"),
+    ({"model_type": "mixtral"}, "model_type mixtral, and that backend trains granite, llama, mistral,"),
     ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
     ({"model_type": "olmoe"}, "model_type olmoe"),
     ({"model_type": "qwen3_moe"}, "model_type qwen3_moe"),
@@ -84,6 +84,27 @@ def test_frequencies_that_change_with_a_batch_are_refused_beside_an_engine(
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
 
 
+# overrides, config.json beside Llama's, words of the refusal
+UNSPLIT: list[tuple[int, dict[str, Any], str]] = [
+    (4, {"num_attention_heads": 6}, "tensor_parallel_size=4 does not divide the model's num_attention_heads=6"),
+    (4, {"num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads=2"),
+    (2, {"intermediate_size": 33}, "intermediate_size=33"),
+    (2, {"vocab_size": 33}, "vocab_size=33"),
+]
+
+
+@pytest.mark.parametrize(("size", "sizes", "words"), UNSPLIT, ids=[words for *_, words in UNSPLIT])
+def test_a_model_that_cannot_be_split_is_refused_in_one_line(
+    tmp_path: Path, size: int, sizes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | sizes))
+    overrides = [f"policy.model_name={tmp_path}", f"cluster.cpu_workers_per_node={size}"]
+    load_grpo_config(CPU, overrides)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_grpo_config(CPU, [*overrides, f"policy.dtensor_cfg.tensor_parallel_size={size}"])
+    assert "\n" not in str(error.value)
+
+
 def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     dynamic = "+policy.hf_config_overrides.rope_parameters={rope_type: dynamic, rope_theta: 1}"
@@ -107,12 +128,12 @@ def test_an_override_of_the_rotary_embeddings_has_their_base(tmp_path: Path, bac
 
 def test_a_model_of_a_hub_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/mistral", tmp_path / "model")
-    cfg = validate_keys(load_config(CPU, ["policy.model_name=some/mistral"]), GrpoMasterConfig)
-    assert "model_type mistral" in str(dtensor_trains_the_model(cfg))
-    with pytest.raises(ConfigError, match="model_type mistral"):
-        load_grpo_config(CPU, ["policy.model_name=some/mistral"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/mixtral", tmp_path / "model")
+    cfg = validate_keys(load_config(CPU, ["policy.model_name=some/mixtral"]), GrpoMasterConfig)
+    assert "model_type mixtral" in str(dtensor_trains_the_model(cfg))
+    with pytest.raises(ConfigError, match="model_type mixtral"):
+        load_grpo_config(CPU, ["policy.model_name=some/mixtral"])
     # What was never used is not known by rules: the run looks once more, before Ray.
     config = load_grpo_config(CPU, ["policy.model_name=some/unknown"])
     with pytest.raises(UserError, match="is no folder, and neither the model hub nor its cache"):
@@ -129,6 +150,6 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     assert config.tokenizer.name == config.policy.tokenizer.name == tokenizer
     assert config.resolved["policy"]["model_name"] == model
     assert config.logger.log_dir == str(tmp_path / "a b")
-    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    with pytest.raises(ConfigError, match="model_type mistral"):
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    with pytest.raises(ConfigError, match="model_type mixtral"):
         load_grpo_config(CPU, ["policy.model_name=~/m"])

@@ -12,7 +12,7 @@ from closeness import assert_close
 from engine_process import EngineProcess, engine_process, engine_settings, send_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_families import checkpoint_tensors, save_family_folder
+from model_families import FAMILIES, checkpoint_tensors, save_family_folder, trained_by
 from policy_cases import NLL, full_params, make_batch, one_rank_worker
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,19 +23,8 @@ from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.refit import refit
 
-BOTH = ("dtensor", "megatron")
-TRAINED = {
-    "llama": BOTH,
-    "llama-tied": BOTH,
-    "llama-bias": ("dtensor",),
-    "mistral": ("megatron",),
-    "qwen2": BOTH,
-    "qwen2-tied": BOTH,
-    "qwen3": BOTH,
-    "qwen3-tied": BOTH,
-    "qwen3_moe": ("megatron",),
-    "qwen3_moe-tied": ("megatron",),
-}
+TIED = ("granite-tied", "llama-tied", "qwen2-tied", "qwen3-tied", "qwen3_moe-tied")
+TRAINED = {family: trained_by(family) for family in (*FAMILIES, *TIED)}
 """Backends that train a family."""
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
 # vLLM's cache blocks hold 128 tokens on CPU: the last two prompts fill one and two of them.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from closeness import assert_close
 from megatron.core import parallel_state
+from model_families import trained_by
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -55,12 +56,21 @@ SCHEDULES = {"dtensor": {"scheduler": TORCH_SCHEDULE}, "megatron": MEGATRON_SCHE
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama-tied"])
-def test_loss_gradients_and_logprobs_equal_hugging_faces(make_worker, folders, family):
+FAMILIES = ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "llama-bias", "mistral", "granite-tied", "olmo2")
+PADDED_OR_PACKED = {"dtensor": ({}, {"sequence_packing": PACKING}), "megatron": ({},)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "changes"),
+    [(name, family, how) for family in FAMILIES for name in trained_by(family) for how in PADDED_OR_PACKED[name]],
+    ids=lambda value: value if isinstance(value, str) else "packed" if value else "padded",
+    indirect=["backend"],
+)
+def test_loss_gradients_and_logprobs_equal_hugging_faces(make_worker, folders, family, changes):
     folder, model = folders(family)
     batch = make_batch()
     expected_loss, expected_grads = hf_loss_and_grads(model, batch)
-    with make_worker(folder) as worker:
+    with make_worker(folder, **changes) as worker:
         worker.prepare_for_lp_inference()
         assert_close(worker.get_logprobs(batch), hf_logprobs(model, batch).detach())
         worker.prepare_for_training()

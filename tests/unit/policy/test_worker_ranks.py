@@ -48,6 +48,10 @@ from nemo_offload_rl.residency import local_tensor
 pytestmark = pytest.mark.processes
 
 
+# With biases where columns are split, with whole projections between norms, and with factors at every place.
+SPLIT_OTHERWISE = ("llama-bias", "olmo2", "granite-tied")
+
+
 def make_worker(process, folder, *, keep_reference=False, **changes):
     return worker_of(make_settings(folder, **changes), process, keep_reference=keep_reference)
 
@@ -199,7 +203,7 @@ def host_memory_is_settled_together(process, folder, cgroup, fallback):
 
 
 def check_tensor_parallel(process, root):
-    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied"):
+    for family in ("qwen3", "qwen3-tied", "qwen2", *SPLIT_OTHERWISE, "llama-tied"):
         equals_hugging_face(process, f"{root}/{family}", tensor_parallel_size=2)
     equals_hugging_face(
         process, f"{root}/qwen3-tied", tensor_parallel_size=2, activation_checkpointing=True, logprob_chunk_size=3
@@ -248,7 +252,7 @@ def check_megatron(process, root):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "qwen3-moe"):
+    for family in ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "qwen3-moe", *SPLIT_OTHERWISE):
         save_family(path / family, family)
     shutil.copytree(path / "qwen3", path / "qwen3-bf16")
     AutoModelForCausalLM.from_pretrained(path / "qwen3", dtype=torch.bfloat16).save_pretrained(path / "qwen3-bf16")

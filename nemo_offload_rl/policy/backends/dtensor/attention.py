@@ -15,6 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from nemo_offload_rl.models.families import has_sliding_window
+
 MASKED = "sdpa"
 CAUSAL = "nemo_offload_rl_causal"
 PACKED = "nemo_offload_rl_packed"
@@ -29,8 +31,7 @@ def choose_attention(config: Any, device: torch.device, compute_dtype: torch.dty
         compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
         packs: Whether rows are packed, else they are padded on the right.
     """
-    layer_types = getattr(config, "layer_types", None) or ("full_attention",)
-    if set(layer_types) != {"full_attention"}:
+    if has_sliding_window(config.to_dict()):
         return MASKED
     if not packs:
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)

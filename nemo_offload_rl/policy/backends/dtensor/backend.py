@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.families import logits_divisor
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.loading import build_causal_lm, find_weights, materialize, read_weights
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, decoder_layers
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
 from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, measured_loss
@@ -125,16 +126,17 @@ class DTensorBackend:
             shard = VocabShard(self._tp_rank * self._config.vocab_size // tp_size, tp_mesh.get_group())
         self._model = LogprobModel(
             causal_lm,
-            temperature=settings.logprob_temperature,
+            temperature=settings.logprob_temperature * logits_divisor(self._config.to_dict()),
             chunk_size=settings.logprob_chunk_size,
             shard=shard,
         )
+        layers = decoder_layers(causal_lm)
         if settings.dtensor_cfg.torch_compile and on_gpu:
-            compile_layers(causal_lm.model.layers)
-        self._layers: Sequence[nn.Module] = causal_lm.model.layers
+            compile_layers(layers)
+        self._layers = list(layers)
         # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
         self._gather = parallel.gather if dp_mesh.size() > 1 else None
-        self._fsdp_root = parallel.apply_fsdp(self._model, causal_lm.model.layers, dp_mesh, self._compute_dtype)
+        self._fsdp_root = parallel.apply_fsdp(self._model, layers, dp_mesh, self._compute_dtype)
         materialize(self._model, self._device)
         self._parameters = self._model.hf_parameters()
         self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None

@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.policy.backends.weight_files import WeightFiles, check_same_tensors
+from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles, check_same_tensors
 from nemo_offload_rl.residency import local_tensor
 
 _META = torch.device("meta")
-# Layers of old checkpoints have what the whole model computes now; `transformers` leaves it out as well.
-_COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 def build_causal_lm(config: Any, attention: str) -> Any:
@@ -33,11 +31,23 @@ def build_causal_lm(config: Any, attention: str) -> Any:
         model: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
         )
-    # The only buffers of these families, and no file has them.
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    _compute_buffers(model)
     # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
-    model.model.embed_tokens.padding_idx = None
+    model.get_input_embeddings().padding_idx = None
     return model.eval()
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """Give buffers their values, which no file has: rotary frequencies, and factors that a family multiplies by."""
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for key, buffer in buffers.items():
+            module._buffers[key] = torch.full_like(buffer, float("nan"), device="cpu")
+        if buffers:
+            model._init_weights(module)  # parameters are on the meta device and get none
+            missing = [key for key in buffers if getattr(module, key).isnan().any()]
+            assert not missing, f"transformers gives no value to {name}.{missing[0]}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
             names[kept] = copied
             found[kept] = found[copied]
         found.pop(copied, None)
-    harmless = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    harmless = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), COMPUTED]
     check_same_tensors(model_name, wanted, found, harmless)
     return WeightSources(files, names, tuple(repeats))
 

@@ -16,6 +16,17 @@ from nemo_offload_rl.policy.interfaces import TokenStat
 PREFIX = "causal_lm."
 
 
+def decoder_layers(causal_lm: Any) -> nn.ModuleList:
+    """The layers of a Hugging Face causal model, which it names as what is not divided over devices."""
+    names = set(causal_lm._no_split_modules)
+    (layers,) = (
+        module
+        for module in causal_lm.base_model.children()
+        if isinstance(module, nn.ModuleList) and {type(layer).__name__ for layer in module} <= names
+    )
+    return layers
+
+
 def compile_layers(layers: nn.ModuleList) -> None:
     """Have each layer's `forward` compiled at its first call, for all sizes of batches at once.
 
@@ -96,13 +107,14 @@ class LogprobModel(nn.Module):
             stat: What to measure beside; None for nothing.
         """
         if row is None:
-            hidden_BSH = self.causal_lm.model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
+            hidden_BSH = self.causal_lm.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
             hidden_TH, place_N = hidden_BSH.flatten(0, 1), scored_N
         else:
             hidden_TH, place_N = self._of_row(input_ids_BS, row), row.places_N
         before_NH = hidden_TH.index_select(0, place_N - 1)
         targets_N = input_ids_BS.flatten().index_select(0, scored_N)
-        scores_N = chunked_scores(self.causal_lm.lm_head, before_NH, targets_N, stat=stat, **self._how)
+        output_layer = self.causal_lm.get_output_embeddings()
+        scores_N = chunked_scores(output_layer, before_NH, targets_N, stat=stat, **self._how)
 
         def at_their_places(found_N: Tensor) -> Tensor:
             return found_N.new_zeros(input_ids_BS.numel()).index_copy(0, scored_N, found_N).view_as(input_ids_BS)
@@ -115,7 +127,7 @@ class LogprobModel(nn.Module):
         if self.causal_lm.config._attn_implementation == PACKED:
             bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
             bounds |= {"max_length_q": row.longest, "max_length_k": row.longest}
-        hidden_1TH = self.causal_lm.model(
+        hidden_1TH = self.causal_lm.base_model(
             input_ids=input_ids_BS.flatten().index_select(0, row.tokens_T).unsqueeze(0),
             position_ids=row.positions_T.unsqueeze(0),
             use_cache=False,

@@ -1,4 +1,4 @@
-"""Meshes, the tensor-parallel plan of the Llama and Qwen families, and FSDP2 wrapping.
+"""Meshes, tensor parallelism by the plan that a model declares, and FSDP2 wrapping.
 
 The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
 DTensor on the whole mesh, so that optimizers see one kind of parameter.
@@ -6,6 +6,8 @@ DTensor on the whole mesh, so that optimizers see one kind of parameter.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +19,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.split_plan import (
+    COLUMNS,
+    COLUMNS_GATHERED,
+    ROWS,
+    ROWS_OF_WHOLE_INPUT,
+    WHOLE_AMONG_HEADS,
+    split_problem,
+)
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
 DP, TP = "dp", "tp"
@@ -38,20 +48,17 @@ def build_mesh(device: torch.device, world_size: int, tensor_parallel_size: int)
 
 
 def check_model(config: Any, tensor_parallel_size: int) -> None:
-    """Refuse models that the backend does not train, and sizes that tensor parallelism cannot divide.
+    """Refuse models that the backend does not train, and those that tensor parallelism cannot split.
 
     Raises:
         ConfigError: Names what of the config is in the way, or the size and the key to change.
     """
-    if (reason := unsupported(config.to_dict())) is not None:
+    contents = config.to_dict()
+    if (reason := unsupported(contents)) is not None:
         raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        size = getattr(config, name)
-        if size % tensor_parallel_size:
-            raise ConfigError(
-                f"policy.dtensor_cfg.tensor_parallel_size={tensor_parallel_size} does not divide the model's "
-                f"{name}={size}; choose a divisor of it."
-            )
+    problem = split_problem(contents, config.base_model_tp_plan or {}, tensor_parallel_size)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 class _WholeParameters(ParallelStyle):
@@ -80,39 +87,38 @@ class _WholeParameters(ParallelStyle):
         return distribute_module(module, device_mesh, partition, partial(to_dtensor, self.input_placement), to_local)
 
 
-def _layer_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
-    attention: Any = layer.self_attn
-    plan: dict[str, ParallelStyle] = {
-        "input_layernorm": _WholeParameters(Replicate()),
-        "post_attention_layernorm": _WholeParameters(Replicate()),
-        "mlp.down_proj": RowwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
-    }
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[name] = ColwiseParallel()
-    heads_dim = 2  # [B, S, heads, head_dim]
-    for name, _ in attention.named_children():
-        if name in ("q_norm", "k_norm"):
-            plan[f"self_attn.{name}"] = _WholeParameters(Shard(heads_dim))
-    return plan
+_HEADS_DIM = 2  # [B, S, heads, head_dim]
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    COLUMNS: ColwiseParallel,
+    COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
+    ROWS: RowwiseParallel,
+    ROWS_OF_WHOLE_INPUT: partial(RowwiseParallel, input_layouts=Replicate()),
+    WHOLE_AMONG_HEADS: partial(_WholeParameters, Shard(_HEADS_DIM)),
+}
 
 
 def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
-    """Split a Hugging Face Llama or Qwen model over `mesh` (1-D), in place; every rank holds the same weights before.
+    """Split a Hugging Face causal model over `mesh` (1-D), in place; every rank holds the same weights before.
 
-    Attention heads, the MLP's inner size and the vocabulary are split; the output layer gives this rank's columns.
+    Inside the base model the plan of the model's config says how; what is not in it stays whole. The vocabulary is
+    split, and the output layer gives this rank's columns.
     """
-    plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "model.norm": _WholeParameters(Replicate()),
-        "lm_head": ColwiseParallel(),
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    of_vocabulary = {
+        embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        head: ColwiseParallel(),
     }
-    is_tied = causal_lm.lm_head.weight is causal_lm.model.embed_tokens.weight
-    parallelize_module(causal_lm, mesh, plan, src_data_rank=None)
+    plan = causal_lm.config.base_model_tp_plan
+    for name, module in causal_lm.base_model.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if module not in of_vocabulary and any(True for _ in module.parameters(recurse=False)):
+            style = _STYLES[plan[pattern]]() if pattern in plan else _WholeParameters(Replicate())
+            parallelize_module(module, mesh, style, src_data_rank=None)
+    for module, style in of_vocabulary.items():
+        parallelize_module(module, mesh, style, src_data_rank=None)
     if is_tied:  # each module got its own DTensor of the same rows
-        causal_lm.lm_head.weight = causal_lm.model.embed_tokens.weight
-    for layer in causal_lm.model.layers:
-        parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
+        head.weight = embedding.weight
 
 
 def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> FSDPModule:

@@ -7,21 +7,18 @@ nothing of tensors that it does not ask for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.policy.backends.megatron import parallel
+from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers that old releases of transformers saved; it computes them anew.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _ROWS = 8192  # of an embedding that are compared at a time
 
 
@@ -29,70 +26,59 @@ class ModelFolder:
     """Names and shapes of the tensors in a model's safetensors files, from their headers.
 
     Args:
-        source: Megatron-Bridge's view of the files, which says where a name is.
-        model_name: `policy.model_name`, for messages.
+        source: Megatron-Bridge's view of the files, which it chooses in its own order.
+        model_name: `policy.model_name`.
+        tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
 
     Raises:
         UserError: The files cannot be read, or there are none.
     """
 
-    def __init__(self, source: Any, model_name: str) -> None:
+    def __init__(self, source: Any, model_name: str, tied: tuple[str, str] | None) -> None:
         self.model_name = model_name
-        files: dict[Path, list[str]] = {}
-        try:
-            for name, file in source.key_to_filename_map.items():
-                files.setdefault(Path(source.path) / file, []).append(name)
-            self._file_of = {
-                name: file for file, names in files.items() for name in names if not _COMPUTED.search(name)
-            }
-            self.shapes = dict(_shapes(files))
-        except (OSError, SafetensorError, KeyError) as error:
-            raise UserError(
-                f"The weights of policy.model_name={model_name} cannot be read ({error}); repair or replace its "
-                "safetensors files."
-            ) from error
-        if not self.shapes:
+        paths = sorted({Path(source.path) / file for file in source.key_to_filename_map.values()})
+        if not paths:
             raise UserError(
                 f"policy.model_name={model_name} has no safetensors files, which are all that the Megatron backend "
                 "reads; save the model anew with save_pretrained, or use policy.dtensor_cfg."
             )
+        self._files = WeightFiles(model_name, paths)
+        self.shapes = {name: shape for name, shape in self._files.shapes.items() if not re.search(COMPUTED, name)}
+        self._tied = tied
 
-    def check_tied(self) -> None:
-        """Refuse an output layer that differs from the embeddings though the config ties them.
+    def tied_copies(self) -> set[str]:
+        """The output layer's name where the files have it beside the embeddings that it is.
 
         Raises:
-            UserError: They differ.
+            UserError: The two differ.
         """
-        if {EMBEDDING, OUTPUT} <= self._file_of.keys() and not self._are_equal(EMBEDDING, OUTPUT):
+        if self._tied is None or self._tied[0] not in self.shapes:
+            return set()
+        output, embedding = self._tied
+        if embedding in self.shapes and not self._are_equal(output, embedding):
             raise UserError(
-                f"policy.model_name={self.model_name} has tie_word_embeddings true, but its {OUTPUT} differs from its "
-                f"{EMBEDDING}; set +policy.hf_config_overrides.tie_word_embeddings=false to train both, or remove one."
+                f"policy.model_name={self.model_name} has tie_word_embeddings true, but its {output} differs from its "
+                f"{embedding}; set +policy.hf_config_overrides.tie_word_embeddings=false to train both, or remove one."
             )
+        return {output}
 
     def _are_equal(self, left: str, right: str) -> bool:
         if self.shapes[left] != self.shapes[right]:
             return False
-        with safe_open(self._file_of[left], "pt") as one, safe_open(self._file_of[right], "pt") as other:
-            first, second = one.get_slice(left), other.get_slice(right)
-            starts = range(0, self.shapes[left][0], _ROWS)
-            return all(torch.equal(first[start : start + _ROWS], second[start : start + _ROWS]) for start in starts)
+        num_rows, width = self.shapes[left]
+        parts = ((start, min(_ROWS, num_rows - start)) for start in range(0, num_rows, _ROWS))
+        return all(
+            torch.equal(*(self._files.read(name, (start, 0), (rows, width)) for name in (left, right)))
+            for start, rows in parts
+        )
 
 
-def _shapes(files: Mapping[Path, Iterable[str]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for file, names in files.items():
-        with safe_open(file, "pt") as opened:
-            for name in names:
-                if not _COMPUTED.search(name):
-                    yield name, tuple(opened.get_slice(name).get_shape())
-
-
-def check_names(folder: ModelFolder, tasks: Sequence[Any], *, is_tied: bool) -> None:
+def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
     """Refuse a folder that lacks a tensor of the model or has one more; every rank calls it, before weights are loaded.
 
     Args:
         folder: The folder.
         tasks: Megatron-Bridge's conversions of this rank, None for a parameter that it has no name for.
-        is_tied: The output layer is the embeddings.
 
     Raises:
         UserError: With the first name that differs and their number.
@@ -101,10 +87,7 @@ def check_names(folder: ModelFolder, tasks: Sequence[Any], *, is_tied: bool) -> 
     group = parallel.expert_parallel_group()
     everyones: list[set[str]] = [mine] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
-    wanted = set[str]().union(*everyones)
-    if is_tied and OUTPUT in folder.shapes:
-        folder.check_tied()
-        wanted.add(OUTPUT)
+    wanted = folder.tied_copies().union(*everyones)
     _refuse_difference(folder, wanted)
     if None in tasks:
         raise UserError(
@@ -119,7 +102,7 @@ def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec]) -> None:
     Raises:
         UserError: With the first tensor that differs.
     """
-    shapes = {spec.name: spec.shape for spec in exported if not _COMPUTED.search(spec.name)}
+    shapes = {spec.name: spec.shape for spec in exported if not re.search(COMPUTED, spec.name)}
     _refuse_difference(folder, shapes.keys())
     for name, shape in folder.shapes.items():
         if shapes[name] != shape:

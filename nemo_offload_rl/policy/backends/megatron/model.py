@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
@@ -26,11 +27,7 @@ from nemo_offload_rl.policy.backends.megatron.rope import (
     set_rotation,
     without_scaling,
 )
-from nemo_offload_rl.policy.backends.megatron.supported import (
-    unsupported_family,
-    unsupported_layers,
-    unsupported_rope,
-)
+from nemo_offload_rl.policy.backends.megatron.supported import unsupported
 from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -76,7 +73,7 @@ def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
             f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
         ) from error
     bridge.hf_pretrained.config = hf_config
-    folder = ModelFolder(bridge.hf_pretrained.state.source, settings.model_name)
+    folder = ModelFolder(bridge.hf_pretrained.state.source, settings.model_name, _tied_names(hf_config))
     _configure(provider, settings, cfg)
     for name, value in provider_fields(rotation).items():
         setattr(provider, name, value)
@@ -104,23 +101,21 @@ def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
 
 def _check_config(model_name: str, hf_config: Any) -> None:
     """What rules say of a folder before Ray starts, for models of a hub too."""
-    config = hf_config.to_dict()
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise ConfigError(
-            f"{model_name} has layers with a sliding window, which the Megatron backend would leave out; use "
-            "policy.dtensor_cfg."
-        )
-    for unsupported in (unsupported_family, unsupported_layers, unsupported_rope):
-        if (reason := unsupported(config)) is not None:
-            raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+    if (reason := unsupported(hf_config.to_dict())) is not None:
+        raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+
+
+def _tied_names(hf_config: Any) -> tuple[str, str] | None:
+    """Names of the output layer's weight and of the embeddings', if the model has them as one."""
+    if not hf_config.tie_word_embeddings:
+        return None
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    ((output, embedding),) = model_class._tied_weights_keys.items()
+    return output, embedding
 
 
 def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> list[nn.Module]:
-    check_names(
-        folder,
-        bridge.get_conversion_tasks(chunks),
-        is_tied=bridge.hf_pretrained.config.tie_word_embeddings,
-    )
+    check_names(folder, bridge.get_conversion_tasks(chunks))
     try:
         return bridge.load_hf_weights(chunks)
     except ValueError as error:

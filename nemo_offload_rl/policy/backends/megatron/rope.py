@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.megatron.supported import rope_type
+from nemo_offload_rl.models.rope import rope_type
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Those whose logprobs, gradients and exports are tested against Hugging Face.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+from nemo_offload_rl.models.families import MEGATRON, unsupported_family, unsupported_settings
+from nemo_offload_rl.models.rope import malformed_rope, rope_settings, rope_type
+
 # What each type of rotary embedding needs beside its base.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -21,41 +22,32 @@ YARN = "yarn"
 _SILU = ("silu", "swish")
 
 
-def unsupported_family(config: Mapping[str, Any]) -> str | None:
-    """Why models of this type are refused, or None.
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """What of the config is refused and why, or None.
 
     Args:
         config: The contents of a config.json.
     """
-    family = config.get("model_type")
-    if family in FAMILIES:
-        return None
-    return f"model_type {family}, and that backend trains {', '.join(FAMILIES)}"
+    return unsupported_family(config, MEGATRON) or unsupported_layers(config) or unsupported_rope(config)
 
 
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:
-    """Which setting stands for tensors or a function that the backend would leave out, or None."""
-    family = config.get("model_type")
-    biases = ("attention_bias", "mlp_bias") if family == "llama" else ("attention_bias",)
-    for name in biases:
-        if family != "qwen2" and config.get(name):
-            return f"{name} true, whose biases that backend would leave out"
-    if family == "qwen3_moe" and config.get("mlp_only_layers"):
-        return f"mlp_only_layers {config['mlp_only_layers']}, and that backend has experts in every layer"
-    if family == "qwen3_moe" and config.get("decoder_sparse_step") not in (None, 1):
-        return f"decoder_sparse_step {config['decoder_sparse_step']}, and that backend has experts in every layer"
+    """Which setting stands for tensors or a function that the backend would leave out, or None.
+
+    Args:
+        config: The contents of a config.json.
+    """
+    if (reason := unsupported_settings(config, MEGATRON)) is not None:
+        return reason
     if config.get("hidden_act") not in (None, *_SILU):
         return f"hidden_act {config['hidden_act']}, and that backend computes silu"
-    if config.get("quantization_config"):
-        return "quantization_config, and that backend reads no quantized weights"
     return None
 
 
 def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     """Which setting of rotary embeddings the backend cannot reproduce, or None."""
-    given = config.get("rope_parameters") or config.get("rope_scaling")
-    if given and not isinstance(given, Mapping):
-        return f"rotary embeddings {given!r}, which is no mapping"
+    if (reason := malformed_rope(config)) is not None:
+        return reason
     rope = rope_settings(config)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "rotary embeddings by layer type, and that backend has one for all layers"
@@ -71,15 +63,3 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     if part not in (None, 1):
         return f"partial_rotary_factor {part}, and that backend rotates whole heads"
     return None
-
-
-def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of rotary embeddings: `rope_parameters`, or `rope_scaling` of before transformers 5; else {}."""
-    given = config.get("rope_parameters") or config.get("rope_scaling")
-    return given if isinstance(given, Mapping) else {}
-
-
-def rope_type(config: Mapping[str, Any]) -> str:
-    """The type of rotary embeddings; "default" where none is set."""
-    rope = rope_settings(config)
-    return str(rope.get("rope_type") or rope.get("type") or "default")

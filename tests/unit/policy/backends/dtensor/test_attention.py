@@ -14,22 +14,28 @@ from nemo_offload_rl.policy.backends.dtensor.attention import CAUSAL, MASKED, PA
 from nemo_offload_rl.policy.settings import BatchingSettings
 
 PACKING = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
-WINDOW = {
-    "use_sliding_window": True,
-    "sliding_window": 4,
-    "max_window_layers": 1,
-    "layer_types": ["full_attention", "sliding_attention"],
+WINDOWS = {
+    "qwen3": {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "mistral": {"sliding_window": 4},
 }
 
 
 @pytest.mark.parametrize("changes", [{}, {"sequence_packing": PACKING}], ids=["padded", "packed"])
-def test_layers_with_a_sliding_window_keep_it(tmp_path: Path, changes: dict[str, BatchingSettings]) -> None:
+@pytest.mark.parametrize("family", list(WINDOWS))
+def test_layers_with_a_sliding_window_keep_it(
+    tmp_path: Path, family: str, changes: dict[str, BatchingSettings]
+) -> None:
     batch = make_batch()
-    everywhere = save_family(tmp_path, "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **WINDOW)
+    everywhere = save_family(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **WINDOWS[family])
     expected = hf_logprobs(model, batch).detach()
     assert (hf_logprobs(everywhere, batch) - expected).abs().max() > 0.1
-    with one_rank_worker(tmp_path, hf_config_overrides=WINDOW, **changes) as worker:
+    with one_rank_worker(tmp_path, hf_config_overrides=WINDOWS[family], **changes) as worker:
         worker.prepare_for_lp_inference()
         assert_close(worker.get_logprobs(batch), expected)
 
@@ -59,5 +65,5 @@ def test_packed_rows_have_a_kernel_of_their_own_on_a_gpu_in_half_precision(tmp_p
     assert choose_attention(config, cuda, torch.float32, packs=True) == MASKED
     assert choose_attention(config, cpu, torch.bfloat16, packs=True) == MASKED
     assert choose_attention(config, cuda, torch.bfloat16, packs=False) == CAUSAL
-    windowed = AutoConfig.from_pretrained(tmp_path, **WINDOW)
+    windowed = AutoConfig.from_pretrained(tmp_path, **WINDOWS["qwen3"])
     assert {choose_attention(windowed, cuda, torch.bfloat16, packs=packs) for packs in (True, False)} == {MASKED}

@@ -1,0 +1,36 @@
+"""What config.json says of rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_CHANGING = ("dynamic", "longrope")
+
+
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of rotary embeddings: `rope_parameters`, or `rope_scaling` of before transformers 5; else {}."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    return given if isinstance(given, Mapping) else {}
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """The type of rotary embeddings; "default" where none is set."""
+    rope = rope_settings(config)
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def malformed_rope(config: Mapping[str, Any]) -> str | None:
+    """Why the settings of rotary embeddings cannot be read, or None."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    return f"rotary embeddings {given!r}, which is no mapping" if given and not isinstance(given, Mapping) else None
+
+
+def changing_rope_type(config: Mapping[str, Any]) -> str | None:
+    """The type of rotary embeddings whose frequencies change with the longest row of a batch, if the model has it."""
+    return rope_type(config) if rope_type(config) in _CHANGING else None
+
+
+def has_rotary_base(rope_parameters: object) -> bool:
+    """Whether settings that replace a model's own have the base of its frequencies."""
+    return isinstance(rope_parameters, Mapping) and rope_parameters.get("rope_theta") is not None

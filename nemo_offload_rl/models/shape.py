@@ -1,0 +1,57 @@
+"""The sizes of a model, from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# As the families name it: Qwen, Mixtral and gpt-oss, DeepSeek.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; None for one that config.json leaves to the model library's default.
+
+    Attributes:
+        num_experts: Of each mixture-of-experts layer, without shared ones; 0 in a dense model.
+        num_active_experts: Those of them that a token goes through.
+        num_shared_experts: Experts that every token goes through beside them.
+    """
+
+    num_layers: int | None
+    hidden_size: int | None
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    intermediate_size: int | None
+    vocab_size: int | None
+    num_experts: int
+    num_active_experts: int
+    num_shared_experts: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The sizes that a config.json has."""
+        hidden_size, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
+        head_dim = config.get("head_dim")
+        if head_dim is None and hidden_size and num_heads:
+            head_dim = hidden_size // num_heads
+        return cls(
+            num_layers=config.get("num_hidden_layers"),
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
+            intermediate_size=config.get("intermediate_size"),
+            vocab_size=config.get("vocab_size"),
+            num_experts=_first(config, _NUM_EXPERTS),
+            num_active_experts=_first(config, ("num_experts_per_tok",)),
+            num_shared_experts=_first(config, _NUM_SHARED_EXPERTS),
+        )
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    return next((config[name] for name in names if config.get(name)), 0)

@@ -1,0 +1,73 @@
+"""How tensor parallelism splits a model: the plan that `transformers` declares with its config, and what it asks of it.
+
+Imports `transformers` only where a plan is looked up, which rules do where there is tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.models.shape import ModelShape
+
+# Styles of transformers 5.12.1's plans; `parallel.py` has what each becomes.
+COLUMNS, COLUMNS_GATHERED = "colwise", "colwise_gather_output"
+ROWS, ROWS_OF_WHOLE_INPUT = "rowwise", "rowwise_split_input"
+WHOLE_AMONG_HEADS = "replicated_with_grad_allreduce"
+STYLES = (COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_OF_WHOLE_INPUT, WHOLE_AMONG_HEADS)
+
+_HEADS, _KV_HEADS, _INNER, _VOCAB = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+# Sizes that have to divide for a module of a plan to be split evenly.
+_SPLIT_SIZES = {
+    "q_proj": (_HEADS,),
+    "k_proj": (_KV_HEADS,),
+    "v_proj": (_KV_HEADS,),
+    "qkv_proj": (_HEADS, _KV_HEADS),
+    "o_proj": (_HEADS,),
+    "gate_proj": (_INNER,),
+    "up_proj": (_INNER,),
+    "gate_up_proj": (_INNER,),
+    "down_proj": (_INNER,),
+}
+
+
+def declared_plan(model_type: str) -> Mapping[str, str]:
+    """Style by name pattern inside the base model; empty where the family declares none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type].base_model_tp_plan or {}
+
+
+def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int) -> str | None:
+    """Why a model cannot be split over `size` ranks and what to do, or None.
+
+    Args:
+        config: The contents of a config.json.
+        plan: What `declared_plan` gave.
+        size: `policy.dtensor_cfg.tensor_parallel_size`.
+    """
+    key = f"policy.dtensor_cfg.tensor_parallel_size={size}"
+    if size == 1:
+        return None
+    if not plan:
+        return f"{key}, but transformers declares no tensor-parallel plan for {config['model_type']}; set it to 1"
+    shape = ModelShape.of(config)
+    sizes = {
+        _HEADS: shape.num_heads,
+        _KV_HEADS: shape.num_kv_heads,
+        _INNER: shape.intermediate_size,
+        _VOCAB: shape.vocab_size,
+    }
+    to_divide: dict[str, None] = {}  # in the plan's order
+    for pattern, style in plan.items():
+        names = () if style == WHOLE_AMONG_HEADS else _SPLIT_SIZES.get(pattern.rpartition(".")[2])
+        if style not in STYLES or names is None:
+            return (
+                f"{key}, but transformers splits {pattern} of {config['model_type']} as {style}, which the DTensor "
+                "backend does not know; set it to 1"
+            )
+        to_divide |= dict.fromkeys(names)
+    for name in (*to_divide, _VOCAB):
+        if (length := sizes[name]) is not None and length % size:
+            return f"{key} does not divide the model's {name}={length}; choose a divisor of it."
+    return None
