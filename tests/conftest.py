@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,12 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+def pytest_collection_finish() -> None:
+    """Libraries are imported: what they keep is not looked through in every collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[Callable[[], None]]:
     """Make sure that Ray runs on this machine, whose workers can import what tests can; it starts once for all tests.
 
     It has more CPUs than the machine may have: tests ask for slots, not for cores.
     """
+    import forked_workers
     import ray
 
     def start() -> None:
@@ -50,6 +58,8 @@ def ray_here() -> Iterator[Callable[[], None]]:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         # Workers have environment variables of their own here, so they cannot use those that Ray starts beforehand.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
+        for name, value in forked_workers.variables().items():
+            patch.setenv(name, value)
         start()
         yield start
         ray.shutdown()

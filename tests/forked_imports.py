@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 import warnings
 
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
@@ -16,7 +17,6 @@ MODULES = (
     "nemo_offload_rl.algorithms.grpo_setup",
     "nemo_offload_rl.algorithms.supervised_setup",
     "nemo_offload_rl.config.validate",
-    "nemo_offload_rl.distributed.policy_group",
     "nemo_offload_rl.policy.backends.dtensor.backend",
     "nemo_offload_rl.policy.worker",
 )
@@ -35,10 +35,13 @@ OF_VLLM = (
     "vllm.v1.worker.cpu_worker",
 )
 
+# Ray is imported after the fork: its library reads the environment then, such as the job that a worker is for.
+sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]
 with warnings.catch_warnings(action="ignore"):
     for name in (*MODULES, *(OF_VLLM if os.environ["FORKED_IMPORTS"] == "vllm" else ())):
         importlib.import_module(name)
     import_auto_bridge()
+del sys.modules["ray"]
 
 # What is here already stays: a collection in a process that is forked from this one would go through it, and copy it.
 gc.collect()

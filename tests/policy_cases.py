@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -315,6 +316,8 @@ def worker_of(
             yield worker
         finally:
             worker.shutdown()
+            del worker
+            gc.collect()  # process groups of a model that is garbage keep threads that wake up 100 times a second
 
 
 def one_rank_worker(

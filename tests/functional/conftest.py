@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_workers
 import psutil
 import pytest
 from forked import Finished, Script
@@ -195,7 +196,8 @@ def start_grpo(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def start(*overrides: str, env: dict[str, str] | None = None, **script: str) -> RunningGrpo:
         _, *argv = command(f"policy.model_name={model_folder}", *overrides, **script)
-        folder, variables, before = tmp_path_factory.mktemp("output"), {**environment(), **(env or {})}, ray_workers()
+        folder, before = tmp_path_factory.mktemp("output"), ray_workers()
+        variables = {**environment(), **forked_workers.variables(), **(env or {})}
         runs.append(RunningGrpo(Script(argv, folder, cwd=ROOT, env=variables), before))
         return runs[-1]
 
@@ -228,7 +230,8 @@ def run_grpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
     def run(*overrides: str, config: Path = CPU_CONFIG, env: dict[str, str] | None = None, **script: str) -> Finished:
         _, *argv = command(*overrides, config=config, **script)
         folder = tmp_path_factory.mktemp("output")
-        return Script(argv, folder, cwd=ROOT, env={**environment(), **(env or {})}).wait(300)
+        variables = {**environment(), **forked_workers.variables(), **(env or {})}
+        return Script(argv, folder, cwd=ROOT, env=variables).wait(300)
 
     return run
 

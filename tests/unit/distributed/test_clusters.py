@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import forked_workers
 import pytest
 import ray
 from closeness import assert_close
@@ -32,6 +33,8 @@ def two_nodes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_here`
+        for name, value in forked_workers.variables().items():
+            patch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **store})
         cluster.add_node(num_cpus=2, **store)
         patch.setenv("RAY_ADDRESS", cluster.address)
