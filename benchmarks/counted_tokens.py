@@ -78,7 +78,7 @@ def measure(algorithm: str, model: Path, sizes: Sizes, repeats: int) -> dict[str
         f"policy.logprob_batch_size={num_rows}",
         f"policy.max_total_sequence_length={sizes.length}",
         "~policy.optimizer",
-        "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1e-6}}",
+        "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1e-6}, decay_norm_and_bias: true}",
         "policy.scheduler=null",
     ]
     load: Callable[..., Any] = load_sft_config if algorithm == "sft" else load_dpo_config

@@ -114,7 +114,9 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         make_sequence_length_divisible_by=1,
         max_grad_norm=1.0,
         max_skipped_updates=5,
-        optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}),
+        optimizer=OptimizerSettings(
+            name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}, decay_norm_and_bias=True
+        ),
         scheduler=(),
         dynamic_batching=off,
         sequence_packing=off,

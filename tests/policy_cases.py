@@ -177,7 +177,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         make_sequence_length_divisible_by=1,
         max_grad_norm=None,
         max_skipped_updates=5,
-        optimizer=OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.1}),
+        optimizer=torch_optimizer("AdamW", lr=1e-3, weight_decay=0.1),
         scheduler=(),
         dynamic_batching=off,
         sequence_packing=off,
@@ -198,6 +198,11 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         colocated=True,
         seed=0,
     )
+
+
+def torch_optimizer(name: str, *, decay_norm_and_bias: bool = True, **kwargs: Any) -> OptimizerSettings:
+    """An optimizer of `torch.optim` with its arguments."""
+    return OptimizerSettings(name=f"torch.optim.{name}", kwargs=kwargs, decay_norm_and_bias=decay_norm_and_bias)
 
 
 def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:

@@ -32,6 +32,13 @@ class OptimizerConfig(TypedDict):
 
     name: Annotated[str, doc("Dotted path of a torch optimizer class, as `torch.optim.AdamW`.")]
     kwargs: Annotated[dict[str, Any], doc("Its arguments: `lr`, `weight_decay`, `betas`, `eps`, ...")]
+    decay_norm_and_bias: Annotated[
+        bool,
+        doc(
+            "Apply `weight_decay` to norms and biases too, as torch does when it is given all parameters. false leaves "
+            "them out, as Megatron does."
+        ),
+    ]
 
 
 @closed

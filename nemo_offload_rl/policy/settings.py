@@ -18,6 +18,7 @@ class OptimizerSettings:
 
     name: str  # dotted path of a torch optimizer class
     kwargs: Mapping[str, Any]
+    decay_norm_and_bias: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 from closeness import assert_close
-from policy_cases import NLL, RaisesAt, make_batch, make_settings
+from policy_cases import NLL, RaisesAt, make_batch, make_settings, torch_optimizer
 from tiny_models import qwen3_config, save_model_folder
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +18,6 @@ from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.policy.settings import OptimizerSettings
 from nemo_offload_rl.weight_sync.refit import refit
 
 
@@ -46,7 +45,7 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
     )
     engine = RayGenerationEngine(cluster, settings)
     # A learning rate at which one step changes what is said.
-    optimizer = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 0.1})
+    optimizer = torch_optimizer("AdamW", lr=0.1)
     policy = start_policy(cluster, make_settings(tmp_path / "model", optimizer=optimizer), keep_reference=False)
     greedy = SamplingSettings(max_new_tokens=10, temperature=0.0)
     sampled = SamplingSettings(max_new_tokens=6, temperature=1.0, seed=1)

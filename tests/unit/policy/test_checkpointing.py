@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from policy_cases import (
     run_ranks,
     save_family,
     shard,
+    torch_optimizer,
 )
 from resume_cases import goes_on_bitwise, train_steps, weights_of
 from tiny_models import qwen3_config, save_model_folder
@@ -40,7 +42,13 @@ NUM_STEPS = 8
 WARM_UP = SchedulerSettings(
     name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6}, until_step=None
 )
-COMMON = {"scheduler": (WARM_UP,), "hf_config_overrides": {"attention_dropout": 0.2}, "max_grad_norm": 0.5}
+ADAMW = torch_optimizer("AdamW", lr=1e-3, weight_decay=0.1, decay_norm_and_bias=False)
+COMMON = {
+    "scheduler": (WARM_UP,),
+    "hf_config_overrides": {"attention_dropout": 0.2},
+    "max_grad_norm": 0.5,
+    "optimizer": ADAMW,
+}
 
 SETTINGS = {
     "everything moves": {},
@@ -270,6 +278,16 @@ def test_a_frozen_parameter_and_one_that_got_no_gradient_have_no_states_before_a
         after = train_steps(worker, 3, 4)
     assert after.results == expected.results
     assert_equal(after.weights, expected.weights)
+
+
+def test_another_division_into_parameter_groups_is_refused_with_the_key(folder, tmp_path):
+    with make_worker(folder) as worker:
+        worker.save_checkpoint(tmp_path / "saved")
+    with (
+        make_worker(folder, optimizer=replace(ADAMW, decay_norm_and_bias=True)) as worker,
+        pytest.raises(CheckpointError, match=r"2 group\(s\).* run 1, so policy\.optimizer\.decay_norm_and_bias"),
+    ):
+        worker.load_checkpoint(tmp_path / "saved")
 
 
 def test_a_parameter_that_only_the_checkpoint_has_is_refused(folder, tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,13 +28,14 @@ from policy_cases import (
     make_sparse_batch,
     one_rank_worker,
     output_layer,
+    torch_optimizer,
 )
 from safetensors.torch import load_file
 from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.policy.settings import BatchingSettings, SchedulerSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
@@ -204,13 +206,15 @@ def test_logits_are_computed_for_counted_tokens_only_and_gradients_are_those_of_
         assert_close(worker.evaluate(batch, NLL()).loss, [expected_loss])
 
 
-def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backend, folders):
+@pytest.mark.parametrize("decay_norm_and_bias", [True, False])
+def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backend, folders, decay_norm_and_bias):
+    if backend == "megatron" and decay_norm_and_bias:
+        pytest.skip("Megatron never decays norms and biases")
     folder, _ = folders("qwen3")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    # Megatron leaves norms and biases out of weight decay.
-    plain = [p for p in model.parameters() if p.dim() == 1 and backend == "megatron"]
+    plain = [p for name, p in model.named_parameters() if "norm" in name and not decay_norm_and_bias]
     decayed = [p for p in model.parameters() if not any(p is other for other in plain)]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": 10.0}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3)
     batch = make_batch(num_rows=24)
     rates, norms, losses = [1e-3 * 0.5, 1e-3 * 0.75, 1e-3], [], []
@@ -224,8 +228,12 @@ def test_steps_equal_plain_torch_with_clipping_and_a_schedule(make_worker, backe
             group["lr"] = rate
         optimizer.step()
 
-    clip = {"dtensor": {"max_grad_norm": 0.5}, "megatron": {"clip_grad": 0.5}}[backend]
-    with make_worker(folder, **clip, **SCHEDULES[backend]) as worker:
+    adamw = torch_optimizer("AdamW", lr=1e-3, weight_decay=10.0, decay_norm_and_bias=decay_norm_and_bias)
+    changes = {
+        "dtensor": {"max_grad_norm": 0.5, "optimizer": adamw},
+        "megatron": {"clip_grad": 0.5, "start_weight_decay": 10.0, "end_weight_decay": 10.0},
+    }[backend]
+    with make_worker(folder, **changes, **SCHEDULES[backend]) as worker:
         worker.prepare_for_training()
         result = worker.train(batch, NLL())
         assert result.learning_rate == pytest.approx(rates)
@@ -392,9 +400,9 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
         ({"tensor_parallel_size": 3}, "num_attention_heads=4"),
         ({"tensor_parallel_size": 2}, "does not divide the 1 policy workers"),
         ({"hf_config_overrides": {"rope_thetta": 1}}, "rope_thetta"),
-        ({"optimizer": OptimizerSettings(name="torch.optim.Adamm", kwargs={})}, "Adamm"),
-        ({"optimizer": OptimizerSettings(name="torch.nn.Linear", kwargs={})}, "is no Optimizer"),
-        ({"optimizer": OptimizerSettings(name="torch.optim.AdamW", kwargs={"learning_rate": 1})}, "learning_rate"),
+        ({"optimizer": torch_optimizer("Adamm")}, "Adamm"),
+        ({"optimizer": replace(torch_optimizer("SGD"), name="torch.nn.Linear")}, "is no Optimizer"),
+        ({"optimizer": torch_optimizer("AdamW", learning_rate=1)}, "learning_rate"),
         (
             {"scheduler": (SchedulerSettings(name="torch.optim.lr_scheduler.LinearLR", kwargs={}, until_step=5),)},
             "milestone",
@@ -413,7 +421,7 @@ def test_a_setting_that_cannot_work_is_refused_by_its_key(folders, changes, name
 @pytest.mark.parametrize(
     ("backend", "bad"),
     [
-        ("dtensor", {"optimizer": OptimizerSettings(name="torch.optim.Adamm", kwargs={})}),
+        ("dtensor", {"optimizer": torch_optimizer("Adamm")}),
         ("megatron", {"expert_model_parallel_size": 2}),
         ("megatron", {"lr_decay_style": "lineer"}),
     ],

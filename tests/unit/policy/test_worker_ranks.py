@@ -30,6 +30,7 @@ from policy_cases import (
     run_ranks,
     save_family,
     shard,
+    torch_optimizer,
     worker_of,
 )
 from safetensors.torch import load_file
@@ -42,7 +43,7 @@ from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.policy.backends.factory import expected_bytes
 from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
 from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import BatchingSettings, OptimizerSettings
+from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.residency import local_tensor
 
 pytestmark = pytest.mark.processes
@@ -216,7 +217,7 @@ def check_tensor_parallel(process, root):
 def check_both(process, root):
     holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16", tensor_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
-    fused = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "fused": True})
+    fused = torch_optimizer("AdamW", lr=1e-3, fused=True, decay_norm_and_bias=False)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
 
 

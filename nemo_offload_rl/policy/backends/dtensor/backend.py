@@ -146,7 +146,8 @@ class DTensorBackend:
         if settings.optimizer is None:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
-        self._optimizer = torch_optim.build_optimizer(settings.optimizer, self._trainable())
+        groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
+        self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
         self._scheduler = torch_optim.build_scheduler(settings.scheduler, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg)
 
@@ -160,8 +161,11 @@ class DTensorBackend:
         """Where parameters are while they are not offloaded."""
         return self._device
 
+    def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
+
     def _trainable(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._parameters if parameter.requires_grad]
+        return [parameter for _, parameter in self._named_trainable()]
 
     def _reshard(self) -> None:
         parallel.reshard_all(self._fsdp_root)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.optimizer_spec import make_states
 from nemo_offload_rl.residency import OptimizerParts, local_tensor
@@ -66,8 +67,18 @@ class DTensorState:
         return {"param_groups": groups, "scheduler": self.scheduler.state_dict() if self.scheduler else None}
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over the optimizer's settings and the schedule."""
-        for group, saved in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+        """Take over the optimizer's settings and the schedule.
+
+        Raises:
+            CheckpointError: The run divides its parameters into other groups than the checkpoint.
+        """
+        groups, all_saved = self.optimizer.param_groups, values["param_groups"]
+        if len(groups) != len(all_saved):
+            raise CheckpointError(
+                f"the checkpoint has {len(all_saved)} group(s) of parameters and this run {len(groups)}, so "
+                "policy.optimizer.decay_norm_and_bias was another; set it as it was, or begin anew from an export"
+            )
+        for group, saved in zip(groups, all_saved, strict=True):
             group.update(saved)
         if self.scheduler is not None and values["scheduler"] is not None:
             self.scheduler.load_state_dict(values["scheduler"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 _SCHEDULE_STEPS = 4
 
+type NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
 
 def optimizer_spec(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerSpec:
     """What the optimizer that `policy.optimizer` names keeps for float32 parameters, by trying it.
@@ -43,7 +46,7 @@ def optimizer_spec(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerSpe
     matrix, vector = torch.linspace(-1.0, 1.0, 24).view(6, 4), torch.linspace(0.5, 1.5, 6)
     kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
     build_optimizer(settings, [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())])
-    whole = OptimizerSettings(name=settings.name, kwargs=kwargs)
+    whole = replace(settings, kwargs=kwargs)
     together, states = _try_steps(whole, [matrix, vector])
     alone, _ = _try_steps(whole, [matrix[:2]])
     has_other_shapes = any(state.shape not in (matrix.shape, torch.Size([])) for state in states.values())
@@ -91,8 +94,29 @@ def _cannot_train(name: str, reason: str) -> ConfigError:
     )
 
 
-def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that `policy.optimizer` names.
+def param_groups(settings: OptimizerSettings, parameters: NamedParameters) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups: one, or a second one without weight decay.
+
+    Which parameters those are is as in megatron-core: biases, and all that have one dimension, which are the norms.
+    There is no second group where no parameter belongs to it, as with adapters.
+
+    Args:
+        settings: `decay_norm_and_bias`.
+        parameters: By name; a DTensor's dimensions are those of the whole tensor, so all ranks agree.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        is_decayed = settings.decay_norm_and_bias or (parameter.dim() > 1 and not name.endswith("bias"))
+        (decayed if is_decayed else others).append(parameter)
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    settings: OptimizerSettings, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+) -> Optimizer:
+    """The optimizer that `policy.optimizer` names, over parameters or groups of them.
 
     Raises:
         ConfigError: The name is no optimizer, or it does not take these parameters or arguments.

@@ -71,7 +71,7 @@ KEPT = {
 
 
 def settings_of(name: str, **kwargs) -> OptimizerSettings:
-    return OptimizerSettings(name=name.partition(" ")[0], kwargs={"lr": 1e-2, **kwargs})
+    return OptimizerSettings(name=name.partition(" ")[0], kwargs={"lr": 1e-2, **kwargs}, decay_norm_and_bias=True)
 
 
 def some_parameters() -> list[nn.Parameter]:

@@ -1,23 +1,36 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
-from policy_cases import NLL, assert_equal, full_grads, full_params, make_batch, one_rank_worker, save_family
+from policy_cases import (
+    NLL,
+    NO_LORA,
+    assert_equal,
+    full_grads,
+    full_params,
+    make_batch,
+    one_rank_worker,
+    save_family,
+    torch_optimizer,
+)
 from torch import nn
 from torch.optim import lr_scheduler
+from transformers import Trainer
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import (
     build_optimizer,
     build_scheduler,
     optimizer_spec,
+    param_groups,
     try_schedule,
 )
-from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.policy.settings import SchedulerSettings
 
-ADAMW = OptimizerSettings(name="torch.optim.AdamW", kwargs={"lr": 1.0})
+ADAMW = torch_optimizer("AdamW", lr=1.0)
 # Every optimizer that torch has, and why it cannot train; a new one in torch comes up in the test below.
 REFUSED = {
     "Adafactor": "in-place operations that require placement changes",
@@ -58,7 +71,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_loaded(name):
     with pytest.raises(ConfigError, match=REFUSED[name]) as caught:
-        optimizer_spec(OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3}), on_gpu=False)
+        optimizer_spec(torch_optimizer(name, lr=1e-3), on_gpu=False)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value)
 
@@ -69,7 +82,7 @@ def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_loaded(nam
 def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
     folder, tmp_path, name, kwargs, num_states
 ):
-    settings = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, **kwargs})
+    settings = torch_optimizer(name, lr=1e-3, weight_decay=0.1, **kwargs, decay_norm_and_bias=False)
     assert optimizer_spec(settings, on_gpu=False).bytes_per_element(torch.float32) == 4 * num_states
     changes = {"optimizer": settings, "offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.05}
     plain: dict[str, nn.Parameter] = {}
@@ -81,7 +94,11 @@ def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
         worker.forward_backward(make_batch(seed=seed), NLL())
         if not optimizers:
             plain.update({key: nn.Parameter(value) for key, value in full_params(worker).items()})
-            optimizers.append(getattr(torch.optim, name)(plain.values(), **settings.kwargs))
+            groups = [
+                {"params": [value for key, value in plain.items() if "norm" not in key]},
+                {"params": [value for key, value in plain.items() if "norm" in key], "weight_decay": 0.0},
+            ]
+            optimizers.append(getattr(torch.optim, name)(groups, **settings.kwargs))
         for key, gradient in full_grads(worker).items():
             plain[key].grad = gradient
         optimizers[0].step()
@@ -103,10 +120,32 @@ def test_every_other_optimizer_trains_streams_resumes_and_keeps_what_was_said(
         step_both(worker, 2)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-tied", "llama-tied"])
+def test_weight_decay_leaves_out_what_hugging_faces_trainer_leaves_out(tmp_path, family):
+    model = save_family(tmp_path / "model", family)
+    parameters = dict(model.named_parameters())
+    settings = replace(ADAMW, decay_norm_and_bias=False)
+    decayed, others = param_groups(settings, parameters.items())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    expected = parameters.keys() & Trainer.get_decay_parameter_names(None, model)  # it names a tied weight twice
+    assert {names[id(parameter)] for parameter in decayed["params"]} == expected
+    assert {names[id(parameter)] for parameter in others["params"]} == parameters.keys() - expected
+    assert others["weight_decay"] == 0.0 and "weight_decay" not in decayed
+    (whole,) = param_groups(ADAMW, parameters.items())
+    assert whole == {"params": list(parameters.values())}
+
+
+def test_adapters_are_one_group(folder):
+    lora = replace(NO_LORA, enabled=True)
+    with one_rank_worker(folder, optimizer=replace(ADAMW, decay_norm_and_bias=False), lora_cfg=lora) as worker:
+        (group,) = worker._backend._optimizer.param_groups
+        assert len(group["params"]) == len(worker._backend._parameters)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_how_a_step_is_computed_is_tried_where_the_run_computes_it(name):
-    fused = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3, "fused": True})
-    plain = OptimizerSettings(name=f"torch.optim.{name}", kwargs={"lr": 1e-3})
+    fused = torch_optimizer(name, lr=1e-3, fused=True)
+    plain = torch_optimizer(name, lr=1e-3)
     assert optimizer_spec(fused, on_gpu=True) == optimizer_spec(plain, on_gpu=True)
 
 
