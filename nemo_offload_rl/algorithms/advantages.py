@@ -22,10 +22,10 @@ def scale_rewards(rewards: Tensor, settings: RewardScalingSettings) -> Tensor:
 
 
 def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardShapingSettings) -> Tensor:
-    """Subtract DAPO's soft length penalty (arXiv 2503.14476, equation 13).
+    """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
 
-    The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there to
-    `overlong_buffer_penalty` at `max_response_length`.
+    The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:
+    `overlong_buffer_penalty` at `max_response_length`, more beyond it.
 
     Args:
         rewards: [B].
@@ -36,7 +36,7 @@ def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardSha
         return rewards
     free_tokens = settings.max_response_length - settings.overlong_buffer_length
     share = (response_lengths.to(torch.float32) - free_tokens) / settings.overlong_buffer_length
-    return rewards - settings.overlong_buffer_penalty * share.clamp(0.0, 1.0)
+    return rewards - settings.overlong_buffer_penalty * share.clamp(min=0.0)
 
 
 def overlong_sample_mask(truncated: Tensor, *, filtering: bool) -> Tensor:
@@ -50,8 +50,9 @@ def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool
     """Reward minus the group's baseline, optionally divided by a standard deviation.
 
     With `leave_one_out` the baseline of a response is the mean reward of the others in its group (RLOO, arXiv
-    2402.14740); without, the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is the whole group's in
-    both cases, with divisor G - 1. A group of equal rewards gives 0.
+    2402.14740); without, the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is that of the same
+    rewards, the others' or the whole group's, with their number less one as divisor. As in NeMo-RL nothing is divided
+    where it is 0: the only right response of a group keeps its distance. A group of equal rewards gives 0.
 
     Args:
         rewards_PG: [P, G] float rewards.
@@ -68,7 +69,8 @@ def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool
     advantages_PG = (rewards_PG - baseline_PG).masked_fill(constant_P1, 0.0)
     if not normalize:
         return advantages_PG
-    return advantages_PG / (group_std(rewards_PG)[:, None] + _STD_EPS)
+    std_PG = leave_one_out_std(rewards_PG) if leave_one_out else group_std(rewards_PG)[:, None].expand_as(rewards_PG)
+    return torch.where(std_PG > 0, advantages_PG / (std_PG + _STD_EPS), advantages_PG)
 
 
 def group_mean_baseline(rewards_PG: Tensor) -> Tensor:
@@ -89,3 +91,15 @@ def group_std(rewards_PG: Tensor) -> Tensor:
     if rewards_PG.shape[1] == 1:
         return torch.zeros(rewards_PG.shape[0], dtype=torch.float32)
     return rewards_PG.to(torch.float32).std(dim=1)
+
+
+def leave_one_out_std(rewards_PG: Tensor) -> Tensor:
+    """[P, G]: the sample standard deviation of the others in the group; 0 where they are fewer than two or equal."""
+    group_size = rewards_PG.shape[1]
+    if group_size <= 2:
+        return torch.zeros_like(rewards_PG, dtype=torch.float32)
+    others = torch.tensor([[other for other in range(group_size) if other != one] for one in range(group_size)])
+    others_PGO = rewards_PG.double()[:, others]
+    # Equal rewards can differ from their own mean by a rounding error.
+    equal_PG = others_PGO.amax(dim=2) == others_PGO.amin(dim=2)
+    return others_PGO.std(dim=2).masked_fill(equal_PG, 0.0).to(torch.float32)

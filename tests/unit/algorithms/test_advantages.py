@@ -31,9 +31,42 @@ def test_leave_one_out_baseline_is_the_mean_of_the_others():
     torch.testing.assert_close(advantages, REWARDS_PG - expected)
 
 
-def test_leave_one_out_advantages_are_the_centred_ones_times_g_over_g_minus_one():
-    centred = group_advantages(REWARDS_PG, leave_one_out=False, normalize=True)
-    torch.testing.assert_close(group_advantages(REWARDS_PG, leave_one_out=True, normalize=True), centred * 4 / 3)
+def test_leave_one_out_advantages_are_divided_by_the_deviation_of_the_others_if_they_have_one():
+    advantages = group_advantages(REWARDS_PG, leave_one_out=True, normalize=True)
+    # The others of the one right response are equal: it keeps its distance. Those of a wrong one are 1, 0, 0.
+    expected = torch.tensor([1.0, *[-(1 / 3) / math.sqrt(1 / 3)] * 3])
+    torch.testing.assert_close(advantages[0], expected, rtol=1e-5, atol=0)
+    one_of_16 = torch.tensor([[1.0, *[0.0] * 15]])
+    assert group_advantages(one_of_16, leave_one_out=True, normalize=True)[0, 0] == 1.0
+
+
+def test_a_group_of_two_is_not_divided_where_the_baseline_leaves_one_out():
+    """One other has no deviation."""
+    assert group_advantages(torch.tensor([[1.0, 0.0]]), leave_one_out=True, normalize=True).tolist() == [[1.0, -1.0]]
+
+
+def nemo_rl_advantages(rewards: list[float], leave_one_out: bool) -> list[float]:
+    """NeMo-RL's formula (calculate_baseline_and_std_per_prompt, GRPOAdvantageEstimator): by means of squares."""
+    advantages = []
+    for index in range(len(rewards)):
+        compared = [r for other, r in enumerate(rewards) if not leave_one_out or other != index]
+        count, mean = len(compared), statistics.fmean(compared)
+        variance = statistics.fmean(r * r for r in compared) - mean * mean
+        std = math.sqrt(variance * count / (count - 1)) if count > 1 and variance > 0 else 0.0
+        distance = rewards[index] - mean
+        advantages.append(distance / (std + 1e-6) if std > 0 else distance)
+    return advantages
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_normalized_advantages_are_nemo_rls(leave_one_out):
+    @hypothesis_settings(max_examples=100, deadline=None)
+    @given(rewards=st.lists(st.integers(-4, 4).map(float), min_size=2, max_size=16))
+    def check(rewards):
+        found = group_advantages(torch.tensor([rewards]), leave_one_out=leave_one_out, normalize=True)[0].tolist()
+        assert found == pytest.approx(nemo_rl_advantages(rewards, leave_one_out), rel=1e-4, abs=1e-5)
+
+    check()
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -55,10 +88,11 @@ def advantages_by_hand(rewards: list[float], leave_one_out: bool, normalize: boo
     """One group in plain numbers."""
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)
-    spread = statistics.stdev(rewards) + 1e-6 if normalize else 1.0
     advantages = []
     for index, reward in enumerate(rewards):
         compared = [*rewards[:index], *rewards[index + 1 :]] if leave_one_out else rewards
+        has_spread = normalize and len(set(compared)) > 1
+        spread = statistics.stdev(compared) + 1e-6 if has_spread else 1.0
         advantages.append((reward - statistics.fmean(compared)) / spread)
     return advantages
 

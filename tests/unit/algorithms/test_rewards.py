@@ -22,9 +22,9 @@ def test_scaling_maps_the_source_range_linearly_and_clips_outside_it():
     assert scaled.tolist() == [-1.0, -1.0, -0.5, 0.0, 1.0, 1.0]
 
 
-def test_the_length_penalty_starts_inside_the_buffer_and_ends_at_its_full_value():
+def test_the_length_penalty_starts_inside_the_buffer_and_goes_on_growing_beyond_the_limit():
     shaped = shape_rewards(torch.ones(5), torch.tensor([1, 6, 8, 10, 12]), shaping())
-    assert shaped.tolist() == [1.0, 1.0, 0.75, 0.5, 0.5]
+    assert shaped.tolist() == [1.0, 1.0, 0.75, 0.5, 0.25]
 
 
 def test_switched_off_scaling_and_shaping_change_nothing():
@@ -56,11 +56,11 @@ def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward,
 
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(length=st.integers(0, 50), buffer=st.integers(1, 20), limit=st.integers(21, 40), penalty=st.integers(0, 4))
-def test_the_length_penalty_is_dapos_formula_up_to_the_limit_and_full_beyond(length, buffer, limit, penalty):
+def test_the_length_penalty_is_nemo_rls_formula_below_and_beyond_the_limit(length, buffer, limit, penalty):
     settings = RewardShapingSettings(
         enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty, max_response_length=limit
     )
-    # Equation 13: 0, then a line, then -1 beyond the limit.
-    expected = min(max(length - (limit - buffer), 0) / buffer, 1.0)
+    # apply_reward_shaping: min(-exceed_length / overlong_buffer_length * overlong_buffer_penalty, 0)
+    expected = min(-(length - (limit - buffer)) / buffer * penalty, 0)
     (shaped,) = shape_rewards(torch.tensor([2.0]), torch.tensor([length]), settings).tolist()
-    assert abs(shaped - (2.0 - penalty * expected)) < 1e-5
+    assert abs(shaped - (2.0 + expected)) < 1e-4
