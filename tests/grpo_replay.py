@@ -105,6 +105,8 @@ class Replay:
             self._update([rollouts[row] for row in rows], [prev[row] for row in rows], [reference[row] for row in rows])
             for rows in batched(range(len(rollouts)), size)
         ]
+        if self._schedule is not None:
+            self._schedule.step()
         reduce = {"probs_ratio_min": min, "probs_ratio_max": max, "learning_rate": lambda values: list(values)[-1]}
         found: Metrics = {name: reduce.get(name, fmean)([update[name] for update in updates]) for name in updates[0]}
         return found | {"skipped_updates": sum(not math.isfinite(update["grad_norm"]) for update in updates)}
@@ -166,8 +168,6 @@ class Replay:
             found["is_oob_ratio"] = (weight > limit).double().mean()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._schedule is not None:
-            self._schedule.step()
         return {name: float(torch.as_tensor(value).detach()) for name, value in found.items()}
 
 

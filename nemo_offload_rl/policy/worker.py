@@ -131,7 +131,9 @@ class PolicyWorker:
     # -- training --------------------------------------------------------------------------------------------------
 
     def train(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
-        """One optimizer step for each global batch in this rank's shard.
+        """One optimizer step for each global batch in this rank's shard, then one tick of the schedule.
+
+        The learning rate is the same for all of them, as in NeMo-RL. Without any update there is no tick.
 
         Args:
             batch: Rows of this data-parallel rank, `train_global_batch_size / dp_size` for each step in turn.
@@ -153,6 +155,8 @@ class PolicyWorker:
             result.is_skipped.append(step.is_skipped)
             for name, value in metrics.items():
                 result.metrics.setdefault(name, []).append(value)
+        if not all(result.is_skipped):
+            self._backend.advance_schedule()
         if self._backend.rank_info.rank == 0:
             warn_of_skipped(result)
         return result

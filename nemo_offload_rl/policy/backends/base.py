@@ -152,7 +152,7 @@ class PolicyBackend(Protocol):
         ...
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update, advance the schedule and drop the gradients.
+        """Clip, update and drop the gradients.
 
         If the norm of the gradients is not finite, every rank skips the update: gradients are dropped, nothing else
         changes, and nothing of `streamed` is asked for.
@@ -160,6 +160,10 @@ class PolicyBackend(Protocol):
         Args:
             streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.
         """
+        ...
+
+    def advance_schedule(self) -> None:
+        """One tick of the schedule of the learning rate: after the updates of a step of the run."""
         ...
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:

@@ -280,7 +280,7 @@ class DTensorBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update, advance the schedule and drop the gradients; skipped if their norm is not finite."""
+        """Clip, update and drop the gradients; skipped if their norm is not finite."""
         norm = optim.global_grad_norm(self._trainable(), self._tp_rank, self._device)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
@@ -290,10 +290,13 @@ class DTensorBackend:
                 factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
                 optim.scale_grads(self._trainable(), factor)
             self._parts.step(self._optimizer, streamed)
-            if self._scheduler is not None:
-                self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(grad_norm, learning_rate, is_skipped=not is_finite)
+
+    def advance_schedule(self) -> None:
+        """One tick of `policy.scheduler`."""
+        if self._scheduler is not None:
+            self._scheduler.step()
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""

@@ -170,12 +170,10 @@ class MegatronBackend:
         self._optimizer.zero_grad()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
-        """Clip, update, advance the schedule and zero the gradients; skipped if their norm is not finite."""
+        """Clip, update and zero the gradients; skipped if their norm is not finite."""
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         with self._streamed.streaming(iter(streamed)):
             is_updated, _, _ = self._optimizer.step()
-        if is_updated:
-            self._scheduler.step(1)
         self.drop_grads()
         if self._cfg.distributed_data_parallel_config.overlap_param_gather:
             # Parameters are whole between calls: they may leave, be sent or be saved next.
@@ -190,6 +188,10 @@ class MegatronBackend:
             is_skipped=not is_updated,
             lowers_loss_scale=self._optimizer.lowers_loss_scale,
         )
+
+    def advance_schedule(self) -> None:
+        """One tick of `policy.megatron_cfg.scheduler`."""
+        self._scheduler.step(1)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
