@@ -1,0 +1,182 @@
+"""Keys of the algorithm and the tokenizer that mean another thing here, or depend on others: one function each."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.migrate.conversion import Conversion
+from nemo_offload_rl.migrate.draft import Draft
+
+PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_METRICS = {
+    "val:val_loss": "val:loss",
+    "val:validation-default_loss": "val:loss",
+    "val:total_reward/mean": "val:reward",
+    "train:reward": "train:reward_mean",
+}
+
+
+def _kl(draft: Draft) -> None:
+    key = "loss_fn.reference_policy_kl_type"
+    kind = draft.get(key, "k3")
+    if not draft.get("loss_fn.reference_policy_kl_penalty", 0.01):
+        draft.convert(key, key, f"{kind}+" if kind in ("k1", "k3") else kind, "the KL has no weight")
+    elif kind == "k3" and draft.get("loss_fn.use_on_policy_kl_approximation", False):
+        draft.convert(key, key, "k3", "its weight has a gradient in both")
+    elif kind == "k3":
+        draft.convert(key, key, "k3+", "the estimate of k3 with the gradient of the KL, as its weight gives it there")
+    else:
+        draft.missing(key, f"KL estimator {kind} with the gradient of its weight")
+
+
+def _baseline(draft: Draft) -> None:
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        inner, outer = f"grpo.adv_estimator.{name}", f"grpo.{name}"
+        if draft.has(inner):
+            draft.rename(inner, outer, draft.get(inner), "the estimator's value")
+            if draft.has(outer):
+                draft.ignore(outer, "the estimator's value is what advantages are computed with")
+        else:
+            draft.keep(outer, outer, draft.get(outer, True))
+    if draft.get("grpo.use_dynamic_sampling") and draft.get("grpo.use_leave_one_out_baseline", True):
+        draft.missing(
+            "grpo.use_leave_one_out_baseline",
+            "dynamic sampling that drops single responses, whose leave-one-out deviation is 0",
+        )
+
+
+def _truncation(draft: Draft) -> None:
+    key = "loss_fn.truncated_importance_sampling_ratio"
+    if draft.get(key) is not None and not draft.get("loss_fn.use_importance_sampling_correction", False):
+        draft.convert(key, key, None, "there are no weights to truncate")
+    else:
+        draft.keep(key, key, draft.get(key))
+
+
+def _validation(draft: Draft) -> None:
+    section = draft.algorithm
+    period = f"{section}.val_period"
+    if (given := draft.get(period)) is not None:
+        if given < 0:
+            draft.convert(period, period, 0, "0 is never")
+        else:
+            draft.keep(period, period, given)
+    samples, size = draft.get("grpo.max_val_samples"), draft.get("grpo.val_batch_size")
+    if section != "grpo" or not draft.has("grpo.max_val_samples"):
+        return
+    if samples is None or size is None:
+        draft.missing("grpo.max_val_samples", "validation on all prompts (max_val_samples null)")
+    elif samples % size and samples > size:
+        whole = samples // size * size
+        draft.convert("grpo.max_val_samples", "grpo.max_val_samples", whole, "whole batches of val_batch_size")
+    else:
+        draft.keep("grpo.max_val_samples", "grpo.max_val_samples", samples)
+
+
+def _val_batches(draft: Draft) -> None:
+    key = f"{draft.algorithm}.val_batches"
+    if draft.has(key):
+        given = draft.get(key)
+        if given < 0:
+            draft.convert(key, key, 0, "0 is all")
+        else:
+            draft.keep(key, key, given)
+
+
+def _metric(draft: Draft) -> None:
+    key = "checkpointing.metric_name"
+    if not draft.has(key):
+        return
+    name = draft.get(key)
+    period = draft.get(f"{draft.algorithm}.val_period", 0)
+    never = period <= 0 and not draft.get(f"{draft.algorithm}.val_at_end", False)
+    if name is not None and name.startswith("val:") and never:
+        draft.convert(key, key, None, "nothing is validated, so the newest are kept")
+    elif name in _METRICS:
+        draft.convert(key, key, _METRICS[name], "the metric's name here")
+    else:
+        draft.keep(key, key, name)
+
+
+def _chat_template(draft: Draft) -> None:
+    key = "policy.tokenizer.chat_template"
+    if not draft.has(key):
+        draft.fill(key, None, "the tokenizer's own template, which is NeMo-RL's default too")
+    elif draft.get(key) is None:
+        draft.convert(key, key, PASS_THROUGH, "null is messages put one after the other there")
+    else:
+        draft.keep(key, key, draft.get(key))
+
+
+def _header(draft: Draft) -> None:
+    """Their loss counts what the template writes before a response, unless add_generation_prompt gives it away."""
+    key = "data.add_generation_prompt"
+    template = draft.get("policy.tokenizer.chat_template", "default")
+    writes_none = template is None or ("{" in template and "add_generation_prompt" not in template)
+    if writes_none or draft.get(key, False):
+        if draft.has(key):
+            draft.ignore(key, "what a template writes before a response is never counted here, and none is there")
+        return
+    cancels = draft.algorithm == "dpo" and not (
+        draft.get("dpo.preference_average_log_probs", False) or draft.get("dpo.sft_loss_weight", 0)
+    )
+    if cancels:
+        reason = "is the same before both responses and cancels"
+        draft.fill("data.add_eos", draft.ours["data"]["add_eos"], f"the template's text before a response {reason}")
+    else:
+        draft.missing(key, "a loss on what the chat template writes before a response")
+
+
+_GRPO = ("grpo",)
+ALGORITHM: tuple[Conversion, ...] = (
+    Conversion(
+        (
+            "grpo.normalize_rewards",
+            "grpo.use_leave_one_out_baseline",
+            "grpo.adv_estimator.normalize_rewards",
+            "grpo.adv_estimator.use_leave_one_out_baseline",
+        ),
+        "the estimator's values count for advantages, those of `grpo` for dynamic sampling",
+        "one pair, the estimator's; dynamic sampling drops whole groups only",
+        _baseline,
+        _GRPO,
+    ),
+    Conversion(
+        ("loss_fn.reference_policy_kl_type",),
+        "the estimate has a weight whose gradient makes that of the KL",
+        "`k3` becomes `k3+`, unless `use_on_policy_kl_approximation` weights it",
+        _kl,
+        _GRPO,
+    ),
+    Conversion(
+        ("loss_fn.truncated_importance_sampling_ratio",),
+        "is read with `use_importance_sampling_correction` only",
+        "the same; null where it would not be read",
+        _truncation,
+        _GRPO,
+    ),
+    Conversion(
+        ("grpo.val_period", "sft.val_period", "dpo.val_period", "grpo.max_val_samples"),
+        "a period of 0 or less never validates; of `max_val_samples`, whole batches of `val_batch_size`",
+        "0 never validates; `max_val_samples` is exact",
+        _validation,
+    ),
+    Conversion(("sft.val_batches", "dpo.val_batches"), "0 or less is all", "0 is all", _val_batches, ("sft", "dpo")),
+    Conversion(
+        ("checkpointing.metric_name",),
+        "`val:val_loss`, `val:validation-default_loss`, `val:total_reward/mean`",
+        "`val:loss`, `val:loss`, `val:reward`; null where nothing is validated",
+        _metric,
+    ),
+    Conversion(
+        ("policy.tokenizer.chat_template",),
+        "null: messages put one after the other; left out: the tokenizer's own",
+        "null: the tokenizer's own; messages put one after the other are a template",
+        _chat_template,
+    ),
+    Conversion(
+        ("data.add_generation_prompt",),
+        "false: what the template writes before a response counts in the loss",
+        "it never counts; refused where that makes a difference",
+        _header,
+        ("sft", "dpo"),
+    ),
+)

@@ -1,0 +1,100 @@
+"""How many files of a folder load, and what stops the others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, is_nemo_rl, migrate
+from nemo_offload_rl.utils.config import load_config
+
+
+@dataclass
+class Count:
+    """The files of a folder that train by GRPO, SFT or DPO.
+
+    Attributes:
+        loaded: Files that mean here what they mean there and pass every check that needs neither model nor devices.
+        stopped: Files with what stops each: features that are missing, or else what our checks say.
+        unreadable: Files that cannot be read, with the reason.
+        others: Files that train something else, or are no files of NeMo-RL's.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    stopped: dict[str, list[str]] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def num_runs(self) -> int:
+        """Files that were tried."""
+        return len(self.loaded) + len(self.stopped)
+
+    def render(self) -> str:
+        """The numbers, and each reason with the files that it stops and those that it stops alone."""
+        reasons = Counter(reason for reasons in self.stopped.values() for reason in reasons)
+        alone = Counter(reasons[0] for reasons in self.stopped.values() if len(reasons) == 1)
+        lines = [f"{len(self.loaded)} of {self.num_runs} files for GRPO, SFT or DPO load"]
+        if self.others or self.unreadable:
+            lines.append(f"not counted: {len(self.others)} for something else, {len(self.unreadable)} not readable")
+        if reasons:
+            lines += ["", "files  alone  what stops them"]
+        ranked = sorted(reasons, key=lambda reason: (-reasons[reason], -alone[reason], reason))
+        lines += [f"{reasons[reason]:5}  {alone[reason]:5}  {reason}" for reason in ranked]
+        lines += ["", *(f"{name}: {reason}" for name, reason in self.unreadable.items())] if self.unreadable else []
+        return "\n".join(lines)
+
+
+def count_folder(folder: Path) -> Count:
+    """Migrate and check every YAML file below a folder."""
+    count = Count()
+    for path in sorted(folder.rglob("*.yaml")):
+        name = str(path.relative_to(folder))
+        try:
+            config = load_config(path)
+        except ConfigError as error:
+            count.unreadable[name] = str(error)
+            continue
+        if algorithm_of(config) is None or not is_nemo_rl(config):
+            count.others.append(name)
+        elif reasons := list(problems(migrate(config, path))):
+            count.stopped[name] = reasons
+        else:
+            count.loaded.append(name)
+    return count
+
+
+def problems(migration: Migration) -> Iterator[str]:
+    """What stops a migrated configuration: missing features, or where there are none, what our own checks say."""
+    if migration.report.missing:
+        yield from migration.report.missing
+        return
+    try:
+        check(migration.algorithm, migration.config)
+    except ConfigError as error:
+        # Numbers and names differ from file to file, the rule does not.
+        yield f"our check: {re.sub(r'\d+', 'N', str(error).partition(';')[0])}"
+
+
+def check(algorithm: str, config: Mapping[str, Any]) -> None:
+    """Every key and every rule between keys, as at the start of a run.
+
+    Raises:
+        ConfigError: What is wrong.
+    """
+    from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
+    from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+
+    match algorithm:
+        case "grpo":
+            check_rules(validate_keys(config, GrpoMasterConfig), GRPO_RULES)
+        case "sft":
+            check_rules(validate_keys(config, SftMasterConfig), SFT_RULES)
+        case _:
+            check_rules(validate_keys(config, DpoMasterConfig), DPO_RULES)

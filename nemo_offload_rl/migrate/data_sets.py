@@ -1,0 +1,245 @@
+"""The sections `data` and `env`: data sets, prompts and what scores responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.migrate.draft import Draft
+
+_FILES = (".jsonl", ".json", ".parquet")
+_TASK = ("prompt_file", "system_prompt_file", "processor", "env_name")
+_PROCESSORS = {"grpo": ("math_hf_data_processor",), "sft": ("sft_processor",), "dpo": ()}
+_ENVIRONMENTS = ("math",)
+_GYM = ("should_use_nemo_gym", "should_log_nemo_gym_responses")
+_VERIFIERS = (None, "hf_math_verify")
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """A data set of NeMo-RL that is here too.
+
+    Attributes:
+        name: Its name here.
+        algorithms: That can read it.
+        keys: Its keys with NeMo-RL's defaults.
+        splits_off: Whether it keeps `split_validation_size` of its rows for validation; others do not read the key.
+    """
+
+    name: str
+    algorithms: tuple[str, ...]
+    keys: Mapping[str, Any]
+    splits_off: bool
+
+
+_DATA_SETS: Mapping[str, _DataSet] = {
+    "OpenMathInstruct-2": _DataSet("OpenMathInstruct-2", ("grpo", "sft"), {"split": "train_1M"}, True),
+    "ResponseDataset": _DataSet(
+        "ResponseDataset", ("grpo", "sft"), {"input_key": "input", "output_key": "output"}, True
+    ),
+    "openai_format": _DataSet("OpenAIFormatDataset", ("sft",), {"chat_key": "messages", "tool_key": "tools"}, False),
+    "PreferenceDataset": _DataSet("PreferenceDataset", ("dpo",), {}, False),
+    "BinaryPreferenceDataset": _DataSet(
+        "BinaryPreferenceDataset",
+        ("dpo",),
+        {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
+        False,
+    ),
+}
+_CHANGED = {
+    "dataset_name": "the name here",
+    "split": "a file has one split only",
+    "split_validation_size": "this data set does not read it",
+}
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "subset": (None,),
+    "system_key": (None,),
+    "system_prompt": (None, ""),
+    "use_preserving_dataset": (True, False),
+}
+
+
+def convert_data(draft: Draft) -> None:
+    """Take over `data` and `env`; a feature that is missing is told once for each key that asks for it."""
+    _lengths(draft)
+    default = draft.get("data.default") or {}
+    if draft.algorithm == "grpo":
+        draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
+    elif draft.has("data.add_bos"):
+        draft.keep("data.add_bos", "data.add_bos", draft.get("data.add_bos"))
+    _default(draft, default)
+    for where in ("train", "validation"):
+        section = draft.get(f"data.{where}")
+        if section is None:
+            draft.keep(f"data.{where}", f"data.{where}", None)
+        elif isinstance(section, Mapping):
+            _data_set(draft, f"data.{where}", {**default, **section}, section)
+        else:
+            draft.missing(f"data.{where}", "a list of data sets")
+    _environments(draft, default)
+
+
+def _lengths(draft: Draft) -> None:
+    key = "data.max_input_seq_length"
+    given = draft.get(key)
+    if draft.algorithm == "grpo":
+        draft.fill("data.overlong_rows", "mask", "a prompt that is too long keeps its place and trains nothing")
+    else:
+        note = "a row that is too long is left out; there it keeps its place with weight 0"
+        draft.fill("data.overlong_rows", "drop", note)
+    if given is None:
+        draft.missing(key, "prompts of any length (max_input_seq_length null)")
+    elif draft.algorithm == "dpo":
+        draft.keep(key, key, given)
+    else:
+        draft.convert(key, key, given - 1, "the longest that is allowed: there, one of that length is too long")
+
+
+def _default(draft: Draft, default: Mapping[str, Any]) -> None:
+    known = {"grpo": _TASK, "sft": _TASK[:3], "dpo": _TASK[1:2]}[draft.algorithm]
+    for name, value in default.items():
+        key = f"data.default.{name}"
+        if name == "processor":
+            _processor(draft, key, value)
+        elif name in ("prompt_file", "system_prompt_file") and name in known:
+            draft.convert(key, key, _found(draft, value), "looked for from the file's folder upwards")
+        elif name in known:
+            draft.keep(key, key, value)
+        elif name in _TASK:
+            if name == "prompt_file" and value is not None:
+                draft.missing(key, "prompt_file in DPO")
+            else:
+                draft.ignore(key, "has no use without rollouts")
+        else:
+            draft.ignore(key, "is with the data sets below")
+
+
+def _processor(draft: Draft, key: str, name: str) -> None:
+    if name not in _PROCESSORS[draft.algorithm]:
+        media = "images, audio and video" if name.startswith("vlm") else f"processor {name}"
+        draft.missing(key, "NeMo-Gym" if name.startswith("nemo_gym") else media)
+    elif draft.algorithm != "dpo":
+        draft.keep(key, key, name)
+
+
+def _found(draft: Draft, path: str | None) -> str | None:
+    """A file beside the configuration or further up, never one of the same name of this package."""
+    if path is None or Path(path).is_absolute() or draft.folder is None:
+        return path
+    folder = draft.folder.resolve()
+    for place in (folder, *folder.parents):
+        if (place / path).is_file():
+            return str(place / path)
+    return str(folder / path)
+
+
+def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """One data set: `section` with the values of `data.default`, `own` without."""
+    name = section.get("dataset_name", "ResponseDataset")
+    kind = _DATA_SETS.get(name)
+    if kind is None or draft.algorithm not in kind.algorithms:
+        for key in own:
+            draft.missing(f"{where}.{key}", f"data set {name}")
+        return
+    values: dict[str, Any] = {"dataset_name": kind.name}
+    for key, value in kind.keys.items():
+        values[key] = section.get(key, value)
+    if "data_path" in section:
+        values |= _file(draft, where, section)
+    values |= _held_out(draft, where, section, kind.splits_off)
+    for key, value in own.items():
+        _account(draft, f"{where}.{key}", key, value, values)
+    accounted = {"path" if key == "data_path" else key for key in own}
+    for key in values.keys() - accounted:
+        draft.fill(f"{where}.{key}", values[key], "as data.default or NeMo-RL's code sets it")
+    draft.ours["data"][where.rpartition(".")[2]] = values
+    draft.written.add(where)
+
+
+def _file(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    path = str(section["data_path"])
+    is_file = path.endswith(_FILES)
+    if not is_file and not Path(path).expanduser().exists():
+        draft.missing(f"{where}.data_path", "data from the Hugging Face hub by name")
+    # A file has one split, which NeMo-RL calls train.
+    return {"path": path, "split": None if is_file else section.get("split")}
+
+
+def _held_out(draft: Draft, where: str, section: Mapping[str, Any], splits_off: bool) -> dict[str, Any]:
+    is_math = section.get("dataset_name") == "OpenMathInstruct-2"
+    share = section.get("split_validation_size", 0.05 if is_math else 0.0) if splits_off else 0.0
+    if where == "data.validation" and share:
+        draft.missing(f"{where}.split_validation_size", "a part of the validation data kept back")
+    if share >= 1:
+        draft.missing(f"{where}.split_validation_size", "split_validation_size as a number of rows")
+    return {"split_validation_size": share, "seed": section.get("seed", 42)}
+
+
+def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
+    """A row for each key that the section itself has."""
+    if path in draft.done:
+        return
+    if key == "data_path":
+        draft.rename(path, f"{path.rpartition('.')[0]}.path", value, "")
+    elif key in ("prompt_file", "system_prompt_file"):
+        values[key] = _found(draft, value)
+        draft.convert(path, path, values[key], "looked for from the file's folder upwards")
+    elif key == "env_name" and draft.algorithm == "grpo":
+        values[key] = value
+        draft.keep(path, path, value)
+    elif key == "processor":
+        _processor(draft, path, value)
+    elif key == "output_key" and key not in values:
+        if value == "expected_answer":
+            draft.ignore(path, "the answer that is always read here")
+        else:
+            draft.missing(path, f"OpenMathInstruct-2 with output_key {value}")
+    elif key in values and values[key] == value:
+        draft.keep(path, path, value)
+    elif key in values:
+        draft.convert(path, path, values[key], _CHANGED[key])
+    elif key in _HARMLESS and value in _HARMLESS[key]:
+        draft.ignore(path, "off")
+    elif key in ("split_validation_size", "seed", "split"):
+        draft.ignore(path, "this data set does not read it")
+    else:
+        draft.missing(path, f"{path.rpartition('.')[2]} of a data set")
+
+
+def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
+    """Those that the data name; other environments of the file are never started."""
+    if draft.algorithm != "grpo":
+        return
+    sections = [draft.get(f"data.{where}") for where in ("train", "validation")]
+    named = {section.get("env_name", default.get("env_name")) for section in sections if isinstance(section, Mapping)}
+    found: dict[str, Any] = {}
+    for name, section in (draft.get("env") or {}).items():
+        if name in _GYM:
+            if section:
+                draft.missing(f"env.{name}", "NeMo-Gym")
+            else:
+                draft.ignore(f"env.{name}", "the feature is off")
+        elif name not in named:
+            draft.ignore(f"env.{name}", "no data set names it")
+        elif name not in _ENVIRONMENTS:
+            draft.missing(f"env.{name}", f"environment {name}")
+        else:
+            found[name] = _environment(draft, f"env.{name}", section)
+            draft.fill(f"env.{name}.retry_message", None, "the environment says nothing between turns")
+    for name in sorted(str(name) for name in named - found.keys() if f"env.{name}" not in draft.done):
+        draft.missing("data.default.env_name", f"environment {name}")
+    draft.ours["env"] = found
+    draft.written.add("env")
+
+
+def _environment(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in section.items():
+        if key == "num_workers":
+            draft.keep(f"{where}.{key}", f"{where}.{key}", value)
+        elif key == "math_verify_impl" and value in _VERIFIERS:
+            draft.ignore(f"{where}.{key}", "the verifier that is always used here")
+        else:
+            draft.missing(f"{where}.{key}", f"{key} {value}" if key == "math_verify_impl" else f"env.*.{key}")
+    return {"num_workers": section.get("num_workers", 8), "retry_message": None}

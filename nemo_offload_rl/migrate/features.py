@@ -1,0 +1,116 @@
+"""Features of NeMo-RL that are not available here, by the keys that turn them on: data only, continued from `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.migrate.rules import OFF, Off, Rule
+
+
+def _off(feature: str, *patterns: str, values: tuple[Any, ...] = OFF) -> dict[str, Rule]:
+    return dict.fromkeys(patterns, Off(values, feature))
+
+
+FEATURES: Mapping[str, Rule] = {
+    # Another way to run.
+    **_off("asynchronous GRPO (grpo.async_grpo)", "grpo.async_grpo", "grpo.async_grpo.enabled"),
+    **_off("the single controller (async_rl)", "async_rl.*", values=()),
+    **_off("on-policy distillation", "on_policy_distillation", "on_policy_distillation.*"),
+    **_off("generation backend {value}", "policy.generation.backend", values=("vllm",)),
+    **_off("refit transport {value}", "policy.generation.refit_transport", values=(None,)),
+    **_off("images, audio and video", "policy.is_vlm", "policy.tokenizer.video.*", "policy.tokenizer.audio.*"),
+    **_off("checkpoint_must_save_by", "checkpointing.checkpoint_must_save_by"),
+    **_off("SwanLab", "logger.swanlab_enabled"),
+    # The algorithm.
+    **_off("advantage estimator {value}", "grpo.adv_estimator.name", values=("grpo",)),
+    **_off("clipped advantages", "grpo.advantage_clip_low", "grpo.advantage_clip_high"),
+    **_off("generation batches larger than a step (batch_multiplier)", "grpo.batch_multiplier", values=(1, 1.0)),
+    **_off("seq_logprob_error_threshold", "grpo.seq_logprob_error_threshold"),
+    **_off(
+        "penalties for tool calls, thinking and answers",
+        "grpo.invalid_tool_call_advantage",
+        "grpo.malformed_thinking_advantage",
+        "reward_penalties.penalize_duplicated_reasoning",
+        "reward_penalties.penalize_empty_final_answer",
+        "reward_penalties.penalize_unwanted_tokens",
+        "reward_penalties.penalize_malformed_think_tag",
+    ),
+    **_off("stop_properly_penalty_coef", "grpo.reward_shaping.stop_properly_penalty_coef"),
+    **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
+    **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
+    **_off("KL in the reward", "loss_fn.use_kl_in_reward"),
+    **_off("CISPO", "loss_fn.use_cispo"),
+    **_off("disable_ppo_ratio", "loss_fn.disable_ppo_ratio"),
+    **_off("positive_example_nll_weight", "loss_fn.positive_example_nll_weight", values=(0, None)),
+    **_off("truncated importance sampling {value}", "loss_fn.truncated_importance_sampling_type", values=(None, "tis")),
+    **_off("a lower bound of importance weights", "loss_fn.truncated_importance_sampling_ratio_min", values=(None, 0)),
+    # The model and its training.
+    **_off("draft models", "policy.draft.enabled"),
+    **_off("router replay", "policy.router_replay.enabled"),
+    **_off("DTensor context parallelism", "policy.dtensor_cfg.context_parallel_size", values=(1,)),
+    **_off("DTensor sequence parallelism", "policy.dtensor_cfg.sequence_parallel"),
+    **_off("DTensor expert parallelism", "policy.dtensor_cfg.expert_parallel_size", values=(1,)),
+    **_off("DTensor expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
+    **_off("FSDP2's CPU offload", "policy.dtensor_cfg.cpu_offload"),
+    **_off("replicas of shards (dp_replicate_size)", "policy.dtensor_cfg.dp_replicate_size", values=(1, None)),
+    **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),
+    **_off("dropout before an adapter", "policy.dtensor_cfg.lora_cfg.dropout_position", values=("post",)),
+    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.*", values=()),
+    **_off(
+        "Automodel's models (automodel_kwargs)",
+        "policy.dtensor_cfg.automodel_kwargs",
+        values=({}, None),
+    ),
+    **_off(
+        "Automodel's models (automodel_kwargs)",
+        "policy.dtensor_cfg.automodel_kwargs.force_hf",
+        "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel",
+        values=(True, False, None),
+    ),
+    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"),
+    **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides.*", values=()),
+    **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides", values=({}, None)),
+    **_off(
+        "Megatron layers by transformer_impl {value}",
+        "policy.megatron_cfg.transformer_impl",
+        values=("transformer_engine",),
+    ),
+    **_off("attention_backend {value}", "policy.megatron_cfg.attention_backend", values=(None, "auto", "flash")),
+    **_off("frozen parts of the model", "policy.megatron_cfg.freeze_config.*", values=()),
+    **_off("fused linear logprobs", "policy.megatron_cfg.use_fused_linear_logprobs"),
+    **_off("CUDA graphs in training", "policy.megatron_cfg.cuda_graph_impl", values=("none", None)),
+    **_off("multi-token prediction", "policy.megatron_cfg.mtp_num_layers", values=(0, None)),
+    **_off("DeepEP", "policy.megatron_cfg.moe_enable_deepep"),
+    **_off("flex dispatchers of experts", "policy.megatron_cfg.moe_flex_dispatcher_backend", values=(None,)),
+    **_off("flex dispatchers of experts", "policy.megatron_cfg.moe_hybridep_num_sms", values=(None,)),
+    **_off("biases of experts", "policy.megatron_cfg.moe_router_enable_expert_bias"),
+    **_off("auxiliary losses of routers", "policy.megatron_cfg.moe_aux_loss_coeff", values=(0, None)),
+    **_off("a fused squared ReLU", "policy.megatron_cfg.use_fused_weighted_squared_relu"),
+    **_off("Megatron's own FSDP", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp"),
+    **_off("parameters in 8 bits", "policy.megatron_cfg.fp8_cfg.fp8_param"),
+    **_off("adapters of another type (lora_dtype)", "policy.megatron_cfg.peft.lora_dtype", values=(None, "None")),
+    # The engine.
+    **_off(
+        "weights of the engine in {value}",
+        "policy.generation.vllm_cfg.precision",
+        values=("float32", "bfloat16", "float16"),
+    ),
+    **_off("mxfp8 in the engine", "policy.generation.vllm_cfg.is_mx"),
+    **_off("an engine of pipeline stages", "policy.generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.expert_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.enable_expert_parallel"),
+    **_off(
+        "the engine's logprobs before temperature (raw_logprobs)",
+        "policy.generation.vllm_cfg.logprobs_mode",
+        values=("processed_logprobs",),
+    ),
+    **_off("an HTTP server at the engine", "policy.generation.vllm_cfg.expose_http_server"),
+    **_off("an HTTP server at the engine", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.*", values=()),
+    **_off("an HTTP server at the engine", "policy.generation.vllm_cfg.reasoning_parser_plugin"),
+    **_off("environment variables of the engine", "policy.generation.vllm_cfg.env_vars.*", values=()),
+    **_off("environment variables of the engine", "policy.generation.vllm_cfg.env_vars", values=({}, None)),
+    **_off("bad_words", "policy.generation.bad_words", values=([], None)),
+    **_off("several data loaders", "data.use_multiple_dataloader"),
+    **_off("a data loader of the user", "data.custom_dataloader"),
+}

@@ -1,0 +1,229 @@
+"""From a NeMo-RL configuration to ours: recognize it, apply the rules, fill in the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.migrate.conversions import CONVERSIONS
+from nemo_offload_rl.migrate.draft import DEFAULT_THERE, Draft, at, leaves, matches
+from nemo_offload_rl.migrate.features import FEATURES
+from nemo_offload_rl.migrate.fills import ABSENT, FILLS, FOLLOWS
+from nemo_offload_rl.migrate.report import Outcome, Report
+from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Ignored, Off, Renamed, Rule, Same
+from nemo_offload_rl.utils.config import load_config
+
+ALGORITHMS = ("grpo", "sft", "dpo")
+EXEMPLARS = {"grpo": "grpo_math_1B.yaml", "sft": "sft.yaml", "dpo": "dpo.yaml"}
+_CONFIGS = Path(__file__).parents[2] / "examples/configs"
+
+# Other things that NeMo-RL trains; its files for them may inherit a section of ours.
+_OTHER_ALGORITHMS = ("distillation", "ppo", "rm", "eval")
+_ONLY_THEIRS = (
+    "policy.offload_optimizer_for_logprob",
+    "policy.generation_batch_size",
+    "policy.draft",
+    "policy.dtensor_cfg._v2",
+    "policy.dtensor_cfg.custom_parallel_plan",
+    "policy.megatron_cfg.checkpoint",
+    "policy.megatron_cfg.model_overrides",
+    "policy.sequence_packing.algorithm",
+    "policy.tokenizer.use_fastokens",
+    "policy.generation.mcore_generation_config",
+    "loss_fn.use_cispo",
+    "loss_fn.disable_ppo_ratio",
+    "grpo.adv_estimator",
+    "grpo.async_grpo",
+    "data.num_workers",
+    "data.train.data_path",
+    "env.math.math_verify_impl",
+    "logger.monitor_gpus",
+    "logger.swanlab_enabled",
+    "checkpointing.checkpoint_must_save_by",
+)
+_ONLY_OURS = (
+    "policy.residency_overlap",
+    "policy.use_pinned_optimizer_offload",
+    "policy.offload_optimizer_states_for_logprob",
+    "policy.max_skipped_updates",
+    "data.overlong_rows",
+)
+_NEEDED_MARKS = 2
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A NeMo-RL configuration in our keys.
+
+    Attributes:
+        algorithm: "grpo", "sft" or "dpo".
+        config: Nested dictionaries with every key of ours; not to be used while something is missing.
+        report: What became of each key.
+    """
+
+    algorithm: str
+    config: dict[str, Any]
+    report: Report
+
+    def check(self) -> None:
+        """Raise what stops the file.
+
+        Raises:
+            ConfigError: It uses features that are not available here: one line with each of them and its first key.
+        """
+        if missing := self.report.missing:
+            told = "; ".join(f"{feature} ({keys[0]})" for feature, keys in missing.items())
+            raise ConfigError(
+                f"this NeMo-RL configuration uses {len(missing)} thing{'s' if len(missing) > 1 else ''} not available "
+                f"here: {told}; turn them off, or leave them out"
+            )
+
+
+def is_nemo_rl(config: Mapping[str, Any]) -> bool:
+    """Whether a resolved configuration has keys that only NeMo-RL has, and none that only this package has."""
+    if any(at(config, key, _ABSENT) is not _ABSENT for key in _ONLY_OURS):
+        return False
+    return sum(at(config, key, _ABSENT) is not _ABSENT for key in _ONLY_THEIRS) >= _NEEDED_MARKS
+
+
+_ABSENT = object()
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str | None:
+    """What a configuration trains: "grpo", "sft" or "dpo"; None for anything else."""
+    if any(name in config for name in _OTHER_ALGORITHMS):
+        return None
+    found = [name for name in ALGORITHMS if name in config]
+    return found[0] if len(found) == 1 else None
+
+
+def migrate_file(path: str | Path, overrides: Sequence[str] = ()) -> Migration:
+    """Read a NeMo-RL file with what its `defaults:` name, relative to itself, and map it.
+
+    Raises:
+        ConfigError: The file cannot be read, or is none of NeMo-RL's for GRPO, SFT or DPO.
+    """
+    return migrate(load_config(path, overrides), Path(path))
+
+
+def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
+    """Map a resolved NeMo-RL configuration.
+
+    Args:
+        config: Nested dictionaries without interpolations.
+        path: Where it was read, for messages and for the prompt files that it names.
+
+    Raises:
+        ConfigError: It is none of NeMo-RL's for GRPO, SFT or DPO.
+    """
+    name = path or "the configuration"
+    if (algorithm := algorithm_of(config)) is None:
+        raise ConfigError(f"{name} trains by none of {', '.join(ALGORITHMS)}; those are what this package has")
+    if not is_nemo_rl(config):
+        raise ConfigError(f"{name} has none of the keys that only NeMo-RL has; use it as it is")
+    draft = Draft(
+        theirs=config,
+        ours=copy.deepcopy(_exemplar(algorithm)),
+        report=Report(),
+        algorithm=algorithm,
+        folder=None if path is None else path.parent,
+    )
+    _leave_out_what_is_off(draft)
+    for conversion in CONVERSIONS:
+        if algorithm in conversion.algorithms:
+            conversion.apply(draft)
+    _apply_rules(draft)
+    _fill(draft)
+    return Migration(algorithm, draft.ours, draft.report)
+
+
+@cache
+def _exemplar(algorithm: str) -> dict[str, Any]:
+    return load_config(_CONFIGS / EXEMPLARS[algorithm])
+
+
+def _leave_out_what_is_off(draft: Draft) -> None:
+    """Sections of backends and features that are off: nothing reads their values, there or here."""
+    backends = ("policy.dtensor_cfg", "policy.megatron_cfg")
+    off = [name for name in backends if draft.has(name) and not draft.get(f"{name}.enabled")]
+    if draft.algorithm != "grpo":
+        off.append("policy.generation")
+    theirs = copy.deepcopy(dict(draft.theirs))
+    for section in off:
+        node = at(theirs, section)
+        for path, _ in leaves(node, section):
+            if path != f"{section}.enabled":
+                draft.ignore(path, f"{section} is off")
+        if isinstance(node, dict):
+            for key in [key for key in node if key != "enabled"]:
+                del node[key]
+    draft.theirs = theirs
+
+
+def rule_for(path: str) -> Rule | None:
+    """The most exact rule about a key of theirs."""
+    for rules in (SAME, RENAMED, IGNORED, FEATURES):
+        if path in rules:
+            return rules[path]
+    found: list[tuple[int, Rule]] = []
+    for rules in (SAME, RENAMED, IGNORED, FEATURES):
+        found += [(len(pattern), rule) for pattern, rule in rules.items() if matches(pattern, path)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def is_converted(path: str) -> bool:
+    """Whether a function accounts for a key of theirs."""
+    return any(matches(pattern, path) for conversion in CONVERSIONS for pattern in conversion.keys)
+
+
+def _apply_rules(draft: Draft) -> None:
+    reported = tuple(f"{key}." for key in draft.done)
+    for path, value in leaves(draft.theirs):
+        if path in draft.done or path.startswith(reported):
+            continue
+        match rule_for(path):
+            case Same():
+                draft.keep(path, path, value)
+            case Renamed(to, note) if to == path:
+                draft.convert(path, path, value, note)
+            case Renamed(to, note, convert):
+                draft.rename(path, to, value if convert is None else convert(value), note)
+            case Ignored(reason):
+                draft.ignore(path, reason)
+            case Off(values, feature):
+                _off(draft, path, value, values, feature)
+            case None if not is_converted(path):
+                draft.missing(path, f"the key {path}")
+            case None:
+                pass
+
+
+def _off(draft: Draft, path: str, value: Any, values: Sequence[Any], feature: str) -> None:
+    if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values):
+        draft.missing(path, feature.replace("{value}", str(value)))
+    elif at(draft.ours, path, _ABSENT) is not _ABSENT:
+        draft.keep(path, path, value)
+    else:
+        draft.ignore(path, "the feature is off")
+
+
+def _fill(draft: Draft) -> None:
+    """Keys that only this package has, by a rule where there is one, else as our exemplar sets them."""
+    for path, (source, reason) in FOLLOWS.items():
+        if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
+            draft.fill(path, at(draft.ours, source), reason)
+    defaults = {path: (value, DEFAULT_THERE) for path, value in ABSENT.items()}
+    for path, (value, reason) in (defaults | FILLS).items():
+        if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
+            draft.fill(path, value, reason)
+    if draft.get("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:
+        draft.fill("policy.dtensor_cfg.torch_compile", False, "layers that are split are not compiled")
+    written = tuple(f"{path}." for path in draft.written)
+    for path, _ in leaves(draft.ours):
+        if path not in draft.written and not path.startswith(written):
+            draft.report.add(Outcome.FILLED, "", path, f"as {EXEMPLARS[draft.algorithm]} sets it")

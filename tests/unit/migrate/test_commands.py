@@ -1,0 +1,159 @@
+"""The command line, the YAML that it writes, and the count of a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from nemo_rl_files import dpo_file, grpo_file, sft_file
+from rich.console import Console
+from supervised_cases import read_metrics, write_model, write_rows
+
+from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_dpo, run_sft
+from nemo_offload_rl.config import load_dpo_config, load_sft_config
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.migrate.__main__ import main
+from nemo_offload_rl.migrate.conversions import CONVERSIONS
+from nemo_offload_rl.migrate.count import count_folder
+from nemo_offload_rl.migrate.mapping import migrate
+from nemo_offload_rl.migrate.rules import RENAMED, Renamed
+from nemo_offload_rl.migrate.yaml_file import render_yaml
+
+GUIDE = Path(__file__).parents[3] / "docs/guides/from-nemo-rl.md"
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("make", [grpo_file, sft_file, dpo_file])
+def test_the_yaml_that_is_written_reads_back_as_the_configuration_with_its_notes(make):
+    migration = migrate(make())
+    text = render_yaml(migration, "their.yaml")
+    assert yaml.safe_load(text) == migration.config
+    assert text.startswith("# From NeMo-RL's their.yaml,")
+    assert "  # policy.offload_optimizer_for_logprob there\n" in text
+    assert "policy.sequence_packing.algorithm" in text.partition("\n\n")[0]
+
+
+def test_the_command_prints_one_table_and_writes_a_file_once(tmp_path, capsys):
+    theirs, ours = write(tmp_path / "their.yaml", grpo_file()), tmp_path / "our.yaml"
+    assert main([str(theirs), "-o", str(ours)]) == 0
+    table = capsys.readouterr().out
+    for heading in ("taken over as they are: ", "taken over with another value: ", "not in the file: "):
+        assert heading in table
+    assert "not available here" not in table
+    assert yaml.safe_load(ours.read_text()) == migrate(grpo_file(), theirs).config
+    with pytest.raises(ConfigError, match=r"our\.yaml exists; give the name of a new file"):
+        main([str(theirs), "-o", str(ours)])
+
+
+def test_a_file_that_uses_what_is_not_here_is_not_written_and_told_in_one_line(tmp_path, capsys):
+    config = grpo_file()
+    config["loss_fn"]["use_cispo"] = True
+    config["grpo"]["async_grpo"]["enabled"] = True
+    with pytest.raises(ConfigError) as caught:
+        main([str(write(tmp_path / "their.yaml", config)), "-o", str(tmp_path / "our.yaml")])
+    assert str(caught.value) == (
+        "this NeMo-RL configuration uses 2 things not available here: asynchronous GRPO (grpo.async_grpo) "
+        "(grpo.async_grpo.enabled); CISPO (loss_fn.use_cispo); turn them off, or leave them out"
+    )
+    assert "not available here: 2" in capsys.readouterr().out
+    assert not (tmp_path / "our.yaml").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["a.yaml", "--count", "b"]])
+def test_the_command_wants_a_file_or_a_folder(arguments):
+    with pytest.raises(ConfigError, match="give one file, or --count and a folder"):
+        main(arguments)
+
+
+def test_a_folder_is_counted_with_what_stops_its_files_the_most_frequent_first(tmp_path, capsys):
+    asynchronous, gdpo = grpo_file(), grpo_file()
+    for config in (asynchronous, gdpo):
+        config["grpo"]["async_grpo"]["enabled"] = True
+    gdpo["grpo"]["adv_estimator"]["name"] = "gdpo"
+    too_long = grpo_file()
+    too_long["policy"]["train_global_batch_size"] = 3
+    files = {
+        "grpo.yaml": grpo_file(),
+        "more/sft.yaml": sft_file(),
+        "more/dpo.yaml": dpo_file(),
+        "asynchronous.yaml": asynchronous,
+        "gdpo.yaml": gdpo,
+        "batch.yaml": too_long,
+        "ppo.yaml": {**grpo_file(), "ppo": {}},
+        "own.yaml": {"grpo": {"seed": 1}},
+    }
+    for name, config in files.items():
+        write(tmp_path / name, config)
+    (tmp_path / "orphan.yaml").write_text("defaults: nowhere.yaml\n")
+    count = count_folder(tmp_path)
+    assert count.loaded == ["grpo.yaml", "more/dpo.yaml", "more/sft.yaml"]
+    assert count.others == ["own.yaml", "ppo.yaml"]
+    assert count.unreadable.keys() == {"orphan.yaml"}
+    assert main(["--count", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "3 of 6 files for GRPO, SFT or DPO load",
+        "not counted: 2 for something else, 1 not readable",
+    ]
+    assert lines[4:7] == [
+        "    2      1  asynchronous GRPO (grpo.async_grpo)",
+        "    1      1  our check: policy.train_global_batch_size N does not divide the N responses of a step "
+        "(grpo.num_prompts_per_step N x num_generations_per_prompt N), so some would not be trained on",
+        "    1      0  advantage estimator gdpo",
+    ]
+
+
+def local(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """On a CPU with the tiny model and local data."""
+    config["cluster"] = {"gpus_per_node": 0, "num_nodes": 1}
+    policy = config["policy"]
+    policy |= {"model_name": str(folder / "model"), "precision": "float32"}
+    policy["tokenizer"] = {"name": str(folder / "model"), "chat_template": None}
+    config["logger"] |= {"log_dir": str(folder / "logs"), "tensorboard_enabled": False}
+    config["checkpointing"] |= {"checkpoint_dir": str(folder / "checkpoints"), "enabled": False}
+    return config
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_a_migrated_file_runs_two_steps_on_a_cpu(algorithm, tmp_path):
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "pairs.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    conversations = [
+        [{"role": "user", "content": row["p"]}, {"role": "assistant", "content": row["c"]}] for row in rows
+    ]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in conversations))
+    config = local({"sft": sft_file, "dpo": dpo_file}[algorithm](), tmp_path)
+    name = {"sft": "talk", "dpo": "pairs"}[algorithm]
+    for part in ("train", "validation"):
+        config["data"][part]["data_path"] = str(tmp_path / f"{name}.jsonl")
+    if algorithm == "dpo":
+        config["data"]["default"] |= {"prompt_key": "p", "chosen_key": "c", "rejected_key": "r"}
+    theirs, ours = write(tmp_path / "their.yaml", config), tmp_path / "our.yaml"
+    assert main([str(theirs), "-o", str(ours)]) == 0
+    if algorithm == "sft":
+        run_sft(load_sft_config(ours), local_policy, Console(quiet=True))
+    else:
+        run_dpo(load_dpo_config(ours), local_policy, Console(quiet=True))
+    records = read_metrics(tmp_path / "logs")
+    # The schedule ticks once a step: 0.1, then 0.1 + 0.9 / 5 of the rate.
+    rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
+    assert rates == pytest.approx([1e-7, 2.8e-7])
+
+
+def test_the_guide_has_a_row_for_every_conversion_and_every_other_name():
+    text = GUIDE.read_text(encoding="utf-8")
+    for conversion in CONVERSIONS:
+        assert conversion.guide_row() in text
+    for theirs, rule in RENAMED.items():
+        assert isinstance(rule, Renamed)
+        if rule.to != theirs:
+            assert f"| `{theirs}` | `{rule.to}` |" in text

@@ -1,0 +1,271 @@
+"""Small files in NeMo-RL's format, written here, and what becomes of their keys."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nemo_rl_files import dpo_file, grpo_file, sft_file
+
+from nemo_offload_rl.config.keys import known_keys
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.migrate import is_nemo_rl, migrate, migrate_file
+from nemo_offload_rl.migrate.conversions import CONVERSIONS
+from nemo_offload_rl.migrate.count import check
+from nemo_offload_rl.migrate.draft import at, leaves, matches, put
+from nemo_offload_rl.migrate.features import FEATURES
+from nemo_offload_rl.migrate.mapping import EXEMPLARS, rule_for
+from nemo_offload_rl.migrate.report import Outcome
+from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Off, Renamed, Same
+from nemo_offload_rl.utils.config import load_config
+
+FILES = {"grpo": grpo_file, "sft": sft_file, "dpo": dpo_file}
+SCHEMAS = {"grpo": GrpoMasterConfig, "sft": SftMasterConfig, "dpo": DpoMasterConfig}
+
+
+def changed(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy with values at dotted keys, whose dots are written as two underscores."""
+    copied = copy.deepcopy(dict(config))
+    for key, value in changes.items():
+        put(copied, key.replace("__", "."), value)
+    return copied
+
+
+@pytest.mark.parametrize("algorithm", FILES)
+def test_a_file_of_theirs_becomes_a_whole_configuration_that_passes_every_check(algorithm):
+    migration = migrate(FILES[algorithm]())
+    assert migration.algorithm == algorithm
+    assert migration.report.missing == {}
+    check(algorithm, migration.config)
+
+
+@pytest.mark.parametrize("algorithm", FILES)
+def test_each_of_their_keys_has_one_row_and_each_of_ours_has_a_row_or_is_below_one(algorithm):
+    theirs = FILES[algorithm]()
+    migration = migrate(theirs)
+    told = [row.theirs for row in migration.report.rows if row.theirs]
+    assert len(told) == len(set(told))
+    for path, _ in leaves(theirs):
+        assert any(path == key or path.startswith(f"{key}.") for key in told), path
+    ours = {row.ours for row in migration.report.rows if row.ours}
+    for path, _ in leaves(migration.config):
+        assert any(path == key or path.startswith(f"{key}.") for key in ours), path
+
+
+@pytest.mark.parametrize("algorithm", FILES)
+def test_what_is_taken_over_as_it_is_has_their_value(algorithm):
+    theirs = FILES[algorithm]()
+    migration = migrate(theirs)
+    rows = [row for row in migration.report.of(Outcome.SAME) if not row.ours.startswith("data.")]
+    assert len(rows) > 30
+    for row in rows:
+        assert at(migration.config, row.ours) == at(theirs, row.theirs), row
+
+
+def test_rules_name_only_keys_that_are_here():
+    known = {key for schema in SCHEMAS.values() for key in known_keys(schema)}
+    targets = [pattern for pattern, rule in SAME.items() if isinstance(rule, Same)]
+    targets += [rule.to for rule in RENAMED.values() if isinstance(rule, Renamed)]
+    free = ("policy.hf_config_overrides", "policy.tokenizer.chat_template_kwargs", "policy.generation.vllm_kwargs")
+    free += ("policy.megatron_cfg.env_vars",)
+    for target in targets:
+        assert target in known or target.startswith(free), target
+
+
+def test_no_key_is_in_two_tables():
+    tables = (SAME, RENAMED, IGNORED, FEATURES)
+    for index, table in enumerate(tables):
+        for other in tables[index + 1 :]:
+            assert not table.keys() & other.keys()
+    converted = {pattern for conversion in CONVERSIONS for pattern in conversion.keys}
+    for table in tables:
+        exact = {pattern for pattern in table if not pattern.endswith(".*")}
+        assert not exact & converted
+
+
+OFF_RULES = {path: rule for path, rule in FEATURES.items() if isinstance(rule, Off) and not path.endswith(".*")}
+_ACTIVE = {"on_policy_distillation", "grpo.async_grpo"}
+
+
+@pytest.mark.parametrize("path", sorted(OFF_RULES.keys() - _ACTIVE))
+def test_a_feature_that_is_not_here_is_an_error_where_it_is_on_and_nothing_where_it_is_off(path):
+    rule = OFF_RULES[path]
+    algorithm = "grpo"
+    backend = {"policy__megatron_cfg__enabled": True, "policy__dtensor_cfg__enabled": False}
+    theirs = changed(FILES[algorithm](), **(backend if path.startswith("policy.megatron_cfg") else {}))
+    put(theirs, path, "something else")
+    feature = rule.feature.replace("{value}", "something else")
+    migration = migrate(theirs)
+    assert path in migration.report.missing[feature]
+    with pytest.raises(ConfigError, match=r"^this NeMo-RL configuration uses \d+ things? not available here: "):
+        migration.check()
+    for value in rule.values:
+        put(theirs, path, value)
+        assert path not in migrate(theirs).report.missing.get(feature, [])
+
+
+def test_a_key_that_no_rule_names_is_an_error_and_never_dropped():
+    migration = migrate(changed(grpo_file(), loss_fn__use_magic=False))
+    assert migration.report.missing == {"the key loss_fn.use_magic": ["loss_fn.use_magic"]}
+
+
+def test_a_feature_with_many_keys_is_one_error():
+    theirs = changed(grpo_file(), async_rl__sampler__name="in_order", async_rl__max_buffered_rollouts=3)
+    (found,) = migrate(theirs).report.missing.items()
+    assert found == ("the single controller (async_rl)", ["async_rl.sampler.name", "async_rl.max_buffered_rollouts"])
+
+
+def test_values_of_a_backend_that_is_off_are_not_read():
+    theirs = changed(grpo_file(), policy__megatron_cfg__moe_enable_deepep=True, policy__megatron_cfg__anything=3)
+    assert migrate(theirs).report.missing == {}
+
+
+def test_our_own_files_are_not_taken_for_theirs():
+    for name in EXEMPLARS.values():
+        config = load_config(Path("examples/configs") / name)
+        assert not is_nemo_rl(config)
+        with pytest.raises(ConfigError, match="none of the keys that only NeMo-RL has"):
+            migrate(config)
+    with pytest.raises(ConfigError, match="trains by none of grpo, sft, dpo"):
+        migrate({"ppo": {}, "grpo": {}})
+
+
+def test_defaults_are_relative_to_the_file_that_names_them_and_later_parents_win(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(grpo_file()))
+    (tmp_path / "a/more.yaml").write_text("grpo: {num_prompts_per_step: 4, seed: 5}\n")
+    (tmp_path / "a/leaf.yaml").write_text(
+        "defaults: [../base.yaml, more.yaml]\ngrpo: {num_generations_per_prompt: 8}\n"
+    )
+    (tmp_path / "a/b/run.yaml").write_text(
+        "defaults: ../leaf.yaml\npolicy: {train_global_batch_size: '${mul:${grpo.num_prompts_per_step}, 8}'}\n"
+    )
+    config = migrate_file(tmp_path / "a/b/run.yaml").config
+    assert config["grpo"]["num_prompts_per_step"] == 4 and config["grpo"]["seed"] == 5
+    assert config["policy"]["train_global_batch_size"] == 32
+
+
+def test_a_prompt_file_is_theirs_and_never_one_of_the_same_name_here(tmp_path):
+    """This repository has an examples/prompts/cot.txt too, with other words."""
+    theirs = changed(grpo_file(), data__default__prompt_file="examples/prompts/cot.txt")
+    (tmp_path / "examples/configs").mkdir(parents=True)
+    path = tmp_path / "examples/configs/run.yaml"
+    path.write_text(yaml.safe_dump(theirs))
+    assert migrate_file(path).config["data"]["default"]["prompt_file"] == str(
+        tmp_path / "examples/configs/examples/prompts/cot.txt"
+    )
+    (tmp_path / "examples/prompts").mkdir()
+    (tmp_path / "examples/prompts/cot.txt").write_text("{}")
+    found = migrate_file(path).config["data"]["default"]["prompt_file"]
+    assert found == str(tmp_path / "examples/prompts/cot.txt")
+
+
+@settings(max_examples=60, deadline=None)
+@given(nodes=st.integers(1, 8), gpus=st.integers(2, 8), engine_nodes=st.integers(1, 7), engine_gpus=st.integers(1, 7))
+def test_trainer_and_engines_together_have_the_devices_of_their_cluster(nodes, gpus, engine_nodes, engine_gpus):
+    if nodes == 1:
+        engine_nodes, engine_gpus = 1, min(engine_gpus, gpus - 1)
+    else:
+        engine_nodes, engine_gpus = min(engine_nodes, nodes - 1), gpus
+    where = "policy__generation__colocated"
+    theirs = changed(
+        grpo_file(),
+        cluster__num_nodes=nodes,
+        cluster__gpus_per_node=gpus,
+        **{
+            f"{where}__enabled": False,
+            f"{where}__resources__gpus_per_node": engine_gpus,
+            f"{where}__resources__num_nodes": engine_nodes,
+        },
+    )
+    config = migrate(theirs).config
+    resources = config["policy"]["generation"]["colocated"]["resources"]
+    trainer = config["cluster"]["num_nodes"] * config["cluster"]["gpus_per_node"]
+    assert trainer + resources["num_nodes"] * resources["gpus_per_node"] == nodes * gpus
+    assert trainer > 0 and resources == {"gpus_per_node": engine_gpus, "num_nodes": engine_nodes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "expected"),
+    [
+        ({"policy__refit_buffer_size_gb": 3}, "policy.refit_buffer_size_gib", 1.5),
+        ({"grpo__val_period": -1}, "grpo.val_period", 0),
+        ({"grpo__max_val_samples": 16, "grpo__val_batch_size": 5}, "grpo.max_val_samples", 15),
+        ({"grpo__adv_estimator__use_leave_one_out_baseline": False}, "grpo.use_leave_one_out_baseline", False),
+        ({"policy__tokenizer__chat_template": "default"}, "policy.tokenizer.chat_template", "default"),
+        ({"policy__offload_optimizer_for_logprob": True}, "policy.offload_optimizer_states_for_logprob", True),
+        ({"loss_fn__use_on_policy_kl_approximation": True}, "loss_fn.reference_policy_kl_type", "k3"),
+        ({}, "loss_fn.reference_policy_kl_type", "k3+"),
+        ({"loss_fn__truncated_importance_sampling_ratio": 2}, "loss_fn.truncated_importance_sampling_ratio", None),
+        ({"policy__generation__top_k": -1}, "policy.generation.top_k", None),
+        ({"policy__generation__temperature": 0.7}, "policy.generation.val_temperature", 0.7),
+        ({"policy__generation__vllm_kwargs": {"kv_cache_memory_bytes": 2**31}},
+         "policy.generation.vllm_cfg.kv_cache_memory_gib", 2.0),
+        ({"checkpointing__metric_name": "val:total_reward/mean"}, "checkpointing.metric_name", "val:reward"),
+        ({"grpo__val_period": 0}, "checkpointing.metric_name", None),
+        ({"policy__dtensor_cfg__tensor_parallel_size": 2, "cluster__gpus_per_node": 2},
+         "policy.dtensor_cfg.torch_compile", False),
+        ({}, "grpo.max_token_mult_prob_error", None),
+        ({}, "data.add_bos", False),
+        ({}, "data.overlong_rows", "mask"),
+    ],
+)  # fmt: skip
+def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
+    migration = migrate(changed(grpo_file(), **changes))
+    assert migration.report.missing == {}
+    assert at(migration.config, key) == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "feature"),
+    [
+        ("grpo", {"policy__generation__top_p": 0.9}, "logprobs after top-p and top-k"),
+        ("grpo", {"loss_fn__reference_policy_kl_type": "k2"}, "KL estimator k2 with the gradient of its weight"),
+        ("grpo", {"grpo__use_dynamic_sampling": True},
+         "dynamic sampling that drops single responses, whose leave-one-out deviation is 0"),
+        ("grpo", {"data__train": {"dataset_name": "DeepScaler"}}, "data set DeepScaler"),
+        ("grpo", {"env__math__math_verify_impl": "dapo_math_verify"}, "math_verify_impl dapo_math_verify"),
+        ("grpo", {"policy__generation__vllm_cfg__tensor_parallel_size": 16}, "an engine over several hosts"),
+        ("grpo", {"policy__generation__vllm_kwargs": {"load_format": "dummy"}}, "vllm_kwargs.load_format"),
+        ("sft", {"policy__tokenizer__chat_template": "default"},
+         "a loss on what the chat template writes before a response"),
+        ("dpo", {"policy__tokenizer__chat_template": "default", "dpo__sft_loss_weight": 0.1},
+         "a loss on what the chat template writes before a response"),
+        ("sft", {"data__train": {"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"}},
+         "OpenMathInstruct-2 with output_key generated_solution"),
+        ("dpo", {"data__train": {"dataset_name": "HelpSteer3", "split": "train"}}, "data set HelpSteer3"),
+    ],
+)  # fmt: skip
+def test_a_meaning_that_is_not_here_is_an_error_and_no_silent_pass(algorithm, changes, feature):
+    assert feature in migrate(changed(FILES[algorithm](), **changes)).report.missing
+
+
+def test_experts_are_balanced_nowhere_so_only_models_without_them_may_ask_for_it(tmp_path):
+    key = "policy.megatron_cfg.moe_router_load_balancing_type"
+    theirs = changed(
+        grpo_file(),
+        policy__megatron_cfg__enabled=True,
+        policy__dtensor_cfg__enabled=False,
+        policy__megatron_cfg__moe_router_load_balancing_type="aux_loss",
+    )
+    for name, has_experts in (("meta-llama/Llama-3.2-1B", False), ("someone/new-model", True)):
+        theirs["policy"]["model_name"] = name
+        assert (key in str(migrate(theirs).report.missing)) == has_experts
+    for num_experts in (0, 8):
+        (tmp_path / "config.json").write_text(json.dumps({"num_experts": num_experts}))
+        theirs["policy"]["model_name"] = str(tmp_path)
+        assert (key in str(migrate(theirs).report.missing)) == bool(num_experts)
+
+
+def test_the_most_exact_rule_holds():
+    assert isinstance(rule_for("policy.dtensor_cfg.automodel_kwargs.force_hf"), Off)
+    assert rule_for("policy.nothing.of.theirs") is None
+    assert matches("a.b.*", "a.b") and matches("a.b.*", "a.b.c.d") and not matches("a.b.*", "a.bc")
