@@ -54,12 +54,12 @@ def _truncation(draft: Draft) -> None:
 def _validation(draft: Draft) -> None:
     section = draft.algorithm
     period = f"{section}.val_period"
-    if (given := draft.get(period)) is not None:
+    if (given := draft.number(period)) is not None:
         if given < 0:
             draft.convert(period, period, 0, "0 is never")
         else:
             draft.keep(period, period, given)
-    samples, size = draft.get("grpo.max_val_samples"), draft.get("grpo.val_batch_size")
+    samples, size = draft.number("grpo.max_val_samples"), draft.number("grpo.val_batch_size")
     if section != "grpo" or not draft.has("grpo.max_val_samples"):
         return
     if samples is None or size is None:
@@ -74,7 +74,7 @@ def _validation(draft: Draft) -> None:
 def _val_batches(draft: Draft) -> None:
     key = f"{draft.algorithm}.val_batches"
     if draft.has(key):
-        given = draft.get(key)
+        given = draft.number(key, 0)
         if given < 0:
             draft.convert(key, key, 0, "0 is all")
         else:
@@ -86,11 +86,11 @@ def _metric(draft: Draft) -> None:
     if not draft.has(key):
         return
     name = draft.get(key)
-    period = draft.get(f"{draft.algorithm}.val_period", 0)
+    period = draft.number(f"{draft.algorithm}.val_period", 0)
     never = period <= 0 and not draft.get(f"{draft.algorithm}.val_at_end", False)
-    if name is not None and name.startswith("val:") and never:
+    if isinstance(name, str) and name.startswith("val:") and never:
         draft.convert(key, key, None, "nothing is validated, so the newest are kept")
-    elif name in _METRICS:
+    elif isinstance(name, str) and name in _METRICS:
         draft.convert(key, key, _METRICS[name], "the metric's name here")
     else:
         draft.keep(key, key, name)
@@ -110,7 +110,8 @@ def _header(draft: Draft) -> None:
     """Their loss counts what the template writes before a response, unless add_generation_prompt gives it away."""
     key = "data.add_generation_prompt"
     template = draft.get("policy.tokenizer.chat_template", "default")
-    writes_none = template is None or ("{" in template and "add_generation_prompt" not in template)
+    is_text = isinstance(template, str) and "{" in template
+    writes_none = template is None or (is_text and "add_generation_prompt" not in template)
     if writes_none or draft.get(key, False):
         if draft.has(key):
             draft.ignore(key, "what a template writes before a response is never counted here, and none is there")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.draft import Draft
 
 _FILES = (".jsonl", ".json", ".parquet")
@@ -64,7 +65,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 def convert_data(draft: Draft) -> None:
     """Take over `data` and `env`; a feature that is missing is told once for each key that asks for it."""
     _lengths(draft)
-    default = draft.get("data.default") or {}
+    default = draft.section("data.default")
     if draft.algorithm == "grpo":
         draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
     elif draft.has("data.add_bos"):
@@ -83,7 +84,7 @@ def convert_data(draft: Draft) -> None:
 
 def _lengths(draft: Draft) -> None:
     key = "data.max_input_seq_length"
-    given = draft.get(key)
+    given = draft.number(key)
     if draft.algorithm == "grpo":
         draft.fill("data.overlong_rows", "mask", "a prompt that is too long keeps its place and trains nothing")
     else:
@@ -116,17 +117,17 @@ def _default(draft: Draft, default: Mapping[str, Any]) -> None:
             draft.ignore(key, "is with the data sets below")
 
 
-def _processor(draft: Draft, key: str, name: str) -> None:
+def _processor(draft: Draft, key: str, name: Any) -> None:
     if name not in _PROCESSORS[draft.algorithm]:
-        media = "images, audio and video" if name.startswith("vlm") else f"processor {name}"
-        draft.missing(key, "NeMo-Gym" if name.startswith("nemo_gym") else media)
+        media = "images, audio and video" if str(name).startswith("vlm") else f"processor {name}"
+        draft.missing(key, "NeMo-Gym" if str(name).startswith("nemo_gym") else media)
     elif draft.algorithm != "dpo":
         draft.keep(key, key, name)
 
 
-def _found(draft: Draft, path: str | None) -> str | None:
+def _found(draft: Draft, path: Any) -> Any:
     """A file beside the configuration or further up, never one of the same name of this package."""
-    if path is None or Path(path).is_absolute() or draft.folder is None:
+    if not isinstance(path, str) or Path(path).is_absolute() or draft.folder is None:
         return path
     folder = draft.folder.resolve()
     for place in (folder, *folder.parents):
@@ -137,7 +138,7 @@ def _found(draft: Draft, path: str | None) -> str | None:
 
 def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """One data set: `section` with the values of `data.default`, `own` without."""
-    name = section.get("dataset_name", "ResponseDataset")
+    name = str(section.get("dataset_name", "ResponseDataset"))
     kind = _DATA_SETS.get(name)
     if kind is None or draft.algorithm not in kind.algorithms:
         for key in own:
@@ -170,6 +171,8 @@ def _file(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[str, Any
 def _held_out(draft: Draft, where: str, section: Mapping[str, Any], splits_off: bool) -> dict[str, Any]:
     is_math = section.get("dataset_name") == "OpenMathInstruct-2"
     share = section.get("split_validation_size", 0.05 if is_math else 0.0) if splits_off else 0.0
+    if not isinstance(share, int | float):
+        raise ConfigError(f"{where}.split_validation_size: given {share!r}, wanted a number; correct it")
     if where == "data.validation" and share:
         draft.missing(f"{where}.split_validation_size", "a part of the validation data kept back")
     if share >= 1:
@@ -213,9 +216,10 @@ def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
     if draft.algorithm != "grpo":
         return
     sections = [draft.get(f"data.{where}") for where in ("train", "validation")]
-    named = {section.get("env_name", default.get("env_name")) for section in sections if isinstance(section, Mapping)}
+    own = [section.get("env_name", default.get("env_name")) for section in sections if isinstance(section, Mapping)]
+    named = {str(name) for name in own if name is not None}
     found: dict[str, Any] = {}
-    for name, section in (draft.get("env") or {}).items():
+    for name, section in draft.section("env").items():
         if name in _GYM:
             if section:
                 draft.missing(f"env.{name}", "NeMo-Gym")
@@ -225,10 +229,12 @@ def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
             draft.ignore(f"env.{name}", "no data set names it")
         elif name not in _ENVIRONMENTS:
             draft.missing(f"env.{name}", f"environment {name}")
+        elif not isinstance(section, Mapping):
+            raise ConfigError(f"env.{name}: given {section!r}, wanted a mapping; correct it in NeMo-RL's file")
         else:
             found[name] = _environment(draft, f"env.{name}", section)
             draft.fill(f"env.{name}.retry_message", None, "the environment says nothing between turns")
-    for name in sorted(str(name) for name in named - found.keys() if f"env.{name}" not in draft.done):
+    for name in sorted(name for name in named - found.keys() if f"env.{name}" not in draft.done):
         draft.missing("data.default.env_name", f"environment {name}")
     draft.ours["env"] = found
     draft.written.add("env")

@@ -15,8 +15,10 @@ _DENSE = re.compile(
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def has_experts(model_name: str) -> bool | None:
+def has_experts(model_name: object) -> bool | None:
     """True or False for a local folder or a known family; None where it is not known."""
+    if not isinstance(model_name, str):
+        return None
     config = Path(model_name).expanduser() / "config.json"
     if config.is_file():
         values = json.loads(config.read_text(encoding="utf-8"))

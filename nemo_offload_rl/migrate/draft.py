@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.fills import ABSENT
 from nemo_offload_rl.migrate.report import Outcome, Report
 
@@ -39,6 +40,30 @@ class Draft:
     def get(self, path: str, default: Any = None) -> Any:
         """Their value; where their file leaves the key out, what NeMo-RL takes then, else `default`."""
         return at(self.theirs, path, ABSENT.get(path, default))
+
+    def number(self, path: str, default: float | None = None) -> Any:
+        """Their value where it has to be a number or, with a default of None, null.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        value = self.get(path, default)
+        if (isinstance(value, int | float) and not isinstance(value, bool)) or (value is None and default is None):
+            return value
+        raise ConfigError(f"{path}: given {value!r}, wanted a number; correct it in NeMo-RL's file")
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """Their section; an empty one where it is null or left out.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        value = self.get(path)
+        if value is None:
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ConfigError(f"{path}: given {value!r}, wanted a mapping; correct it in NeMo-RL's file")
 
     def has(self, path: str) -> bool:
         """Whether their file has the key."""

@@ -54,6 +54,7 @@ _ONLY_OURS = (
     "data.overlong_rows",
 )
 _NEEDED_MARKS = 2
+_SECTIONS = (*ALGORITHMS, "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
         raise ConfigError(f"{name} trains by none of {', '.join(ALGORITHMS)}; those are what this package has")
     if not is_nemo_rl(config):
         raise ConfigError(f"{name} has none of the keys that only NeMo-RL has; use it as it is")
+    for section in _SECTIONS:
+        if not isinstance(config.get(section, {}), Mapping):
+            raise ConfigError(f"{name}: {section} is no mapping; write the section's keys below it")
     draft = Draft(
         theirs=config,
         ours=copy.deepcopy(_exemplar(algorithm)),
@@ -192,7 +196,7 @@ def _apply_rules(draft: Draft) -> None:
             case Renamed(to, note) if to == path:
                 draft.convert(path, path, value, note)
             case Renamed(to, note, convert):
-                draft.rename(path, to, value if convert is None else convert(value), note)
+                draft.rename(path, to, value if convert is None else convert(draft.number(path, 0)), note)
             case Ignored(reason):
                 draft.ignore(path, reason)
             case Off(values, feature):
@@ -218,10 +222,10 @@ def _fill(draft: Draft) -> None:
         if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
             draft.fill(path, at(draft.ours, source), reason)
     defaults = {path: (value, DEFAULT_THERE) for path, value in ABSENT.items()}
-    for path, (value, reason) in (defaults | FILLS).items():
+    for path, (value, reason) in {**defaults, **FILLS}.items():
         if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
             draft.fill(path, value, reason)
-    if draft.get("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:
+    if draft.number("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:
         draft.fill("policy.dtensor_cfg.torch_compile", False, "layers that are split are not compiled")
     written = tuple(f"{path}." for path in draft.written)
     for path, _ in leaves(draft.ours):

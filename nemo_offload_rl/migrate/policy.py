@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.migrate.conversion import Conversion
@@ -14,10 +13,10 @@ _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
 
 def _cluster(draft: Draft) -> None:
-    nodes, gpus = draft.get("cluster.num_nodes", 1), draft.get("cluster.gpus_per_node", 1)
+    nodes, gpus = draft.number("cluster.num_nodes", 1), draft.number("cluster.gpus_per_node", 1)
     where = "policy.generation.colocated"
     of_engine = "resources.gpus_per_node", "resources.num_nodes"
-    engine_gpus, engine_nodes = (draft.get(f"{where}.{name}") for name in of_engine)
+    engine_gpus, engine_nodes = (draft.number(f"{where}.{name}") for name in of_engine)
     if draft.algorithm != "grpo" or draft.get(f"{where}.enabled", True):
         draft.keep("cluster.num_nodes", "cluster.num_nodes", nodes)
         draft.keep("cluster.gpus_per_node", "cluster.gpus_per_node", gpus)
@@ -40,18 +39,18 @@ def _cluster(draft: Draft) -> None:
 
 def _engine_size(draft: Draft) -> None:
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    size = draft.get(key)
-    if size is not None and size > (draft.get("cluster.gpus_per_node") or size):
+    size = draft.number(key)
+    if size is not None and size > (draft.number("cluster.gpus_per_node") or size):
         draft.missing(key, "an engine over several hosts")
 
 
 def _vllm_kwargs(draft: Draft) -> None:
     section = "policy.generation.vllm_kwargs"
     kept = dict(draft.ours["policy"]["generation"]["vllm_kwargs"])
-    for name, value in (draft.get(section) or {}).items():
+    for name, value in draft.section(section).items():
         key = f"{section}.{name}"
         if name == "kv_cache_memory_bytes":
-            draft.rename(key, "policy.generation.vllm_cfg.kv_cache_memory_gib", value / 2**30, "in GiB")
+            draft.rename(key, "policy.generation.vllm_cfg.kv_cache_memory_gib", draft.number(key, 0) / 2**30, "in GiB")
         elif name in _KERNELS:
             draft.ignore(key, "which kernels compute, not what; vLLM chooses")
         elif name in ALLOWED and name not in REFUSED and name not in OWN_KEYS:
@@ -87,14 +86,15 @@ def _deferred_logits(draft: Draft) -> None:
 
 def _divisible(draft: Draft) -> None:
     key = "policy.make_sequence_length_divisible_by"
-    given, megatron = draft.get(key, 1), draft.get("policy.megatron_cfg") or {}
+    given, megatron = draft.number(key, 1), draft.section("policy.megatron_cfg")
     pieces = 1
     if megatron.get("enabled"):
-        context = megatron.get("context_parallel_size", 1)
+        context = draft.number("policy.megatron_cfg.context_parallel_size", 1)
         pieces = 2 * context if context > 1 else 1
-        pieces *= megatron.get("tensor_model_parallel_size", 1) if megatron.get("sequence_parallel") else 1
-    if given % pieces:
-        draft.convert(key, key, math.lcm(given, pieces), "rows are padded to the pieces that devices cut them into")
+        if megatron.get("sequence_parallel"):
+            pieces *= draft.number("policy.megatron_cfg.tensor_model_parallel_size", 1)
+    if int(given) % pieces:
+        draft.convert(key, key, math.lcm(int(given), pieces), "rows are padded to the pieces that devices take")
     else:
         draft.keep(key, key, given)
 
@@ -117,7 +117,7 @@ def _optimizer(draft: Draft) -> None:
         for key in ("policy.optimizer", "policy.scheduler"):
             draft.convert(key, key, None, "Megatron has its own, below megatron_cfg")
         return
-    optimizer: Any = draft.get("policy.optimizer") or {}
+    optimizer = draft.section("policy.optimizer")
     if not str(optimizer.get("name", "")).startswith("torch.optim."):
         draft.missing("policy.optimizer.name", f"optimizer {optimizer.get('name')}")
         return
@@ -130,7 +130,7 @@ def _megatron_schedule(draft: Draft) -> None:
     section = "policy.megatron_cfg.scheduler"
     if not draft.has(section):
         return
-    warmup, decay = draft.get(f"{section}.lr_warmup_iters", 0), draft.get(f"{section}.lr_decay_iters")
+    warmup, decay = draft.number(f"{section}.lr_warmup_iters", 0), draft.number(f"{section}.lr_decay_iters")
     draft.keep(f"{section}.lr_warmup_iters", f"{section}.lr_warmup_iters", warmup)
     if decay is not None:
         draft.keep(f"{section}.lr_decay_iters", f"{section}.lr_decay_iters", decay)
@@ -144,7 +144,7 @@ def _megatron_schedule(draft: Draft) -> None:
 def _adapters(draft: Draft) -> None:
     for section in ("policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"):
         names = draft.get(f"{section}.exclude_modules") or []
-        if draft.get(f"{section}.enabled") and any("*" in name for name in names):
+        if draft.get(f"{section}.enabled") and any("*" in str(name) for name in names):
             draft.missing(f"{section}.exclude_modules", "patterns in exclude_modules")
 
 
@@ -155,7 +155,7 @@ def _rope(draft: Draft) -> None:
 
 def _dtensor_environment(draft: Draft) -> None:
     section = "policy.dtensor_cfg.env_vars"
-    for name in draft.get(section) or {}:
+    for name in draft.section(section):
         if name == "PYTORCH_CUDA_ALLOC_CONF":
             draft.ignore(f"{section}.{name}", "how memory is allocated, which residency decides here")
         else:

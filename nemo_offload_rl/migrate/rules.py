@@ -23,7 +23,7 @@ class Renamed:
     Attributes:
         to: Its name here.
         note: What is different.
-        convert: From their value to ours.
+        convert: From their number to ours.
     """
 
     to: str

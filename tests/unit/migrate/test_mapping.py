@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -263,6 +264,20 @@ def test_experts_are_balanced_nowhere_so_only_models_without_them_may_ask_for_it
         (tmp_path / "config.json").write_text(json.dumps({"num_experts": num_experts}))
         theirs["policy"]["model_name"] = str(tmp_path)
         assert (key in str(migrate(theirs).report.missing)) == bool(num_experts)
+
+
+@pytest.mark.parametrize("algorithm", FILES)
+def test_whatever_stands_at_a_key_the_answer_is_a_configuration_or_one_line(algorithm):
+    theirs = FILES[algorithm]()
+    paths = [path for path, _ in leaves(theirs)]
+    values = itertools.cycle([None, "text", [], {"a": {"b": 1}}, -3])
+    for path in (*paths, *sorted({path.rpartition(".")[0] for path in paths})):
+        broken = changed(theirs)
+        put(broken, path, next(values))
+        try:
+            migrate(broken).check()
+        except ConfigError as error:
+            assert "\n" not in str(error)
 
 
 def test_the_most_exact_rule_holds():
