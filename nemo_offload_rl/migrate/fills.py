@@ -51,6 +51,7 @@ FILLS: Mapping[str, tuple[Any, str]] = {
     "data.add_eos": (True, "the default there"),
     "dpo.label_smoothing": (0.0, "there is none there"),
     "dpo.precompute_reference_logprobs": (False, "computed in each step there too"),
+    "policy.optimizer.decay_norm_and_bias": (True, "torch's optimizer is given all parameters alike there"),
     "checkpointing.async_save": (False, "off where it is not in the file"),
 }
 """Our key, its value, and why."""

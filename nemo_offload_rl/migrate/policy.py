@@ -121,7 +121,8 @@ def _optimizer(draft: Draft) -> None:
     if not str(optimizer.get("name", "")).startswith("torch.optim."):
         draft.missing("policy.optimizer.name", f"optimizer {optimizer.get('name')}")
         return
-    draft.keep("policy.optimizer", "policy.optimizer", optimizer)
+    for key in ("name", "kwargs"):
+        draft.keep(f"policy.optimizer.{key}", f"policy.optimizer.{key}", optimizer.get(key, {}))
     entries = draft.get("policy.scheduler")
     draft.keep("policy.scheduler", "policy.scheduler", entries)
 
