@@ -18,6 +18,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
@@ -56,6 +57,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, _NARROW),  # queries, keys and values have biases
     "qwen3": (Qwen3Config, _QWEN3),
     "qwen3_moe": (Qwen3MoeConfig, _MOE),
+    # Of its two layers one has no rotary embeddings; its own padding token is beyond this vocabulary.
+    "smollm3": (SmolLM3Config, {**_NARROW, "no_rope_layer_interval": 2, "pad_token_id": 256}),
 }
 """Class and sizes by name; a name may end in `-tied`. Each record of `models/families.py` is in it."""
 
@@ -70,7 +73,7 @@ def trained_by(family: str) -> list[str]:
 def family_config(family: str) -> PreTrainedConfig:
     """The configuration of a family."""
     kind, sizes = FAMILIES[family.removesuffix("-tied")]
-    return kind(**_SIZES, **sizes, tie_word_embeddings=family.endswith("-tied"))
+    return kind(**{**_SIZES, **sizes, "tie_word_embeddings": family.endswith("-tied")})
 
 
 def make_family(family: str, seed: int) -> Any:

@@ -104,6 +104,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             has_window=_window_by_layer,
             refused={MEGATRON: (_ATTENTION_BIAS, *_DENSE_LAYERS)},
         ),
+        ModelFamily("smollm3", (DTENSOR,), has_window=_window_by_layer),
     )
 }
 """By model type."""

@@ -58,7 +58,17 @@ SCHEDULES = {"dtensor": {"scheduler": TORCH_SCHEDULE}, "megatron": MEGATRON_SCHE
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-FAMILIES = ("qwen3", "qwen3-tied", "qwen2", "llama-tied", "llama-bias", "mistral", "granite-tied", "olmo2")
+FAMILIES = (
+    "qwen3",
+    "qwen3-tied",
+    "qwen2",
+    "llama-tied",
+    "llama-bias",
+    "mistral",
+    "granite-tied",
+    "olmo2",
+    "smollm3-tied",
+)
 PADDED_OR_PACKED = {"dtensor": ({}, {"sequence_packing": PACKING}), "megatron": ({},)}
 
 
