@@ -1,7 +1,7 @@
 """No save, load or export has more of the state on the device at a time than training has.
 
-The state groups' bytes on the device are counted at every operation of torch that may have allocated; activations are
-not. In training they are counted at each 16th: what is missed there makes the bound tighter.
+The state groups' bytes on the device are counted at each fourth operation of torch that may have allocated; activations
+are not. In training they are counted at each 16th: what is missed there makes the bound tighter.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ WITH_MASTERS = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat
 class _Census(TorchDispatchMode):
     """Remembers the most bytes that state groups had on the device at an operation, looking at each `every`-th."""
 
-    def __init__(self, worker, every: int = 1) -> None:
+    def __init__(self, worker, every: int) -> None:
         super().__init__()
         self.worker = worker
         self.every = every
@@ -43,7 +43,7 @@ class _Census(TorchDispatchMode):
 
 
 @contextmanager
-def peak_of(worker, every: int = 1) -> Iterator[_Census]:
+def peak_of(worker, every: int = 4) -> Iterator[_Census]:
     with _Census(worker, every) as census:
         census.look()
         yield census
