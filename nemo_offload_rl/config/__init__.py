@@ -1,6 +1,6 @@
 """The configuration border: YAML and overrides in, frozen dataclasses out.
 
-1. `utils.config.load_config` reads, inherits, overrides and resolves.
+1. `utils.config.load_config` reads, inherits, overrides and resolves. A file of NeMo-RL's becomes ours (`migrate`).
 2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden).
 3. `rules.check_rules` checks what keys demand of each other.
 4. `convert` makes the frozen dataclasses that the rest of the package reads.
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.convert import DpoConfig, GrpoConfig, SftConfig
+
+logger = logging.getLogger(__name__)
 
 # Imports are inside the functions so that `--help` of a launch script does not wait for torch.
 
@@ -67,9 +70,15 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
 
 def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: type) -> Mapping[str, Any]:
     from nemo_offload_rl.config.validate import missing_key_message
+    from nemo_offload_rl.migrate import is_nemo_rl, migrate
     from nemo_offload_rl.utils.config import load_config
 
     raw = load_config(path, overrides, partial(missing_key_message, schema))
+    if is_nemo_rl(raw):
+        migration = migrate(raw, Path(path))
+        logger.info("%s is NeMo-RL's; what becomes of its keys:\n%s", path, migration.report.render())
+        migration.check()
+        raw = migration.config
     others = [name for name in ("grpo", "sft", "dpo") if name in raw and name != algorithm]
     if others and algorithm not in raw:
         raise ConfigError(

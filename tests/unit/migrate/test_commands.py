@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from supervised_cases import read_metrics, write_model, write_rows
 
 from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_dpo, run_sft
-from nemo_offload_rl.config import load_dpo_config, load_sft_config
+from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.__main__ import main
 from nemo_offload_rl.migrate.conversions import CONVERSIONS
@@ -147,6 +148,16 @@ def test_a_migrated_file_runs_two_steps_on_a_cpu(algorithm, tmp_path):
     # The schedule ticks once a step: 0.1, then 0.1 + 0.9 / 5 of the rate.
     rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
     assert rates == pytest.approx([1e-7, 2.8e-7])
+
+
+def test_a_file_of_theirs_is_recognized_where_a_configuration_is_loaded(tmp_path, caplog):
+    theirs = write(tmp_path / "their.yaml", grpo_file())
+    with caplog.at_level(logging.INFO, "nemo_offload_rl"):
+        loaded = load_grpo_config(theirs, ["grpo.seed=11", "grpo.num_prompts_per_step=4"])
+    assert loaded.grpo.seed == 11 and loaded.grpo.num_prompts_per_step == 4
+    assert "their.yaml is NeMo-RL's; what becomes of its keys:\ntaken over as they are: " in caplog.text
+    with pytest.raises(ConfigError, match=r"not available here: CISPO \(loss_fn.use_cispo\)"):
+        load_grpo_config(theirs, ["loss_fn.use_cispo=true"])
 
 
 def test_the_guide_has_a_row_for_every_conversion_and_every_other_name():
