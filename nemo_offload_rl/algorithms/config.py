@@ -47,7 +47,9 @@ class GrpoSectionConfig(TypedDict):
         ),
     ]
     max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
-    normalize_rewards: Annotated[bool, doc("Divide advantages by the group's standard deviation of rewards.")]
+    normalize_rewards: Annotated[
+        bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
+    ]
     use_leave_one_out_baseline: Annotated[
         bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
     ]

@@ -53,7 +53,7 @@ class SchedulerPhaseConfig(TypedDict):
 class SchedulerMilestonesConfig(TypedDict):
     """The last entry of `policy.scheduler` when there are several phases."""
 
-    milestones: Annotated[list[int], doc("Optimizer steps at which the second, third, ... phase begin; ascending.")]
+    milestones: Annotated[list[int], doc("Steps of the run at which the second, third, ... phase begin; ascending.")]
 
 
 def _scheduler_tag(entry: Any) -> str:

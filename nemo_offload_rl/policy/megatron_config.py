@@ -65,8 +65,8 @@ class MegatronSchedulerConfig(TypedDict):
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], doc("How the learning rate decays.")
     ]
-    lr_decay_iters: Annotated[int, doc("Optimizer steps of the decay.", ge=1)]
-    lr_warmup_iters: Annotated[int, doc("Optimizer steps of the warm-up.", ge=0)]
+    lr_decay_iters: Annotated[int, doc("Steps of the run that the decay takes.", ge=1)]
+    lr_warmup_iters: Annotated[int, doc("Steps of the run that the warm-up takes.", ge=0)]
     lr_warmup_init: Annotated[float, doc("Learning rate at the first step.", ge=0)]
 
 

@@ -23,7 +23,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """One phase of the learning-rate schedule: a torch LRScheduler class and how many optimizer steps it lasts."""
+    """One phase of the learning-rate schedule: a torch LRScheduler class and how many steps of the run it lasts."""
 
     name: str
     kwargs: Mapping[str, Any]
@@ -88,7 +88,7 @@ class MegatronOptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSchedulerSettings:
-    """Megatron's schedule of learning rate and weight decay; iterations are optimizer steps."""
+    """Megatron's schedule of learning rate and weight decay; iterations are steps of the run."""
 
     start_weight_decay: float
     end_weight_decay: float

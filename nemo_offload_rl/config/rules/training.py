@@ -42,19 +42,8 @@ def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
     if optimizer is None or optimizer_can_train(cfg) or scheduler_milestones_separate_the_phases(cfg):
         return None  # told by those
     name, section = algorithm_section(cfg)
-    num_steps = section["max_num_steps"] * _updates_per_step(cfg)
-    key = f"{name}.max_num_steps"
+    num_steps, key = section["max_num_steps"], f"{name}.max_num_steps"
     return _refusal(lambda: try_schedule(OptimizerSettings(**optimizer), phases, num_steps, key))
-
-
-def _updates_per_step(cfg: RunConfig) -> int:
-    """Optimizer steps of one step of the run."""
-    name, _ = algorithm_section(cfg)
-    if name != "grpo":
-        return 1
-    grpo = cast(GrpoMasterConfig, cfg)["grpo"]
-    num_rows = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-    return max(1, num_rows // cfg["policy"]["train_global_batch_size"])
 
 
 def _refusal(attempt: Callable[[], object]) -> str | None:

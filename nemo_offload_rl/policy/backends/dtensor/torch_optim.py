@@ -160,7 +160,7 @@ def try_schedule(
     Args:
         optimizer: Whose learning rate it sets; known to work.
         phases: In order, with ascending ends.
-        num_steps: Most optimizer steps of the run.
+        num_steps: Most steps of the run.
         steps_key: What limits them.
 
     Raises:
