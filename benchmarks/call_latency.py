@@ -26,7 +26,7 @@ import ray
 
 from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 from nemo_offload_rl.distributed.worker_group import PendingCall, RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.utils.schema import ClusterConfig
 
 WARM_UP_CALLS = 20
 
@@ -54,7 +54,7 @@ WAYS = {"with the call": with_call, "by the object store": by_object_store}
 
 def measure(num_workers: int, num_calls: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a call to all workers: median and 90th percentile."""
-    settings = ClusterSettings(
+    settings = ClusterConfig(
         gpus_per_node=0,
         cpu_workers_per_node=num_workers,
         num_nodes=1,

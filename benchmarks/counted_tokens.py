@@ -85,7 +85,7 @@ def measure(algorithm: str, model: Path, sizes: Sizes, repeats: int) -> dict[str
     config = load(ROOT / f"examples/configs/{algorithm}_arithmetic_cpu.yaml", keys)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     tensors = make_batch(sizes, num_rows, vocabulary)
-    policy = start_local_policy(config.policy, keep_reference=algorithm == "dpo")
+    policy = start_local_policy(config.worker, keep_reference=algorithm == "dpo")
     policy.prepare_for_training()
 
     def sft_step(whole: bool) -> float:

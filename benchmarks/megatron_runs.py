@@ -192,12 +192,10 @@ def make_worker(run: Run, variant: Variant) -> Any:
             f"{KEY}.optimizer.use_precision_aware_optimizer=false",
             f"{KEY}.optimizer.bf16=false",
         ]
-    cfg = validate_keys(
-        load_config(
-            ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *run.overrides, *variant.overrides]
-        ),
-        GrpoMasterConfig,
+    resolved = load_config(
+        ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *run.overrides, *variant.overrides]
     )
+    cfg = validate_keys(resolved, GrpoMasterConfig)
     for rule in (*megatron.RULES, *activations.RULES):
         if (message := rule(cfg)) is not None:
             raise ValueError(message)
@@ -207,7 +205,7 @@ def make_worker(run: Run, variant: Variant) -> Any:
         init_method=f"file://{run.folder}/rendezvous-{os.getpid()}",
         device="cuda:0" if run.device == "cuda" else "cpu",
     )
-    return PolicyWorker(to_grpo_config(cfg).policy, process, keep_reference=False)
+    return PolicyWorker(to_grpo_config(cfg, resolved).worker, process, keep_reference=False)
 
 
 def random_batch(run: Run, length: int, generator: torch.Generator) -> Any:

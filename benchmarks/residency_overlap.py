@@ -86,23 +86,19 @@ def write_model(shape_name: str, folder: Path, device: str) -> None:
 
 def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
     """A policy worker on one device."""
-    from nemo_offload_rl.data.settings import TokenizerSettings
+    from nemo_offload_rl.data.config import TokenizerConfig
     from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.settings import (
-        BatchingSettings,
-        DTensorSettings,
-        LoraSettings,
-        OptimizerSettings,
-        PolicySettings,
-    )
+    from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig, DTensorLoraConfig
+    from nemo_offload_rl.policy.config import BatchingConfig, OptimizerConfig
+    from nemo_offload_rl.policy.settings import PolicySettings
     from nemo_offload_rl.policy.worker import PolicyWorker
 
-    off = BatchingSettings(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
+    off = BatchingConfig(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
     on_gpu = args.device == "cuda"
     settings = PolicySettings(
         model_name=str(folder),
         hf_config_overrides={},
-        tokenizer=TokenizerSettings(name=str(folder), chat_template=None, chat_template_kwargs=None),
+        tokenizer=TokenizerConfig(name=str(folder), chat_template=None, chat_template_kwargs=None),
         precision="bfloat16" if on_gpu else "float32",
         deterministic=False,
         train_global_batch_size=args.rows,
@@ -114,13 +110,13 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         make_sequence_length_divisible_by=1,
         max_grad_norm=1.0,
         max_skipped_updates=5,
-        optimizer=OptimizerSettings(
+        optimizer=OptimizerConfig(
             name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}, decay_norm_and_bias=True
         ),
         scheduler=(),
         dynamic_batching=off,
         sequence_packing=off,
-        dtensor_cfg=DTensorSettings(
+        dtensor_cfg=DTensorConfig(
             enabled=True,
             tensor_parallel_size=1,
             context_parallel_size=1,
@@ -130,7 +126,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
             cpu_offload=False,
             offload_optimizer_states=changes.pop("offload_optimizer_states", False),
             offload_optimizer_states_chunk_mib=changes.pop("offload_optimizer_states_chunk_mib", None),
-            lora_cfg=LoraSettings(
+            lora_cfg=DTensorLoraConfig(
                 enabled=False,
                 target_modules=(),
                 exclude_modules=(),

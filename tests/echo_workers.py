@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.errors import DataError, WorkerDiedError
-from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.utils.schema import ClusterConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def cpu_cluster(num_workers: int = 1) -> ClusterSettings:
+def cpu_cluster(num_workers: int = 1) -> ClusterConfig:
     """This machine, without GPUs."""
-    return ClusterSettings(
+    return ClusterConfig(
         gpus_per_node=0,
         cpu_workers_per_node=num_workers,
         num_nodes=1,

@@ -23,7 +23,7 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.utils.cli import run_main
-from nemo_offload_rl.utils.settings import CheckpointingSettings
+from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 NUM_STEPS = 8
 SMALL = ("-t", "tmpfs", "-o", "size=600k", "tmpfs")
@@ -39,7 +39,7 @@ def main() -> None:
     policy = Policy(LocalWorkerGroup(worker), settings)
     loader = ShuffledLoader(range(8), batch_size=1, shuffle=True, seed=0)
     keeper = CheckpointKeeper(
-        CheckpointingSettings(
+        CheckpointingConfig(
             enabled=True,
             checkpoint_dir=str(folder),
             metric_name=None,

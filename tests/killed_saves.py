@@ -29,7 +29,7 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.factory import build_backend  # noqa: F401 (imported once, here)
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.utils.settings import CheckpointingSettings
+from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 LIFE_S = 0.6  # at most, after it is ready
 
@@ -47,7 +47,7 @@ def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_s
     policy = Policy(LocalWorkerGroup(worker), settings)
     loader = ShuffledLoader(range(64), batch_size=1, shuffle=True, seed=5)
     keeper = CheckpointKeeper(
-        CheckpointingSettings(
+        CheckpointingConfig(
             enabled=checkpoints,
             checkpoint_dir=str(folder / "checkpoints"),
             metric_name="train:loss",

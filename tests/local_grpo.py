@@ -181,7 +181,7 @@ class LocalGrpo:
         checkpoints = CheckpointKeeper(config.checkpointing)
         resume_from, last_step = resume_point(checkpoints, loader, grpo.max_num_steps, "grpo")
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
-        policy = start_local_policy(config.policy, config.loss_fn.reference_policy_kl_penalty != 0)
+        policy = start_local_policy(config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
         stack.callback(policy.shutdown)
         policy.offload_after_refit()
         memory = stack.enter_context(MemorySampler({}, self.folder / MEMORY_FILE, read=no_gpus))
@@ -204,7 +204,7 @@ class LocalGrpo:
             memory=memory,
             speed=None,
         )
-        trainer = GrpoTrainer(grpo, config.loss_fn, config.generation, parts, run_logger, progress)
+        trainer = GrpoTrainer(grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
         return trainer, last_step, resume_from
 
 

@@ -50,10 +50,10 @@ def local_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
     os.environ.update(vllm_env("cpu"))
     torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
     torch.set_num_threads(1)
-    engine = LocalEngine(config.generation.vllm)
-    policy = start_local_policy(config.policy, config.loss_fn.reference_policy_kl_penalty != 0)
+    engine = LocalEngine(config.engine)
+    policy = start_local_policy(config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
     try:
-        yield GrpoWorkers(policy, engine, config.generation, SimpleNamespace(settings=config.cluster))
+        yield GrpoWorkers(policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster))
     finally:
         policy.shutdown()
         engine.shutdown()

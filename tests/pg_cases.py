@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings
+from nemo_offload_rl.algorithms.config import ClippedPGLossConfig
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 
-PLAIN = ClippedPGLossSettings(
+PLAIN = ClippedPGLossConfig(
     reference_policy_kl_penalty=0.0,
     reference_policy_kl_type="k3",
     kl_input_clamp_value=20.0,
@@ -92,7 +92,7 @@ class ByHand:
         self.gradient[place] = self.gradient.get(place, 0.0) + value
 
 
-def kl_by_hand(settings: ClippedPGLossSettings, now: float, reference: float, sampler: float) -> tuple[float, float]:
+def kl_by_hand(settings: ClippedPGLossConfig, now: float, reference: float, sampler: float) -> tuple[float, float]:
     """The estimate of one token and its derivative by `now`; the clamp of log r does not act."""
     log_r, kind = reference - now, settings.reference_policy_kl_type
     weighted = settings.use_on_policy_kl_approximation
@@ -110,7 +110,7 @@ def kl_by_hand(settings: ClippedPGLossSettings, now: float, reference: float, sa
     return value, -weight * log_r if kind.endswith("+") else slope
 
 
-def by_hand(settings: ClippedPGLossSettings, now: torch.Tensor, batch: PolicyGradientBatch) -> ByHand:
+def by_hand(settings: ClippedPGLossConfig, now: torch.Tensor, batch: PolicyGradientBatch) -> ByHand:
     """Over the whole batch, which is a global batch of its own."""
     result, beta = ByHand(), settings.reference_policy_kl_penalty
     kept = [row for row in range(len(batch)) if batch.sample_mask[row]]
@@ -156,9 +156,7 @@ def by_hand(settings: ClippedPGLossSettings, now: torch.Tensor, batch: PolicyGra
     return result
 
 
-def policy_gradient_by_hand(
-    settings: ClippedPGLossSettings, ratio: float, advantage: float
-) -> tuple[float, float, str]:
+def policy_gradient_by_hand(settings: ClippedPGLossConfig, ratio: float, advantage: float) -> tuple[float, float, str]:
     """The term of one token, its derivative by the ratio, and what bounds it."""
     low, high, dual = 1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max, settings.ratio_clip_c
     if advantage > 0 and ratio > high:

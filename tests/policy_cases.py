@@ -22,29 +22,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_offload_rl.config.convert import freeze
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
-from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig, DTensorLoraConfig
 from nemo_offload_rl.policy.backends.dtensor.optim import global_grad_norm
 from nemo_offload_rl.policy.backends.flat_range import FlatRange
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.config import BatchingConfig, OptimizerConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import (
-    BatchingSettings,
-    DTensorSettings,
-    LoraSettings,
-    MegatronSettings,
-    OptimizerSettings,
-    PolicySettings,
-)
+from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.schema import from_mapping
 from nemo_offload_rl.utils.config import load_config
 
 ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
 PAD_ID = 256
-NO_LORA = LoraSettings(
+NO_LORA = DTensorLoraConfig(
     enabled=False,
     target_modules=(),
     exclude_modules=(),
@@ -116,7 +112,7 @@ def make_settings(
     return settings
 
 
-def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronSettings:
+def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronConfig:
     """The exemplar's, with local layers, nothing that needs a GPU, and the optimizer of `_plain_settings`."""
     settings = replace(
         _exemplars_megatron(),
@@ -136,11 +132,11 @@ def make_megatron_settings(tensor_parallel_size: int = 1) -> MegatronSettings:
 
 
 @cache
-def _exemplars_megatron() -> MegatronSettings:
-    return freeze(MegatronSettings, load_config("examples/configs/grpo_math_1B.yaml")["policy"]["megatron_cfg"])
+def _exemplars_megatron() -> MegatronConfig:
+    return from_mapping(MegatronConfig, load_config("examples/configs/grpo_math_1B.yaml")["policy"]["megatron_cfg"])
 
 
-def _replace_anywhere(settings: MegatronSettings, name: str, value: Any) -> MegatronSettings:
+def _replace_anywhere(settings: MegatronConfig, name: str, value: Any) -> MegatronConfig:
     """Replace a field of the settings, or of the one part of them that has it."""
     if hasattr(settings, name):
         return replace(settings, **{name: value})
@@ -150,8 +146,8 @@ def _replace_anywhere(settings: MegatronSettings, name: str, value: Any) -> Mega
 
 
 def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> PolicySettings:
-    off = BatchingSettings(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
-    dtensor = DTensorSettings(
+    off = BatchingConfig(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
+    dtensor = DTensorConfig(
         enabled=True,
         tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=1,
@@ -166,7 +162,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
     return PolicySettings(
         model_name=str(model_name),
         hf_config_overrides={},
-        tokenizer=TokenizerSettings(name=str(model_name), chat_template=None, chat_template_kwargs=None),
+        tokenizer=TokenizerConfig(name=str(model_name), chat_template=None, chat_template_kwargs=None),
         precision="float32",
         train_global_batch_size=8,
         train_micro_batch_size=2,
@@ -200,9 +196,9 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
     )
 
 
-def torch_optimizer(name: str, *, decay_norm_and_bias: bool = True, **kwargs: Any) -> OptimizerSettings:
+def torch_optimizer(name: str, *, decay_norm_and_bias: bool = True, **kwargs: Any) -> OptimizerConfig:
     """An optimizer of `torch.optim` with its arguments."""
-    return OptimizerSettings(name=f"torch.optim.{name}", kwargs=kwargs, decay_norm_and_bias=decay_norm_and_bias)
+    return OptimizerConfig(name=f"torch.optim.{name}", kwargs=kwargs, decay_norm_and_bias=decay_norm_and_bias)
 
 
 def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:

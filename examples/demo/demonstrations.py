@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
+from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.data.records import Row, Splits
-from nemo_offload_rl.data.settings import ArithmeticSettings, TaskSettings
 
 FORGETFUL_SHARE = 0.75
 NUM_TRAIN_ROWS = 350 * 128  # what sft_arithmetic_cpu.yaml trains on, each once
@@ -56,8 +56,9 @@ def demonstrate(rows: Sequence[Row], *, forgetful_share: float, seed: int) -> It
 
 def problems(seed: int) -> Splits[Row]:
     """The two-digit additions of the demos."""
-    task = TaskSettings(prompt_file=None, system_prompt_file=None, processor=None, env_name=None)
-    settings = ArithmeticSettings(task=task, num_digits=2, operators=("+",), size=8000, holdout=NUM_HELD_OUT, seed=seed)
+    settings = ArithmeticConfig(
+        dataset_name="arithmetic", num_digits=2, operators=("+",), size=8000, holdout=NUM_HELD_OUT, seed=seed
+    )
     return load_arithmetic(settings)
 
 

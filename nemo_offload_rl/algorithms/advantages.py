@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.settings import RewardScalingSettings, RewardShapingSettings
+from nemo_offload_rl.algorithms.config import RewardScalingConfig, RewardShapingConfig
 
 _STD_EPS = 1e-6
 
 
-def scale_rewards(rewards: Tensor, settings: RewardScalingSettings) -> Tensor:
+def scale_rewards(rewards: Tensor, settings: RewardScalingConfig) -> Tensor:
     """Map rewards linearly from the source range to the target range, clipping what lies outside the source range."""
     if not settings.enabled:
         return rewards
@@ -21,7 +21,7 @@ def scale_rewards(rewards: Tensor, settings: RewardScalingSettings) -> Tensor:
     return settings.target_min + share.clamp(0.0, 1.0) * (settings.target_max - settings.target_min)
 
 
-def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardShapingSettings) -> Tensor:
+def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardShapingConfig) -> Tensor:
     """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
 
     The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:

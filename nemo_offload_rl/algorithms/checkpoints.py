@@ -26,7 +26,7 @@ from nemo_offload_rl.data.loader import LoaderState, ShuffledLoader
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.settings import CheckpointingSettings
+from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class CheckpointKeeper:
         settings: The keys `checkpointing.*`.
     """
 
-    def __init__(self, settings: CheckpointingSettings) -> None:
+    def __init__(self, settings: CheckpointingConfig) -> None:
         self._settings = settings
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
@@ -256,7 +256,7 @@ class CheckpointKeeper:
                 )
 
 
-def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: CheckpointingSettings) -> set[int]:
+def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: CheckpointingConfig) -> set[int]:
     """Steps of the checkpoints that stay on disk.
 
     These are the best `keep_top_k` by the metric, the newest, and the newest that training can go on from: at most two

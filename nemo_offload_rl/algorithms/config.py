@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.schema import doc, section
 
 
-@closed
-class RewardShapingConfig(TypedDict):
+@section
+class RewardShapingConfig:
     """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13)."""
 
     enabled: Annotated[bool, doc("Subtract a penalty from the reward of responses that come near the length limit.")]
@@ -19,8 +19,8 @@ class RewardShapingConfig(TypedDict):
     max_response_length: Annotated[int, doc("Length limit that the penalty refers to, in tokens.", ge=1)]
 
 
-@closed
-class RewardScalingConfig(TypedDict):
+@section
+class RewardScalingConfig:
     """`grpo.reward_scaling`: a linear map of rewards, clipped at both ends."""
 
     enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")]
@@ -30,8 +30,8 @@ class RewardScalingConfig(TypedDict):
     target_max: Annotated[float, doc("Upper end of the mapped reward.")]
 
 
-@closed
-class GrpoSectionConfig(TypedDict):
+@section
+class GrpoSectionConfig:
     """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
 
     num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
@@ -98,8 +98,8 @@ class GrpoSectionConfig(TypedDict):
     seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
 
 
-@closed
-class ClippedPGLossConfig(TypedDict):
+@section
+class ClippedPGLossConfig:
     """`loss_fn`: the clipped policy-gradient loss with a KL term (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300)."""
 
     reference_policy_kl_penalty: Annotated[
@@ -161,7 +161,8 @@ class ClippedPGLossConfig(TypedDict):
     ]
 
 
-class SupervisedSectionConfig(TypedDict):
+@section
+class SupervisedSectionConfig:
     """What `sft` and `dpo` have in common: epochs, steps and validation."""
 
     max_num_epochs: Annotated[int, doc("Stop after this number of passes over the training data.", ge=1)]
@@ -181,8 +182,13 @@ class SupervisedSectionConfig(TypedDict):
     val_at_end: Annotated[bool, doc("Validate after the last step.")]
     seed: Annotated[int, doc("Seed of data order and initial state.", ge=0)]
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is any validation in a run."""
+        return self.val_at_start or self.val_at_end or self.val_period > 0
 
-@closed
+
+@section
 class SftSectionConfig(SupervisedSectionConfig):
     """`sft`: supervised fine-tuning. The loss is the mean of minus the logprob of the assistant's tokens."""
 
@@ -191,7 +197,7 @@ class SftSectionConfig(SupervisedSectionConfig):
     ]
 
 
-@closed
+@section
 class DpoSectionConfig(SupervisedSectionConfig):
     """`dpo`: direct preference optimization (arXiv 2305.18290). One step makes one update."""
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.algorithms.config import DpoSectionConfig
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
-from nemo_offload_rl.algorithms.settings import DpoSettings
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.collate import collate_pairs
@@ -45,7 +45,7 @@ class DpoRecipe:
 
     def __init__(
         self,
-        settings: DpoSettings,
+        settings: DpoSectionConfig,
         *,
         pairs: Splits[ExamplePair],
         decode: Decode,

@@ -22,6 +22,7 @@ from torch import Tensor
 from nemo_offload_rl.algorithms.advantages import group_advantages, overlong_sample_mask, scale_rewards, shape_rewards
 from nemo_offload_rl.algorithms.agreement import disagreement
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import (
@@ -32,7 +33,6 @@ from nemo_offload_rl.algorithms.metrics import (
 )
 from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
 from nemo_offload_rl.algorithms.rollout_log import rollout_records, sample_lines
-from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
@@ -40,8 +40,8 @@ from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import AgreementError, DataError, UserError
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
-from nemo_offload_rl.generation.settings import GenerationSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.flops import ModelSpeed
 from nemo_offload_rl.utils.logger import RunLogger
@@ -90,9 +90,9 @@ class GrpoTrainer:
 
     def __init__(
         self,
-        settings: GrpoSettings,
-        loss: ClippedPGLossSettings,
-        generation: GenerationSettings,
+        settings: GrpoSectionConfig,
+        loss: ClippedPGLossConfig,
+        generation: GenerationConfig,
         parts: GrpoParts,
         run_logger: RunLogger,
         progress: RunProgress,
@@ -108,7 +108,7 @@ class GrpoTrainer:
         self._engine = RolloutEngine(
             parts.policy,
             parts.engine,
-            colocated=generation.colocated,
+            colocated=generation.colocated.enabled,
             restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
             timer=self._timer,
         )

@@ -17,10 +17,10 @@ from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.config.convert import GrpoConfig
+from nemo_offload_rl.data.config import EnvConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits
-from nemo_offload_rl.data.settings import EnvSettings
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
@@ -50,9 +50,9 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
-    check_model(config.policy)
-    tokenizer = load_tokenizer(config.tokenizer)
-    prompts = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    check_model(config.worker)
+    tokenizer = load_tokenizer(config.policy.tokenizer)
+    prompts = load_prompts(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)
     _check_metric(config, prompts)
     loader = ShuffledLoader(
@@ -91,7 +91,7 @@ def run_grpo(config: GrpoConfig) -> None:
             memory=memory,
             speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
         )
-        trainer = GrpoTrainer(config.grpo, config.loss_fn, config.generation, parts, run_logger, progress)
+        trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
         trainer.run(num_steps, resume_from)
 
 
@@ -104,12 +104,12 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
     """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
-    encode = TurnEncoder(tokenizer, config.tokenizer.chat_template_kwargs)
-    max_turns, max_tokens = config.grpo.max_rollout_turns, config.generation.vllm.max_model_len
+    encode = TurnEncoder(tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    max_turns, max_tokens = config.grpo.max_rollout_turns, config.engine.max_model_len
     messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
     if messages:
         longest = max(len(encode(message, ())) for message in messages)
-        response = config.generation.sampling.max_new_tokens
+        response = config.policy.generation.sampling.max_new_tokens
         needed = config.data.max_input_seq_length + max_turns * response + (max_turns - 1) * longest
         if needed > max_tokens:
             logger.warning(
@@ -123,7 +123,7 @@ def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
 
 
 @contextmanager
-def _environments(settings: Mapping[str, EnvSettings]) -> Iterator[dict[str, Environment]]:
+def _environments(settings: Mapping[str, EnvConfig]) -> Iterator[dict[str, Environment]]:
     environments: dict[str, Environment] = {}
     try:
         for name, section in settings.items():
@@ -136,7 +136,7 @@ def _environments(settings: Mapping[str, EnvSettings]) -> Iterator[dict[str, Env
             environment.close()
 
 
-def _environment(name: str, settings: EnvSettings) -> Environment:
+def _environment(name: str, settings: EnvConfig) -> Environment:
     match name:
         case "arithmetic":
             return ArithmeticEnvironment()

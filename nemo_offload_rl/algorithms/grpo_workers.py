@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
-from nemo_offload_rl.generation.settings import GenerationSettings
+from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.utils.schema import ClusterConfig
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class GrpoWorkers:
     """
 
     def __init__(
-        self, policy: Policy, engine: RayGenerationEngine, generation: GenerationSettings, cluster: VirtualCluster
+        self, policy: Policy, engine: RayGenerationEngine, generation: GenerationConfig, cluster: VirtualCluster
     ) -> None:
         self.policy = policy
         self.engine = engine
-        self._colocated = generation.colocated
-        self._num_restarts_left = generation.vllm.max_restarts
+        self._colocated = generation.colocated.enabled
+        self._num_restarts_left = generation.vllm_cfg.max_restarts
         self._cluster = cluster
         self._rest_engine()
         policy.offload_after_refit()
@@ -108,20 +108,21 @@ def grpo_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
     from nemo_offload_rl.distributed.policy_group import start_policy
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
-    colocated = config.generation.colocated
+    colocated = config.policy.generation.colocated.enabled
     with cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1) as cluster:
         engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
-        engine = RayGenerationEngine(engine_cluster, config.generation.vllm)
+        engine = RayGenerationEngine(engine_cluster, config.engine)
         if colocated and config.cluster.device_type == "cuda":
             engine.wait_until_ready()
             engine.finish_generation(discard_weights=True)
-        policy = start_policy(cluster, config.policy, config.loss_fn.reference_policy_kl_penalty != 0)
-        yield GrpoWorkers(policy, engine, config.generation, cluster)
+        policy = start_policy(cluster, config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
+        yield GrpoWorkers(policy, engine, config.policy.generation, cluster)
 
 
-def _engine_devices(config: GrpoConfig) -> ClusterSettings:
+def _engine_devices(config: GrpoConfig) -> ClusterConfig:
     """Those beside the policy's."""
-    per_node, num_nodes = config.generation.engine_gpus_per_node, config.generation.engine_num_nodes
+    resources = config.policy.generation.colocated.resources
+    per_node, num_nodes = resources.gpus_per_node, resources.num_nodes
     assert per_node is not None and num_nodes is not None, "a rule asks for both"
     sizes = {"gpus_per_node": per_node} if config.cluster.device_type == "cuda" else {"cpu_workers_per_node": per_node}
     return replace(config.cluster, num_nodes=num_nodes, **sizes)

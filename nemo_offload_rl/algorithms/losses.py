@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings
+from nemo_offload_rl.algorithms.config import ClippedPGLossConfig
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.policy.interfaces import TokenStat
 
@@ -28,7 +28,7 @@ MAX_LOG_RATIO = 20.0
 class ClippedPGLoss:
     """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference."""
 
-    settings: ClippedPGLossSettings
+    settings: ClippedPGLossConfig
 
     @property
     def reads_prev_logprobs(self) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.algorithms.config import SupervisedSectionConfig
 from nemo_offload_rl.algorithms.metrics import residency_metrics, update_metrics
-from nemo_offload_rl.algorithms.settings import SupervisedSettings
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.policy.interfaces import LossFn
@@ -110,7 +110,7 @@ class SupervisedTrainer:
     """
 
     def __init__(
-        self, settings: SupervisedSettings, parts: SupervisedParts, run_logger: RunLogger, progress: RunProgress
+        self, settings: SupervisedSectionConfig, parts: SupervisedParts, run_logger: RunLogger, progress: RunProgress
     ) -> None:
         self._settings = settings
         self._parts = parts

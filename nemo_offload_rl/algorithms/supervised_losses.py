@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_offload_rl.algorithms.config import DpoSectionConfig
 from nemo_offload_rl.algorithms.losses import token_mean_share, zero_where_masked
-from nemo_offload_rl.algorithms.settings import DpoSettings
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch, TrainBatch
 from nemo_offload_rl.policy.interfaces import TokenStat
 
@@ -38,7 +38,7 @@ class NLLLoss:
 class DpoLoss:
     """Sigmoid preference loss, and on demand the negative log-likelihood of the better response beside it."""
 
-    settings: DpoSettings
+    settings: DpoSectionConfig
 
     @property
     def token_stat(self) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.config import SupervisedSectionConfig
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.resuming import resume_point
-from nemo_offload_rl.algorithms.settings import SupervisedSettings
 from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
 from nemo_offload_rl.config.convert import DpoConfig, SftConfig, SupervisedConfig
@@ -46,9 +46,9 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
-    check_model(config.policy)
-    tokenizer = load_tokenizer(config.tokenizer)
-    kwargs = config.tokenizer.chat_template_kwargs
+    check_model(config.worker)
+    tokenizer = load_tokenizer(config.policy.tokenizer)
+    kwargs = config.policy.tokenizer.chat_template_kwargs
     examples = load_examples(config.data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
     recipe = SftRecipe(
         examples=examples,
@@ -62,13 +62,13 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
 
 def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
     """Run DPO from a checked configuration; arguments and errors as above."""
-    check_model(config.policy)
-    tokenizer = load_tokenizer(config.tokenizer)
-    pairs = load_example_pairs(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
+    check_model(config.worker)
+    tokenizer = load_tokenizer(config.policy.tokenizer)
+    pairs = load_example_pairs(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     saved: ReferenceFile | None = None
     if config.dpo.precompute_reference_logprobs and config.checkpointing.enabled:
         path = Path(config.checkpointing.checkpoint_dir) / FILE_NAME
-        saved = ReferenceFile(path, fingerprint(pairs, config.policy))
+        saved = ReferenceFile(path, fingerprint(pairs, config.worker))
     recipe = DpoRecipe(
         config.dpo,
         pairs=pairs,
@@ -89,7 +89,7 @@ def ray_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Polic
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
     with cluster_session(config.cluster, num_colocated_groups=1) as cluster:
-        yield start_policy(cluster, config.policy, keep_reference)
+        yield start_policy(cluster, config.worker, keep_reference)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def local_policy(config: SupervisedConfig, keep_reference: bool) -> Iterator[Pol
     from nemo_offload_rl.distributed.local import start_local_policy
 
     device = "cuda:0" if config.cluster.device_type == "cuda" else "cpu"
-    policy = start_local_policy(config.policy, keep_reference, device)
+    policy = start_local_policy(config.worker, keep_reference, device)
     try:
         yield policy
     finally:
@@ -111,7 +111,7 @@ class _Run:
 
     name: str
     config: SupervisedConfig
-    settings: SupervisedSettings
+    settings: SupervisedSectionConfig
     recipe: Recipe
     parts: tuple[Part, ...]
 
@@ -125,7 +125,7 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
         )
     loader = ShuffledLoader(
         range(recipe.num_train_items),
-        batch_size=config.policy.train_global_batch_size // recipe.rows_per_item,
+        batch_size=config.policy.train_global_batch_size,
         shuffle=config.data.shuffle,
         seed=settings.seed,
         parts=run.parts,

@@ -1,9 +1,9 @@
 """The configuration border: YAML and overrides in, frozen dataclasses out.
 
 1. `utils.config.load_config` reads, inherits, overrides and resolves. A file of NeMo-RL's becomes ours (`migrate`).
-2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden).
+2. `validate.validate_keys` checks every key by itself (pydantic, unknown keys forbidden) and makes the sections.
 3. `rules.check_rules` checks what keys demand of each other.
-4. `convert` makes the frozen dataclasses that the rest of the package reads.
+4. `convert` adds what workers and engines read that is not one key as it stands.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoCon
     from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "grpo", GrpoMasterConfig), GrpoMasterConfig)
+    resolved = _load(path, overrides, "grpo", GrpoMasterConfig)
+    cfg = validate_keys(resolved, GrpoMasterConfig)
     check_rules(cfg, GRPO_RULES)
-    return to_grpo_config(cfg)
+    return to_grpo_config(cfg, resolved)
 
 
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
@@ -51,9 +52,10 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
     from nemo_offload_rl.config.schema import SftMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "sft", SftMasterConfig), SftMasterConfig)
+    resolved = _load(path, overrides, "sft", SftMasterConfig)
+    cfg = validate_keys(resolved, SftMasterConfig)
     check_rules(cfg, SFT_RULES)
-    return to_sft_config(cfg)
+    return to_sft_config(cfg, resolved)
 
 
 def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfig:
@@ -63,9 +65,10 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
     from nemo_offload_rl.config.schema import DpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
 
-    cfg = validate_keys(_load(path, overrides, "dpo", DpoMasterConfig), DpoMasterConfig)
+    resolved = _load(path, overrides, "dpo", DpoMasterConfig)
+    cfg = validate_keys(resolved, DpoMasterConfig)
     check_rules(cfg, DPO_RULES)
-    return to_dpo_config(cfg)
+    return to_dpo_config(cfg, resolved)
 
 
 def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: type) -> Mapping[str, Any]:

@@ -1,25 +1,16 @@
-"""Every documented key of a configuration TypedDict, for messages and for the generated reference."""
+"""Every documented key of a configuration section, for messages and for the generated reference."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    Required,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+
+from nemo_offload_rl.schema import is_section, keys_of
 
 _TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "any", type(None): "null"}
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
@@ -44,9 +35,9 @@ class KeyDoc:
     variant: str | None
 
 
-def walk_keys(typed_dict: Any, prefix: str = "", variant: str | None = None) -> Iterator[KeyDoc]:
-    """Keys of `typed_dict` and of all sections below it, in the order they are written in."""
-    for name, hint in get_type_hints(typed_dict, include_extras=True).items():
+def walk_keys(section: Any, prefix: str = "", variant: str | None = None) -> Iterator[KeyDoc]:
+    """Keys of `section` and of all sections below it, in the order they are written in."""
+    for name, (hint, _) in keys_of(section).items():
         kind, metadata = _unwrap(hint)
         path = f"{prefix}{name}"
         children = list(_children(kind))
@@ -62,9 +53,9 @@ def walk_keys(typed_dict: Any, prefix: str = "", variant: str | None = None) -> 
             yield from walk_keys(child, f"{path}{infix}.", child_variant)
 
 
-def known_keys(typed_dict: Any) -> list[str]:
+def known_keys(section: Any) -> list[str]:
     """Dotted names of every key, each once."""
-    return list(dict.fromkeys(key.path for key in walk_keys(typed_dict)))
+    return list(dict.fromkeys(key.path for key in walk_keys(section)))
 
 
 def describe_values(kind: Any, metadata: tuple[Any, ...] = ()) -> str:
@@ -75,12 +66,12 @@ def describe_values(kind: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        if all(_typed_dicts(argument) for argument in arguments):
+        if all(_sections(argument) for argument in arguments):
             return "mapping"
         return " or ".join(dict.fromkeys(_limited(argument, metadata) for argument in arguments))
-    if origin is list:
+    if origin is tuple:
         return f"list of {describe_values(arguments[0])}"
-    if origin is dict or kind is dict or is_typeddict(kind):
+    if origin is dict or kind is dict or is_section(kind):
         return "mapping"
     return _limited(kind, metadata)
 
@@ -98,42 +89,38 @@ def _limited(kind: Any, metadata: tuple[Any, ...]) -> str:
 def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """The bare type, and the metadata of all `Annotated` around it."""
     metadata: tuple[Any, ...] = ()
-    while True:
-        origin = get_origin(hint)
-        if origin is Annotated:
-            hint, *more = get_args(hint)
-            metadata = (*metadata, *more)
-        elif origin in (NotRequired, Required):
-            hint = get_args(hint)[0]
-        else:
-            return hint, metadata
+    while get_origin(hint) is Annotated:
+        hint, *more = get_args(hint)
+        metadata = (*metadata, *more)
+    return hint, metadata
 
 
-def _typed_dicts(hint: Any) -> list[Any]:
+def _sections(hint: Any) -> list[Any]:
     kind, _ = _unwrap(hint)
-    if is_typeddict(kind):
+    if is_section(kind):
         return [kind]
     if get_origin(kind) in (Union, types.UnionType):
-        return [found for argument in get_args(kind) for found in _typed_dicts(argument)]
+        return [found for argument in get_args(kind) for found in _sections(argument)]
     return []
 
 
 def _children(hint: Any) -> Iterator[tuple[str, Any]]:
     kind, _ = _unwrap(hint)
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is list:
-        yield from (("[]", found) for found in _typed_dicts(arguments[0]))
+    if origin is tuple:
+        yield from (("[]", found) for found in _sections(arguments[0]))
     elif origin is dict:
-        yield from ((".NAME", found) for found in _typed_dicts(arguments[1]))
+        yield from ((".NAME", found) for found in _sections(arguments[1]))
     elif origin in (Union, types.UnionType):
         for argument in arguments:
             yield from _children(argument)
-    elif is_typeddict(kind):
+    elif is_section(kind):
         yield "", kind
 
 
-def _variant_of(typed_dict: Any) -> str | None:
-    hints = get_type_hints(typed_dict, include_extras=True)
-    if "dataset_name" not in hints:
+def _variant_of(section: Any) -> str | None:
+    keys = keys_of(section)
+    if "dataset_name" not in keys:
         return None
-    return str(get_args(_unwrap(hints["dataset_name"])[0])[0])
+    name, _ = keys["dataset_name"]
+    return str(get_args(_unwrap(name)[0])[0])

@@ -2,7 +2,7 @@
 
 Run `python -m nemo_offload_rl.config.reference [--check]` in the repository root.
 
-Texts and types come from the TypedDicts, defaults from the exemplar of each kind of run (interpolations as they are
+Texts and types come from the sections, defaults from the exemplar of each kind of run (interpolations as they are
 written there), rules from the docstrings of the rule functions.
 """
 
@@ -29,7 +29,7 @@ TARGET = Path("docs/reference/configuration.md")
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m nemo_offload_rl.config.reference`; change the TypedDicts or the exemplar. -->
+<!-- Written by `python -m nemo_offload_rl.config.reference`; change the sections or the exemplar. -->
 
 A run is configured by one YAML file and overrides on the command line:
 

@@ -1,25 +1,24 @@
-"""The whole configuration of a run as one TypedDict: one for each algorithm, and what they have in common."""
+"""The whole configuration of a run: one section of sections for each algorithm, and what they have in common."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
-
-from typing_extensions import ReadOnly
+from typing import Annotated, Protocol
 
 from nemo_offload_rl.algorithms.config import (
     ClippedPGLossConfig,
     DpoSectionConfig,
     GrpoSectionConfig,
     SftSectionConfig,
+    SupervisedSectionConfig,
 )
 from nemo_offload_rl.data.config import DataConfig, DpoDataConfig, EnvConfig, SftDataConfig
 from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.schema import doc, section
 from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 
-@closed
-class GrpoMasterConfig(TypedDict):
+@section
+class GrpoMasterConfig:
     """Every key of a GRPO run."""
 
     grpo: Annotated[GrpoSectionConfig, doc("The loop.")]
@@ -31,9 +30,14 @@ class GrpoMasterConfig(TypedDict):
     cluster: Annotated[ClusterConfig, doc("The machines.")]
     checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
 
+    @property
+    def algorithm(self) -> tuple[str, GrpoSectionConfig]:
+        """Name and keys of the section of the algorithm."""
+        return "grpo", self.grpo
 
-@closed
-class SftMasterConfig(TypedDict):
+
+@section
+class SftMasterConfig:
     """Every key of an SFT run."""
 
     sft: Annotated[SftSectionConfig, doc("The loop.")]
@@ -43,9 +47,14 @@ class SftMasterConfig(TypedDict):
     cluster: Annotated[ClusterConfig, doc("The machines.")]
     checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
 
+    @property
+    def algorithm(self) -> tuple[str, SftSectionConfig]:
+        """Name and keys of the section of the algorithm."""
+        return "sft", self.sft
 
-@closed
-class DpoMasterConfig(TypedDict):
+
+@section
+class DpoMasterConfig:
     """Every key of a DPO run."""
 
     dpo: Annotated[DpoSectionConfig, doc("The loop and the loss.")]
@@ -55,14 +64,39 @@ class DpoMasterConfig(TypedDict):
     cluster: Annotated[ClusterConfig, doc("The machines.")]
     checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
 
+    @property
+    def algorithm(self) -> tuple[str, DpoSectionConfig]:
+        """Name and keys of the section of the algorithm."""
+        return "dpo", self.dpo
 
-class RunConfig(TypedDict):
-    """What every one of them has: for rules that serve all, not for checking keys."""
 
-    policy: ReadOnly[TrainedPolicyConfig]
-    logger: ReadOnly[LoggerConfig]
-    cluster: ReadOnly[ClusterConfig]
-    checkpointing: ReadOnly[CheckpointingConfig]
+class RunConfig(Protocol):
+    """What every one of them has: for rules that serve all."""
+
+    @property
+    def algorithm(self) -> tuple[str, GrpoSectionConfig | SupervisedSectionConfig]:
+        """Name and keys of the section of the algorithm: `grpo`, `sft` or `dpo`."""
+        ...
+
+    @property
+    def policy(self) -> TrainedPolicyConfig:
+        """The section `policy`."""
+        ...
+
+    @property
+    def logger(self) -> LoggerConfig:
+        """The section `logger`."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The section `cluster`."""
+        ...
+
+    @property
+    def checkpointing(self) -> CheckpointingConfig:
+        """The section `checkpointing`."""
+        ...
 
 
 EXEMPLARS: dict[type, str] = {

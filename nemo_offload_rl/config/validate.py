@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
 from nemo_offload_rl.config.schema import EXEMPLARS
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.schema import from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
@@ -21,23 +22,18 @@ _MAX_SHOWN = 3
 _EXCLUDE_EACH_OTHER = (("dtensor_cfg", "megatron_cfg"), ("megatron_cfg", "dtensor_cfg"))
 
 
-@cache
-def _adapter(schema: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(schema)
-
-
 def validate_keys[Config](raw: Mapping[str, Any], schema: type[Config]) -> Config:
-    """Check every key of a resolved configuration by itself.
+    """Check every key of a resolved configuration by itself, and make its sections.
 
     Args:
         raw: Nested dictionaries and lists.
-        schema: `GrpoMasterConfig`, `SftMasterConfig` or `DpoMasterConfig`.
+        schema: A section, such as `GrpoMasterConfig`, `SftMasterConfig` or `DpoMasterConfig`.
 
     Raises:
         ConfigError: One line with the dotted key, what was given and what is expected; up to three problems.
     """
     try:
-        return _adapter(schema).validate_python(raw, strict=True)
+        return from_mapping(schema, raw)
     except ValidationError as error:
         messages = _messages(error.errors(include_url=False), raw, schema)
     raise ConfigError(join_problems(messages))
@@ -103,7 +99,7 @@ def _takes(schema: type, raw: Mapping[str, Any] | None, path: str) -> bool:
     if raw is None:
         return False
     try:
-        _adapter(schema).validate_python(raw, strict=True)
+        from_mapping(schema, raw)
     except ValidationError as error:
         errors = [(_path(e["loc"], raw), e["type"]) for e in error.errors(include_url=False)]
         # A section that is no mapping, or of a kind that is not known, hides what is below it.

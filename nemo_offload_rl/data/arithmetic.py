@@ -12,8 +12,8 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.data.records import Row, Splits
-from nemo_offload_rl.data.settings import ArithmeticSettings
 from nemo_offload_rl.errors import DataError
 
 _HELD_OUT_ONE_IN = 8
@@ -22,7 +22,7 @@ _ENUMERATE_UP_TO = 200_000
 type Problem = tuple[int, str, int]
 
 
-def load_arithmetic(settings: ArithmeticSettings) -> Splits[Row]:
+def load_arithmetic(settings: ArithmeticConfig) -> Splits[Row]:
     """Draw `size` training and `holdout` validation problems, all distinct, the same ones for the same seed.
 
     Raises:
@@ -67,7 +67,7 @@ def solve(problem: Problem) -> int:
     raise DataError(f"arithmetic operator {operator!r} is unknown; use '+', '-' or '*' in data.train.operators")
 
 
-def _row(problem: Problem, index: int, settings: ArithmeticSettings) -> Row:
+def _row(problem: Problem, index: int, settings: ArithmeticConfig) -> Row:
     left, operator, right = problem
     return Row(
         question=f"{left}{operator}{right}=",
@@ -77,7 +77,7 @@ def _row(problem: Problem, index: int, settings: ArithmeticSettings) -> Row:
     )
 
 
-def _shuffled_problems(settings: ArithmeticSettings) -> Iterator[Problem]:
+def _shuffled_problems(settings: ArithmeticConfig) -> Iterator[Problem]:
     """Every problem once, in an order given by the seed; endless in effect when there are too many to list."""
     rng = random.Random(settings.seed)
     bound = 10**settings.num_digits

@@ -1,30 +1,34 @@
-"""The YAML keys `data.*` and `env.*`."""
+"""The YAML keys `data.*`, `env.*` and `policy.tokenizer.*`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.schema import doc, section
 
 
-class TaskKeys(TypedDict):
-    """Keys of `data.default` that a data set may set for itself."""
+@section
+class TaskKeys:
+    """Keys of `data.default` that a data set may set for itself: how a row becomes a prompt, and who scores it.
 
-    prompt_file: NotRequired[Annotated[str | None, doc("As in `data.default`, for this data set.")]]
-    system_prompt_file: NotRequired[Annotated[str | None, doc("As in `data.default`, for this data set.")]]
-    processor: NotRequired[Annotated[str, doc("As in `data.default`, for this data set.")]]
-    env_name: NotRequired[Annotated[str, doc("As in `data.default`, for this data set.")]]
+    `config.convert.with_task_keys` fills in what it leaves out; what an algorithm has no use for is None.
+    """
+
+    prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
+    system_prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
+    processor: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
+    env_name: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
 
 
-@closed
+@section
 class ArithmeticConfig(TaskKeys):
     """`dataset_name: arithmetic`: made-up problems such as `37+48=`, with exact answers; nothing is downloaded."""
 
     dataset_name: Annotated[Literal["arithmetic"], doc("This data set.")]
     num_digits: Annotated[int, doc("Digits of each operand, at most.", ge=1, le=9)]
-    operators: Annotated[list[Literal["+", "-", "*"]], doc("Operators to draw from.", min_length=1)]
+    operators: Annotated[tuple[Literal["+", "-", "*"], ...], doc("Operators to draw from.", min_length=1)]
     size: Annotated[int, doc("Training problems, all different.", ge=1)]
     holdout: Annotated[
         int, doc("Further problems for validation, none of which training sees, whatever its seed.", ge=0)
@@ -32,7 +36,8 @@ class ArithmeticConfig(TaskKeys):
     seed: Annotated[int, doc("Seed that picks the problems.", ge=0)]
 
 
-class FileKeys(TypedDict):
+@section
+class FileKeys:
     """Keys of a data set that is read from disk."""
 
     path: Annotated[
@@ -42,31 +47,30 @@ class FileKeys(TypedDict):
             min_length=1,
         ),
     ]
-    split: NotRequired[
-        Annotated[str | None, doc("Split of a folder that has several; in a folder of files, how their names begin.")]
-    ]
+    split: Annotated[
+        str | None, doc("Split of a folder that has several; in a folder of files, how their names begin.")
+    ] = None
     split_validation_size: Annotated[
         float, doc("Share of the rows kept for validation; 0 in `data.validation`.", ge=0, lt=1)
     ]
     seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
 
 
-class ToolKeys(TypedDict):
+@section
+class ToolKeys:
     """Of a data set with conversations."""
 
-    tool_key: NotRequired[
-        Annotated[
-            str | None,
-            doc(
-                "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
-                "`tools`. null leaves tools out. Rows without the field have none."
-            ),
-        ]
-    ]
+    tool_key: Annotated[
+        str | None,
+        doc(
+            "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
+            "`tools`. null leaves tools out. Rows without the field have none."
+        ),
+    ] = "tools"
 
 
-@closed
-class ResponseDatasetConfig(TaskKeys, FileKeys):
+@section
+class ResponseDatasetConfig(FileKeys, TaskKeys):
     """`dataset_name: ResponseDataset`: a prompt and its answer or completion in each row."""
 
     dataset_name: Annotated[Literal["ResponseDataset"], doc("This data set.")]
@@ -74,7 +78,7 @@ class ResponseDatasetConfig(TaskKeys, FileKeys):
     output_key: Annotated[str, doc("Field of a row that holds the answer.")]
 
 
-@closed
+@section
 class OpenMathInstruct2Config(TaskKeys):
     """`dataset_name: OpenMathInstruct-2`: nvidia/OpenMathInstruct-2 from the Hugging Face hub."""
 
@@ -86,16 +90,16 @@ class OpenMathInstruct2Config(TaskKeys):
     seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
 
 
-@closed
-class OpenAIFormatConfig(TaskKeys, ToolKeys, FileKeys):
+@section
+class OpenAIFormatConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: OpenAIFormatDataset`: a conversation in each row, a list of `role` and `content`."""
 
     dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("This data set.")]
     chat_key: Annotated[str, doc("Field of a row that holds the messages, as `messages`.")]
 
 
-@closed
-class BinaryPreferenceConfig(TaskKeys, ToolKeys, FileKeys):
+@section
+class BinaryPreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: BinaryPreferenceDataset`: a better and a worse response in each row, as text or messages."""
 
     dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("This data set.")]
@@ -107,8 +111,8 @@ class BinaryPreferenceConfig(TaskKeys, ToolKeys, FileKeys):
     rejected_key: Annotated[str, doc("Field that holds the worse response.")]
 
 
-@closed
-class PreferenceConfig(TaskKeys, ToolKeys, FileKeys):
+@section
+class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: PreferenceDataset`: rows with `context` messages and `completions`, each with its `rank`.
 
     The completion of the lowest rank is the better one, that of the highest the worse one.
@@ -127,37 +131,38 @@ SftSource = Annotated[
 DpoSource = Annotated[BinaryPreferenceConfig | PreferenceConfig, Field(discriminator="dataset_name")]
 
 
-class MixtureKeys(TypedDict):
+@section
+class MixtureKeys:
     """Several data sets in fixed proportions."""
 
     dataset_name: Annotated[Literal["mixture"], doc("This data set.")]
     weights: Annotated[
-        list[Annotated[float, Field(gt=0)]],
+        tuple[Annotated[float, Field(gt=0)], ...],
         doc(
             "Share of each data set in the rows, in proportion to the others. Small data sets are repeated more often."
         ),
     ]
 
 
-@closed
+@section
 class GrpoMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[list[GrpoSource], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[GrpoSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
 
 
-@closed
+@section
 class SftMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[list[SftSource], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[SftSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
 
 
-@closed
+@section
 class DpoMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[list[DpoSource], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[DpoSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
 
 
 DatasetConfig = Annotated[
@@ -173,8 +178,19 @@ DpoDatasetConfig = Annotated[
 ]
 
 
-@closed
-class DataDefaultConfig(TypedDict):
+type DataSource = (
+    ArithmeticConfig
+    | ResponseDatasetConfig
+    | OpenMathInstruct2Config
+    | OpenAIFormatConfig
+    | BinaryPreferenceConfig
+    | PreferenceConfig
+)
+type MixtureConfig = GrpoMixtureConfig | SftMixtureConfig | DpoMixtureConfig
+
+
+@section
+class DataDefaultConfig:
     """`data.default`: how rows become prompts, unless a data set says otherwise."""
 
     prompt_file: Annotated[
@@ -189,8 +205,8 @@ class DataDefaultConfig(TypedDict):
     env_name: Annotated[str, doc("Environment that scores the responses: a key of `env`.")]
 
 
-@closed
-class DataConfig(TypedDict):
+@section
+class DataConfig:
     """`data`: prompts for training and validation."""
 
     max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
@@ -215,8 +231,8 @@ class DataConfig(TypedDict):
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
 
 
-@closed
-class SftDefaultConfig(TypedDict):
+@section
+class SftDefaultConfig:
     """`data.default`: how rows become conversations, unless a data set says otherwise."""
 
     prompt_file: Annotated[
@@ -228,8 +244,8 @@ class SftDefaultConfig(TypedDict):
     processor: Annotated[str, doc("Function that turns a row with a prompt into messages, by name.")]
 
 
-@closed
-class DpoDefaultConfig(TypedDict):
+@section
+class DpoDefaultConfig:
     """`data.default`: how rows become pairs, unless a data set says otherwise."""
 
     system_prompt_file: Annotated[
@@ -237,7 +253,8 @@ class DpoDefaultConfig(TypedDict):
     ]
 
 
-class SupervisedDataKeys(TypedDict):
+@section
+class SupervisedDataKeys:
     """What the data of SFT and of DPO have in common."""
 
     max_input_seq_length: Annotated[int, doc("Longest sequence, prompt and response together, in tokens.", ge=2)]
@@ -253,7 +270,7 @@ class SupervisedDataKeys(TypedDict):
     shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
 
 
-@closed
+@section
 class SftDataConfig(SupervisedDataKeys):
     """`data`: conversations for training and validation."""
 
@@ -268,7 +285,7 @@ class SftDataConfig(SupervisedDataKeys):
     default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
 
 
-@closed
+@section
 class DpoDataConfig(SupervisedDataKeys):
     """`data`: pairs of responses for training and validation."""
 
@@ -283,17 +300,30 @@ class DpoDataConfig(SupervisedDataKeys):
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
 
 
-@closed
-class EnvConfig(TypedDict):
+@section
+class EnvConfig:
     """`env.NAME`: one environment."""
 
     num_workers: Annotated[int, doc("Processes that score responses; 0 scores in the driver.", ge=0)]
-    retry_message: NotRequired[
-        Annotated[
-            str | None,
-            doc(
-                "Message to the policy after a wrong answer, where `grpo.max_rollout_turns` allows another turn; "
-                "null or absent: a rollout has one turn."
-            ),
-        ]
+    retry_message: Annotated[
+        str | None,
+        doc(
+            "Message to the policy after a wrong answer, where `grpo.max_rollout_turns` allows another turn; "
+            "null or absent: a rollout has one turn."
+        ),
+    ] = None
+
+
+@section
+class TokenizerConfig:
+    """`policy.tokenizer`."""
+
+    name: Annotated[str, doc("Folder or hub name of the tokenizer.", min_length=1)]
+    chat_template: Annotated[
+        str | None,
+        doc(
+            "Jinja chat template, or the path of a `.jinja` file that holds one; null or `default` for the tokenizer's "
+            "own. NeMo-RL's null, messages put one after the other, is a template of its own here."
+        ),
     ]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments of the chat template.")]

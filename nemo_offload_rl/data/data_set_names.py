@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_offload_rl.data.settings import ArithmeticSettings, DatasetSettings, OpenMathInstruct2Settings
+from nemo_offload_rl.data.config import ArithmeticConfig, DataSource, OpenMathInstruct2Config
 
 
-def data_set_names(sources: Sequence[DatasetSettings]) -> list[str]:
+def data_set_names(sources: Sequence[DataSource]) -> list[str]:
     """A name for each data set: of a file or folder its own, with that of the folder around it where two are alike.
 
     The same data set twice, or two that are alike even so, are told apart by a number.
@@ -26,11 +26,11 @@ def data_set_names(sources: Sequence[DatasetSettings]) -> list[str]:
     return names
 
 
-def _name(source: DatasetSettings, *, with_folder: bool) -> str:
+def _name(source: DataSource, *, with_folder: bool) -> str:
     match source:
-        case ArithmeticSettings():
+        case ArithmeticConfig():
             return "arithmetic"
-        case OpenMathInstruct2Settings():
+        case OpenMathInstruct2Config():
             return "OpenMathInstruct-2"
     path = Path(source.path)
     name = f"{path.parent.name}_{path.stem}" if with_folder else path.stem

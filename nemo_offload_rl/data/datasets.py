@@ -8,6 +8,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
+from nemo_offload_rl.data.config import (
+    ArithmeticConfig,
+    BinaryPreferenceConfig,
+    DataConfig,
+    DataSource,
+    DpoDataConfig,
+    MixtureConfig,
+    MixtureKeys,
+    OpenAIFormatConfig,
+    OpenMathInstruct2Config,
+    PreferenceConfig,
+    ResponseDatasetConfig,
+    SftDataConfig,
+    SupervisedDataKeys,
+)
 from nemo_offload_rl.data.data_set_names import data_set_names
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.hub import load_open_math_instruct_2
@@ -30,18 +45,6 @@ from nemo_offload_rl.data.records import (
     Splits,
 )
 from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
-from nemo_offload_rl.data.settings import (
-    ArithmeticSettings,
-    BinaryPreferenceSettings,
-    DatasetSettings,
-    DataSettings,
-    MixtureSettings,
-    OpenAIFormatSettings,
-    OpenMathInstruct2Settings,
-    PreferenceSettings,
-    ResponseDatasetSettings,
-    SupervisedDataSettings,
-)
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,24 +53,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_rows(settings: DatasetSettings) -> Splits[Row]:
+def load_rows(settings: DataSource) -> Splits[Row]:
     """Questions with answers of one data set, split in training and validation.
 
     Raises:
         DataError: The data cannot be used; the message says which file, line or key.
     """
     match settings:
-        case ArithmeticSettings():
+        case ArithmeticConfig():
             return load_arithmetic(settings)
-        case ResponseDatasetSettings():
+        case ResponseDatasetConfig():
             return load_responses(settings)
-        case OpenMathInstruct2Settings():
+        case OpenMathInstruct2Config():
             return load_open_math_instruct_2(settings)
     raise DataError(f"{type(settings).__name__} has no questions with answers; name a data set that has")
 
 
 def load_prompts(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+    settings: DataConfig, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
 ) -> Splits[Prompt]:
     """Prompts for training, and for validation what `data.train` keeps aside and all of `data.validation`.
 
@@ -80,11 +83,11 @@ def load_prompts(
         DataError: A data set is empty, or a row cannot be used; a prompt longer than the limit, for example.
     """
 
-    def load(source: DatasetSettings, name: str) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
+    def load(source: DataSource, name: str) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
         encoder = PromptEncoder(
             tokenizer=tokenizer,
-            task=source.task,
-            templates=load_templates(source.task),
+            task=source,
+            templates=load_templates(source),
             max_input_seq_length=settings.max_input_seq_length,
             overlong_rows=settings.overlong_rows,
             add_bos=settings.add_bos,
@@ -97,7 +100,7 @@ def load_prompts(
 
 
 def load_examples(
-    settings: SupervisedDataSettings,
+    settings: SftDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None,
     *,
@@ -112,7 +115,7 @@ def load_examples(
     limit = _LengthLimit(settings)
 
     def load(
-        source: DatasetSettings, name: str
+        source: DataSource, name: str
     ) -> tuple[Splits[Conversation], Callable[[Sequence[Conversation]], tuple[Example, ...]]]:
         def encode(rows: Sequence[Conversation]) -> tuple[Example, ...]:
             examples = ((row, encoder.encode(row.messages, row.origin, tools=row.tools)) for row in rows)
@@ -128,7 +131,7 @@ def load_examples(
 
 
 def load_example_pairs(
-    settings: SupervisedDataSettings,
+    settings: DpoDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> Splits[ExamplePair]:
@@ -141,10 +144,10 @@ def load_example_pairs(
     limit = _LengthLimit(settings)
 
     def load(
-        source: DatasetSettings, name: str
+        source: DataSource, name: str
     ) -> tuple[Splits[PreferencePair], Callable[[Sequence[PreferencePair]], tuple[ExamplePair, ...]]]:
-        assert isinstance(source, BinaryPreferenceSettings | PreferenceSettings), type(source)
-        templates = load_templates(source.task)
+        assert isinstance(source, BinaryPreferenceConfig | PreferenceConfig), type(source)
+        templates = load_templates(source)
 
         def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
             pairs = ((row, _encode_pair(encoder, row, templates, name)) for row in rows)
@@ -158,8 +161,8 @@ def load_example_pairs(
 
 
 def _load_splits[R, T](
-    settings: DataSettings,
-    load: Callable[[DatasetSettings, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
+    settings: DataConfig | SftDataConfig | DpoDataConfig,
+    load: Callable[[DataSource, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
 ) -> Splits[T]:
     """Rows of every data set, encoded.
 
@@ -173,8 +176,8 @@ def _load_splits[R, T](
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
     weights: list[float] = []
-    sources = MixtureSettings.parts(settings.train)
-    more = () if settings.validation is None else MixtureSettings.parts(settings.validation)
+    sources = _parts(settings.train)
+    more = () if settings.validation is None else _parts(settings.validation)
     names = iter(data_set_names([source for source, _ in (*sources, *more)]))
     for source, weight in sources:
         rows, encode = load(source, next(names))
@@ -189,7 +192,7 @@ def _load_splits[R, T](
     for source, _ in more:
         rows, encode = load(source, next(names))
         # Of made-up problems those that training never sees; of anything else all rows.
-        is_made_up = isinstance(source, ArithmeticSettings)
+        is_made_up = isinstance(source, ArithmeticConfig)
         validation.append(encode(rows.validation if is_made_up else (*rows.train, *rows.validation)))
         if not validation[-1]:
             raise DataError(f"data.validation has no rows{_where(source)}; add rows, or set data.validation to null")
@@ -197,8 +200,15 @@ def _load_splits[R, T](
     return Splits(
         train=tuple(row for rows in train for row in rows),
         validation=_in_turn(validation),
-        parts=parts if isinstance(settings.train, MixtureSettings) else (),
+        parts=parts if isinstance(settings.train, MixtureKeys) else (),
     )
+
+
+def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float], ...]:
+    """The data sets of a mixture with their weights; another data set is its own only part."""
+    if isinstance(source, MixtureKeys):
+        return tuple(zip(source.datasets, source.weights, strict=True))
+    return ((source, 1.0),)
 
 
 def _in_turn[T](parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
@@ -207,14 +217,14 @@ def _in_turn[T](parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
     return tuple(part[index] for index in range(longest) for part in parts if index < len(part))
 
 
-def _where(source: DatasetSettings) -> str:
-    return "" if isinstance(source, ArithmeticSettings | OpenMathInstruct2Settings) else f" in {source.path}"
+def _where(source: DataSource) -> str:
+    return "" if isinstance(source, ArithmeticConfig | OpenMathInstruct2Config) else f" in {source.path}"
 
 
-def _conversations(source: DatasetSettings) -> Splits[Conversation]:
+def _conversations(source: DataSource) -> Splits[Conversation]:
     """Any data set of SFT as conversations."""
-    templates = load_templates(source.task)
-    if isinstance(source, OpenAIFormatSettings):
+    templates = load_templates(source)
+    if isinstance(source, OpenAIFormatConfig):
         loaded = load_conversations(source)
 
         def finish(row: Conversation) -> Conversation:
@@ -223,7 +233,7 @@ def _conversations(source: DatasetSettings) -> Splits[Conversation]:
         return Splits(
             train=tuple(finish(row) for row in loaded.train), validation=tuple(finish(row) for row in loaded.validation)
         )
-    rows, process = load_rows(source), processor_named(source.task.processor)
+    rows, process = load_rows(source), processor_named(source.processor)
 
     def answered(row: Row) -> Conversation:
         messages = (*process(row, templates), {"role": "assistant", "content": row.answer})
@@ -244,7 +254,7 @@ def _encode_pair(encoder: ChatEncoder, row: PreferencePair, templates: PromptTem
 
 
 def _chat_encoder(
-    settings: SupervisedDataSettings,
+    settings: SupervisedDataKeys,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None,
     last_turn_only: bool,
@@ -261,7 +271,7 @@ def _chat_encoder(
 class _LengthLimit:
     """Refuses or counts what is longer than `data.max_input_seq_length`, as `data.overlong_rows` says."""
 
-    def __init__(self, settings: SupervisedDataSettings) -> None:
+    def __init__(self, settings: SupervisedDataKeys) -> None:
         self._settings = settings
         self._num_dropped = 0
 

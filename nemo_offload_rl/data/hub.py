@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.data.config import OpenMathInstruct2Config
 from nemo_offload_rl.data.records import Row, Splits
 from nemo_offload_rl.data.rows import split_by
-from nemo_offload_rl.data.settings import OpenMathInstruct2Settings
 from nemo_offload_rl.errors import DataError
 
 _OPEN_MATH = "nvidia/OpenMathInstruct-2"
 
 
-def load_open_math_instruct_2(settings: OpenMathInstruct2Settings) -> Splits[Row]:
+def load_open_math_instruct_2(settings: OpenMathInstruct2Config) -> Splits[Row]:
     """Problems and expected answers of nvidia/OpenMathInstruct-2 (arXiv 2410.01560), from the hub or its local cache.
 
     Raises:

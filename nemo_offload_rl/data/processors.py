@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_offload_rl.data.config import TaskKeys
 from nemo_offload_rl.data.encoding import missing_bos, render
 from nemo_offload_rl.data.prompt_file import PromptFile, read_prompt_file, read_text_file
 from nemo_offload_rl.data.records import Message, Prompt, Row
-from nemo_offload_rl.data.settings import TaskSettings
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ PROCESSORS: Mapping[str, Processor] = {
 }
 
 
-def load_templates(task: TaskSettings) -> PromptTemplates:
+def load_templates(task: TaskKeys) -> PromptTemplates:
     """Read the prompt files.
 
     Raises:
@@ -98,7 +98,7 @@ class PromptEncoder:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    task: TaskSettings
+    task: TaskKeys
     templates: PromptTemplates
     max_input_seq_length: int
     overlong_rows: str

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.data.config import (
+    BinaryPreferenceConfig,
+    OpenAIFormatConfig,
+    PreferenceConfig,
+    ResponseDatasetConfig,
+)
 from nemo_offload_rl.data.readers import Record, read_records
 from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
-from nemo_offload_rl.data.settings import (
-    BinaryPreferenceSettings,
-    OpenAIFormatSettings,
-    PreferenceSettings,
-    ResponseDatasetSettings,
-)
 from nemo_offload_rl.data.tools import tools_of, with_tool_calls
 from nemo_offload_rl.errors import DataError
 
 
-def load_responses(settings: ResponseDatasetSettings) -> Splits[Row]:
+def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     """Questions with their answers; a seeded share is kept for validation.
 
     Raises:
@@ -31,17 +31,17 @@ def load_responses(settings: ResponseDatasetSettings) -> Splits[Row]:
     return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
 
 
-def load_conversations(settings: OpenAIFormatSettings) -> Splits[Conversation]:
+def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
     """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
     records = read_records(Path(settings.path), settings.split)
     rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
     return split_by(rows, lambda row: _opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
 
 
-def load_pairs(settings: BinaryPreferenceSettings | PreferenceSettings) -> Splits[PreferencePair]:
+def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
     """Pairs; those with the same prompt stay on one side of the split. Errors as above."""
     records = read_records(Path(settings.path), settings.split)
-    if isinstance(settings, PreferenceSettings):
+    if isinstance(settings, PreferenceConfig):
         rows = [ranked_pair(record) for record in records]
     else:
         keys = settings.prompt_key, settings.chosen_key, settings.rejected_key

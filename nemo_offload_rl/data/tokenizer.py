@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.records import Example
-from nemo_offload_rl.data.settings import TokenizerSettings
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ type Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
 
 
-def load_tokenizer(settings: TokenizerSettings) -> PreTrainedTokenizerBase:
+def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with a chat template, an end token and a padding token (the end token where it has none).
 
     Raises:

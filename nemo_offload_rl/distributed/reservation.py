@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.utils.schema import ClusterConfig
 
 _TIMEOUT_S = 120.0
 _NODE_LABEL = "ray.io/node-id"
@@ -29,7 +29,7 @@ class Slot:
     node_id: str
 
 
-def reserve_slots(settings: ClusterSettings) -> list[Slot]:
+def reserve_slots(settings: ClusterConfig) -> list[Slot]:
     """A slot for each device, host by host, the driver's host first.
 
     Raises:
@@ -68,7 +68,7 @@ def release_groups(groups: Iterable[PlacementGroup]) -> None:
             remove_placement_group(group)
 
 
-def _host_group(settings: ClusterSettings, taken: Sequence[str]) -> PlacementGroup:
+def _host_group(settings: ClusterConfig, taken: Sequence[str]) -> PlacementGroup:
     """All devices of one host that is not taken."""
     bundles = [dict.fromkeys(_resource_names(settings), 1.0)] * settings.workers_per_node
     if not taken:
@@ -77,11 +77,11 @@ def _host_group(settings: ClusterSettings, taken: Sequence[str]) -> PlacementGro
     return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=[others] * len(bundles))
 
 
-def _resource_names(settings: ClusterSettings) -> tuple[str, ...]:
+def _resource_names(settings: ClusterConfig) -> tuple[str, ...]:
     return ("CPU", "GPU") if settings.device_type == "cuda" else ("CPU",)
 
 
-def _check_resources(settings: ClusterSettings) -> None:
+def _check_resources(settings: ClusterConfig) -> None:
     per_node = "gpus_per_node" if settings.device_type == "cuda" else "cpu_workers_per_node"
     asked = f"cluster.{per_node}={settings.workers_per_node} on cluster.num_nodes={settings.num_nodes}"
     hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]

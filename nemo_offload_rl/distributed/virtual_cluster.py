@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.settings import ClusterSettings
+from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class VirtualCluster:
         ConfigError: The cluster has fewer devices than asked for.
     """
 
-    def __init__(self, settings: ClusterSettings, num_colocated_groups: int = 2) -> None:
+    def __init__(self, settings: ClusterConfig, num_colocated_groups: int = 2) -> None:
         self.settings = settings
         self._num_colocated_groups = num_colocated_groups
         self._groups: list[Callable[[], None]] = []
@@ -120,7 +120,7 @@ class VirtualCluster:
         if shutdown in self._groups:
             self._groups.remove(shutdown)
 
-    def beside(self, settings: ClusterSettings) -> VirtualCluster:
+    def beside(self, settings: ClusterConfig) -> VirtualCluster:
         """More slots of the same Ray cluster, each for one worker group; they end with this cluster."""
         other = VirtualCluster(settings, num_colocated_groups=1)
         self._beside.append(other)
@@ -137,7 +137,7 @@ class VirtualCluster:
 
 @contextmanager
 def cluster_session(
-    settings: ClusterSettings, *, num_colocated_groups: int = 2, log_to_driver: bool = False
+    settings: ClusterConfig, *, num_colocated_groups: int = 2, log_to_driver: bool = False
 ) -> Iterator[VirtualCluster]:
     """A cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
@@ -185,7 +185,7 @@ def _refuse_expandable_segments() -> None:
             )
 
 
-def _init_ray(settings: ClusterSettings, log_to_driver: bool) -> None:
+def _init_ray(settings: ClusterConfig, log_to_driver: bool) -> None:
     # The hook of `uv run` would build a new environment for every worker.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Ray 2.60 announces a change of this default; workers without GPUs must not see any.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.schema import doc, section
 
 
-@closed
-class VllmConfig(TypedDict):
+@section
+class VllmConfig:
     """`policy.generation.vllm_cfg`: one vLLM engine."""
 
     async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")]
@@ -49,8 +50,8 @@ class VllmConfig(TypedDict):
     ]
 
 
-@closed
-class ColocatedResourcesConfig(TypedDict):
+@section
+class ColocatedResourcesConfig:
     """`policy.generation.colocated.resources`: the devices of engines that do not share the trainer's."""
 
     gpus_per_node: Annotated[
@@ -62,8 +63,8 @@ class ColocatedResourcesConfig(TypedDict):
     num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
 
 
-@closed
-class ColocatedConfig(TypedDict):
+@section
+class ColocatedConfig:
     """`policy.generation.colocated`: whether engine and trainer share devices."""
 
     enabled: Annotated[
@@ -73,8 +74,8 @@ class ColocatedConfig(TypedDict):
     resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines otherwise.")]
 
 
-@closed
-class GenerationConfig(TypedDict):
+@section
+class GenerationConfig:
     """`policy.generation`: how responses are sampled, and by which engine."""
 
     backend: Annotated[Literal["vllm"], doc("The inference engine.")]
@@ -97,9 +98,9 @@ class GenerationConfig(TypedDict):
     val_top_p: Annotated[float, doc("`top_p` of validation.", gt=0, le=1)]
     val_top_k: Annotated[int | None, doc("`top_k` of validation.", ge=1)]
     stop_token_ids: Annotated[
-        list[int] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
+        tuple[int, ...] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
     ]
-    stop_strings: Annotated[list[str] | None, doc("Texts that end a response.")]
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Texts that end a response.")]
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
     vllm_kwargs: Annotated[
         dict[str, Any],
@@ -109,3 +110,23 @@ class GenerationConfig(TypedDict):
         ),
     ]
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """Of rollouts."""
+        return self._sampling(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def val_sampling(self) -> SamplingSettings:
+        """Of validation."""
+        return self._sampling(self.val_temperature, self.val_top_p, self.val_top_k)
+
+    def _sampling(self, temperature: float, top_p: float, top_k: int | None) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=self.stop_token_ids or (),
+            stop_strings=self.stop_strings or (),
+        )

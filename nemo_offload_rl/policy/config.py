@@ -1,33 +1,20 @@
-"""The YAML keys `policy.*`; those of the Megatron backend are in `policy/megatron_config.py`."""
+"""The YAML keys `policy.*`; those of a training backend are beside it, in `policy/backends/*/config.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.generation.config import GenerationConfig
-from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.schema import doc, section
 
 
-@closed
-class TokenizerConfig(TypedDict):
-    """`policy.tokenizer`."""
-
-    name: Annotated[str, doc("Folder or hub name of the tokenizer.", min_length=1)]
-    chat_template: Annotated[
-        str | None,
-        doc(
-            "Jinja chat template, or the path of a `.jinja` file that holds one; null or `default` for the tokenizer's "
-            "own. NeMo-RL's null, messages put one after the other, is a template of its own here."
-        ),
-    ]
-    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments of the chat template.")]
-
-
-@closed
-class OptimizerConfig(TypedDict):
+@section
+class OptimizerConfig:
     """`policy.optimizer`: the optimizer of the DTensor backend."""
 
     name: Annotated[str, doc("Dotted path of a torch optimizer class, as `torch.optim.AdamW`.")]
@@ -41,19 +28,21 @@ class OptimizerConfig(TypedDict):
     ]
 
 
-@closed
-class SchedulerPhaseConfig(TypedDict):
+@section
+class SchedulerPhaseConfig:
     """An entry of `policy.scheduler`: one phase of the learning-rate schedule."""
 
     name: Annotated[str, doc("Dotted path of a torch scheduler class, as `torch.optim.lr_scheduler.LinearLR`.")]
     kwargs: Annotated[dict[str, Any], doc("Its arguments.")]
 
 
-@closed
-class SchedulerMilestonesConfig(TypedDict):
+@section
+class SchedulerMilestonesConfig:
     """The last entry of `policy.scheduler` when there are several phases."""
 
-    milestones: Annotated[list[int], doc("Steps of the run at which the second, third, ... phase begin; ascending.")]
+    milestones: Annotated[
+        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begin; ascending.")
+    ]
 
 
 def _scheduler_tag(entry: Any) -> str:
@@ -66,70 +55,8 @@ SchedulerEntry = Annotated[
 ]
 
 
-@closed
-class LoraConfig(TypedDict):
-    """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
-
-    enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
-    target_modules: Annotated[
-        list[str], doc("Names of the linear layers that get adapters, as `q_proj`; not read with `match_all_linear`.")
-    ]
-    exclude_modules: Annotated[list[str], doc("Names of layers that get none.")]
-    match_all_linear: Annotated[bool, doc("Every linear layer but the output layer gets adapters.")]
-    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
-    alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
-    dropout: Annotated[float, doc("Share of an adapter's inputs that are dropped in training.", ge=0, lt=1)]
-    lora_A_init: Annotated[
-        Literal["xavier", "uniform"], doc("First values of A: Xavier's normal, or peft's uniform. B begins with zeros.")
-    ]
-
-
-@closed
-class DTensorConfig(TypedDict):
-    """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
-
-    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
-    tensor_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
-    context_parallel_size: Annotated[
-        int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
-    ]
-    sequence_parallel: Annotated[
-        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism. Not available yet.")
-    ]
-    activation_checkpointing: Annotated[
-        bool, doc("Recompute activations in the backward pass instead of keeping them.")
-    ]
-    torch_compile: Annotated[
-        bool,
-        doc(
-            "Compile the layers with torch.compile: faster and smaller, for half a minute at the first step (kept on "
-            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU."
-        ),
-    ]
-    cpu_offload: Annotated[
-        bool,
-        doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
-    ]
-    offload_optimizer_states: Annotated[
-        bool,
-        doc(
-            "Keep optimizer states on the device inside the optimizer step only: they return beside the last "
-            "micro-batch where there is room and leave beside the next forward pass. The update stays on the device."
-        ),
-    ]
-    offload_optimizer_states_chunk_mib: Annotated[
-        float | None,
-        doc(
-            "With `offload_optimizer_states`: states come, are updated and leave in parts of this size, of which two "
-            "are on the device at once. null for one part, which hides best and needs the most memory.",
-            gt=0,
-        ),
-    ]
-    lora_cfg: Annotated[LoraConfig, doc("Low-rank adapters (LoRA).")]
-
-
-@closed
-class BatchingConfig(TypedDict):
+@section
+class BatchingConfig:
     """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
 
     enabled: Annotated[bool, doc("Use it; dynamic batching and sequence packing exclude each other.")]
@@ -138,8 +65,8 @@ class BatchingConfig(TypedDict):
     sequence_length_round: Annotated[int, doc("Lengths are rounded up to a multiple of this many tokens.", ge=1)]
 
 
-@closed
-class TrainedPolicyConfig(TypedDict):
+@section
+class TrainedPolicyConfig:
     """`policy`: the model, how it is trained and where its state lives. All that SFT and DPO have."""
 
     model_name: Annotated[str, doc("Folder or hub name of a Hugging Face causal language model.", min_length=1)]
@@ -178,12 +105,13 @@ class TrainedPolicyConfig(TypedDict):
     ]
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[
-        list[SchedulerEntry] | None, doc("Learning-rate phases, then their milestones; null keeps the rate constant.")
+        tuple[SchedulerEntry, ...] | None,
+        doc("Learning-rate phases, then their milestones; null keeps the rate constant."),
     ]
     dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of like length into one micro-batch.")]
     sequence_packing: Annotated[BatchingConfig, doc("Put the sequences of a micro-batch into one row without padding.")]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
-    megatron_cfg: NotRequired[Annotated[MegatronConfig, doc("The Megatron backend.")]]
+    megatron_cfg: Annotated[MegatronConfig, doc("The Megatron backend.")] | None = None
     residency_overlap: Annotated[
         bool,
         doc("Let copies run beside compute. false waits for each one where it starts: for measuring and debugging."),
@@ -217,9 +145,9 @@ class TrainedPolicyConfig(TypedDict):
     ]
 
 
-@closed
-class PolicyConfig(TrainedPolicyConfig):
-    """`policy`: the model, how it is trained, where its state lives, and how it generates."""
+@section
+class RolloutKeys:
+    """Keys of `policy` that a policy worker reads where an engine generates."""
 
     refit_buffer_size_gib: Annotated[
         float, doc("Size of each of the two buffers that carry weights to the engine, in GiB.", gt=0)
@@ -236,4 +164,10 @@ class PolicyConfig(TrainedPolicyConfig):
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
         doc("Groups whose place during refit and generation is fixed, whatever `residency` is; {} for none."),
     ]
+
+
+@section
+class PolicyConfig(RolloutKeys, TrainedPolicyConfig):
+    """`policy`: the model, how it is trained, where its state lives, and how it generates."""
+
     generation: Annotated[GenerationConfig, doc("Sampling and the inference engine.")]

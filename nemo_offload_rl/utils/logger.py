@@ -26,7 +26,7 @@ import yaml
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.metric_sinks import open_sinks
-from nemo_offload_rl.utils.settings import LoggerSettings
+from nemo_offload_rl.utils.schema import LoggerConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RunLogger:
         ConfigError: The folder cannot be written, or a wanted logger is not installed.
     """
 
-    def __init__(self, settings: LoggerSettings, resolved_config: Mapping[str, Any], resume: bool = False) -> None:
+    def __init__(self, settings: LoggerConfig, resolved_config: Mapping[str, Any], resume: bool = False) -> None:
         self.run_dir = Path(settings.log_dir)
         self._step: int | None = None
         self._metrics: dict[str, float] = {}

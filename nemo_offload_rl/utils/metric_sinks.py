@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.settings import LoggerSettings, MlflowSettings, WandbSettings
+from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class WandbSink:
 
     def __init__(
         self,
-        settings: WandbSettings,
+        settings: WandbConfig,
         run_dir: Path,
         resolved_config: Mapping[str, Any],
         record: Mapping[str, Any],
@@ -136,7 +136,7 @@ class MlflowSink:
     run in MLflow, not the run.
     """
 
-    def __init__(self, settings: MlflowSettings, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    def __init__(self, settings: MlflowConfig, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
@@ -192,7 +192,7 @@ class MlflowSink:
 
 
 def open_sinks(
-    settings: LoggerSettings,
+    settings: LoggerConfig,
     run_dir: Path,
     resolved_config: Mapping[str, Any],
     record: Mapping[str, Any],

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal
 
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.schema import doc, section
 
 
-@closed
-class WandbConfig(TypedDict):
+@section
+class WandbConfig:
     """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
 
     project: Annotated[str, doc("Project that the run appears in.")]
     name: Annotated[str, doc("Name of the run.")]
     entity: Annotated[str | None, doc("User or team that the run belongs to; null for the login's default.")]
     group: Annotated[str | None, doc("Group of runs that it appears in; null for none.")]
-    tags: Annotated[list[str], doc("Labels of the run.")]
+    tags: Annotated[tuple[str, ...], doc("Labels of the run.")]
     mode: Annotated[
         Literal["online", "offline", "disabled"],
         doc("`offline` writes into the run folder for a later `wandb sync`; `online` needs a login."),
     ]
 
 
-@closed
-class MlflowConfig(TypedDict):
+@section
+class MlflowConfig:
     """`logger.mlflow`: MLflow."""
 
     experiment_name: Annotated[str, doc("Experiment that the run appears in; made if need be.", min_length=1)]
@@ -38,8 +38,8 @@ class MlflowConfig(TypedDict):
     ]
 
 
-@closed
-class LoggerConfig(TypedDict):
+@section
+class LoggerConfig:
     """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
 
     log_dir: Annotated[
@@ -50,13 +50,13 @@ class LoggerConfig(TypedDict):
     ]
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
-    wandb: NotRequired[Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")]]
+    wandb: Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")] | None = None
     mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
-    mlflow: NotRequired[Annotated[MlflowConfig, doc("MLflow; may be deleted with `~logger.mlflow`.")]]
+    mlflow: Annotated[MlflowConfig, doc("MLflow; may be deleted with `~logger.mlflow`.")] | None = None
 
 
-@closed
-class ClusterConfig(TypedDict):
+@section
+class ClusterConfig:
     """`cluster`: the machines. Policy workers and colocated engines share each device."""
 
     gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)]
@@ -69,9 +69,24 @@ class ClusterConfig(TypedDict):
     ]
     master_port_range_high: Annotated[int, doc("Last port that it may take.", ge=1024, le=65535)]
 
+    @property
+    def device_type(self) -> str:
+        """`"cuda"` or `"cpu"`."""
+        return "cuda" if self.gpus_per_node > 0 else "cpu"
 
-@closed
-class CheckpointingConfig(TypedDict):
+    @property
+    def workers_per_node(self) -> int:
+        """Policy workers on each node: one for each GPU, or as many as asked for on CPU."""
+        return self.gpus_per_node if self.gpus_per_node > 0 else self.cpu_workers_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Policy workers in all."""
+        return self.workers_per_node * self.num_nodes
+
+
+@section
+class CheckpointingConfig:
     """`checkpointing`: when and where a run is saved."""
 
     enabled: Annotated[bool, doc("Save checkpoints.")]

@@ -21,7 +21,7 @@ ALLOWED = {
     "environments": {"data", "errors"},
     "weight_sync": {"errors", "generation", "policy", "utils"},
     "generation": {"weight_sync", "data", "errors", "schema", "utils"},
-    "policy/backends": {"residency", "data", "errors", "models", "policy"},
+    "policy/backends": {"residency", "data", "errors", "models", "policy", "schema"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema"},
     "experience": {"data", "environments", "generation", "errors"},
     "report": {"errors", "utils"},

@@ -6,10 +6,12 @@ unchecked either fails deep inside a training step or silently moves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
 from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.megatron_config import MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.utils.config import nearest_key
 
 KEY = "policy.megatron_cfg"
@@ -22,7 +24,7 @@ OFFLOAD_VARIABLE = "NVTE_CPU_OFFLOAD_V1"
 def activation_offloading_names_its_modules(cfg: RunConfig) -> str | None:
     """Activation offloading names modules."""
     megatron = _offloading(cfg)
-    if megatron is not None and not megatron["offload_modules"]:
+    if megatron is not None and not megatron.offload_modules:
         return (
             f"{KEY}.fine_grained_activation_offloading is true, but offload_modules names nothing to "
             "move; set it, for instance to [core_attn,attn_proj]"
@@ -34,7 +36,7 @@ def activation_offloading_knows_its_modules(cfg: RunConfig) -> str | None:
     """Activation offloading names modules that megatron-core moves."""
     megatron = megatron_section(cfg)
     known = (*DENSE_MODULES, *EXPERT_MODULES)
-    return None if megatron is None else _unknown_name("offload_modules", megatron["offload_modules"] or [], known)
+    return None if megatron is None else _unknown_name("offload_modules", megatron.offload_modules or (), known)
 
 
 def recomputation_knows_its_modules(cfg: RunConfig) -> str | None:
@@ -42,7 +44,7 @@ def recomputation_knows_its_modules(cfg: RunConfig) -> str | None:
     megatron = megatron_section(cfg)
     if megatron is None:
         return None
-    return _unknown_name("recompute_modules", megatron["recompute_modules"] or [], RECOMPUTE_MODULES)
+    return _unknown_name("recompute_modules", megatron.recompute_modules or (), RECOMPUTE_MODULES)
 
 
 def offloaded_projection_needs_its_attention(cfg: RunConfig) -> str | None:
@@ -63,7 +65,7 @@ def offloaded_experts_exist(cfg: RunConfig) -> str | None:
     found = sorted(_modules(_offloading(cfg)) & {*EXPERT_MODULES})
     if found and model is not None and num_experts(model) == 0:
         return (
-            f"{KEY}.offload_modules has {' and '.join(found)}, but config.json of {cfg['policy']['model_name']} has no "
+            f"{KEY}.offload_modules has {' and '.join(found)}, but config.json of {cfg.policy.model_name} has no "
             "experts; remove it"
         )
     return None
@@ -90,10 +92,10 @@ def offloaded_norms_exist(cfg: RunConfig) -> str | None:
 def activation_offloading_needs_transformer_engine(cfg: RunConfig) -> str | None:
     """Activation offloading needs Transformer Engine's layers."""
     megatron = _offloading(cfg)
-    if megatron is not None and megatron["transformer_impl"] != "transformer_engine":
+    if megatron is not None and megatron.transformer_impl != "transformer_engine":
         return (
             f"{KEY}.fine_grained_activation_offloading is true, but it works through Transformer Engine and "
-            f"transformer_impl is {megatron['transformer_impl']}; set that to transformer_engine or this to false"
+            f"transformer_impl is {megatron.transformer_impl}; set that to transformer_engine or this to false"
         )
     return None
 
@@ -101,9 +103,9 @@ def activation_offloading_needs_transformer_engine(cfg: RunConfig) -> str | None
 def activation_offloading_excludes_full_recomputation(cfg: RunConfig) -> str | None:
     """Activation offloading excludes recomputing whole layers."""
     megatron = _offloading(cfg)
-    if megatron is None or not megatron["activation_checkpointing"]:
+    if megatron is None or not megatron.activation_checkpointing:
         return None
-    if megatron["recompute_granularity"] == "full":
+    if megatron.recompute_granularity == "full":
         return (
             f"{KEY}.fine_grained_activation_offloading is true, but activation_checkpointing with "
             "recompute_granularity full keeps no activations that could move; set recompute_granularity to selective, "
@@ -115,9 +117,9 @@ def activation_offloading_excludes_full_recomputation(cfg: RunConfig) -> str | N
 def recomputed_modules_are_not_offloaded(cfg: RunConfig) -> str | None:
     """A module is offloaded or recomputed, not both."""
     megatron = _offloading(cfg)
-    if megatron is None or not megatron["activation_checkpointing"]:
+    if megatron is None or not megatron.activation_checkpointing:
         return None
-    recomputed = {"core_attn"} if megatron["recompute_modules"] is None else {*megatron["recompute_modules"]}
+    recomputed = {"core_attn"} if megatron.recompute_modules is None else {*megatron.recompute_modules}
     modules = _modules(megatron)
     if "moe" in recomputed and modules & {*EXPERT_MODULES}:
         return (
@@ -135,9 +137,9 @@ def recomputed_modules_are_not_offloaded(cfg: RunConfig) -> str | None:
 def offload_variable_is_left_alone(cfg: RunConfig) -> str | None:
     """The environment variable that activation offloading needs is not set to something else."""
     megatron = _offloading(cfg)
-    if megatron is None or megatron["env_vars"] is None or OFFLOAD_VARIABLE not in megatron["env_vars"]:
+    if megatron is None or megatron.env_vars is None or OFFLOAD_VARIABLE not in megatron.env_vars:
         return None
-    value = megatron["env_vars"][OFFLOAD_VARIABLE]
+    value = megatron.env_vars[OFFLOAD_VARIABLE]
     if value != "1":
         return (
             f"{KEY}.env_vars.{OFFLOAD_VARIABLE} is {value}, but fine_grained_activation_offloading needs it to be 1 "
@@ -149,9 +151,9 @@ def offload_variable_is_left_alone(cfg: RunConfig) -> str | None:
 def megatron_cuda_graphs_are_off(cfg: RunConfig) -> str | None:
     """CUDA graphs are off: the memory that they captured moves."""
     megatron = megatron_section(cfg)
-    if megatron is not None and megatron["cuda_graph_impl"] != "none":
+    if megatron is not None and megatron.cuda_graph_impl != "none":
         return (
-            f"{KEY}.cuda_graph_impl is {megatron['cuda_graph_impl']}, but a captured graph holds the addresses of "
+            f"{KEY}.cuda_graph_impl is {megatron.cuda_graph_impl}, but a captured graph holds the addresses of "
             "parameters and activations, and those change when they come back from the host; set it to none"
         )
     return None
@@ -159,14 +161,14 @@ def megatron_cuda_graphs_are_off(cfg: RunConfig) -> str | None:
 
 def _offloading(cfg: RunConfig) -> MegatronConfig | None:
     megatron = megatron_section(cfg)
-    return megatron if megatron is not None and megatron["fine_grained_activation_offloading"] else None
+    return megatron if megatron is not None and megatron.fine_grained_activation_offloading else None
 
 
 def _modules(megatron: MegatronConfig | None) -> set[str]:
-    return set() if megatron is None else {*(megatron["offload_modules"] or [])}
+    return set() if megatron is None else {*(megatron.offload_modules or ())}
 
 
-def _unknown_name(key: str, names: list[str], known: tuple[str, ...]) -> str | None:
+def _unknown_name(key: str, names: Sequence[str], known: tuple[str, ...]) -> str | None:
     for name in names:
         if name not in known:
             near = nearest_key(name, known)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
 from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.policy.settings import MEGATRON_ADAPTED_LAYERS
+from nemo_offload_rl.policy.backends.megatron.config import MEGATRON_ADAPTED_LAYERS, MegatronConfig
 
 KEY = "policy.megatron_cfg"
 PEFT = f"{KEY}.peft"
@@ -14,7 +13,7 @@ PEFT = f"{KEY}.peft"
 
 def _section(cfg: RunConfig) -> MegatronConfig | None:
     megatron = megatron_section(cfg)
-    return megatron if megatron is not None and megatron["peft"]["enabled"] else None
+    return megatron if megatron is not None and megatron.peft.enabled else None
 
 
 def megatron_adapters_need_whole_models(cfg: RunConfig) -> str | None:
@@ -23,9 +22,9 @@ def megatron_adapters_need_whole_models(cfg: RunConfig) -> str | None:
     if megatron is None:
         return None
     sizes = {
-        "tensor_model_parallel_size": megatron["tensor_model_parallel_size"],
-        "pipeline_model_parallel_size": megatron["pipeline_model_parallel_size"],
-        "context_parallel_size": megatron["context_parallel_size"],
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
     }
     split = [name for name, size in sizes.items() if size != 1]
     if split:
@@ -42,7 +41,7 @@ def megatron_adapters_are_of_dense_models(cfg: RunConfig) -> str | None:
     if _section(cfg) is None or model is None or not num_experts(model):
         return None
     return (
-        f"{PEFT}.enabled is true, but config.json of {cfg['policy']['model_name']} has experts, which get no adapters; "
+        f"{PEFT}.enabled is true, but config.json of {cfg.policy.model_name} has experts, which get no adapters; "
         "set it to false"
     )
 
@@ -53,8 +52,8 @@ def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
     if megatron is None:
         return None
     others = {
-        "fp8_cfg.enabled": megatron["fp8_cfg"]["enabled"],
-        "fine_grained_activation_offloading": megatron["fine_grained_activation_offloading"],
+        "fp8_cfg.enabled": megatron.fp8_cfg.enabled,
+        "fine_grained_activation_offloading": megatron.fine_grained_activation_offloading,
     }
     for name, is_on in others.items():
         if is_on:
@@ -68,10 +67,10 @@ def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
 def megatron_adapters_have_their_layers(cfg: RunConfig) -> str | None:
     """Megatron's adapters name their layers in one way, and at least one layer is left."""
     megatron = _section(cfg)
-    if megatron is None or not megatron["peft"]["exclude_modules"]:
+    if megatron is None or not megatron.peft.exclude_modules:
         return None
-    excluded = megatron["peft"]["exclude_modules"]
-    if megatron["peft"]["target_modules"]:
+    excluded = megatron.peft.exclude_modules
+    if megatron.peft.target_modules:
         return (
             f"{PEFT}.target_modules and exclude_modules are both set, but the second takes layers away from all four; "
             "empty one of them"

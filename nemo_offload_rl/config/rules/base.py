@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
 
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section, model_parallel_size
 from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.data.config import (
+    ArithmeticConfig,
+    DataConfig,
+    DataSource,
+    DpoDataConfig,
+    MixtureConfig,
+    MixtureKeys,
+    SftDataConfig,
+)
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.settings import OptimizerSettings
+
+type AnyData = DataConfig | SftDataConfig | DpoDataConfig
 
 type Rule[Config] = Callable[[Config], str | None]
 """From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
-
-_KEPT = ("holdout", "split_validation_size")
 
 
 @dataclass(frozen=True)
@@ -30,28 +37,22 @@ class RuleSet[Config]:
         return iter((*self.availability, *self.rules))
 
 
-def algorithm_section(cfg: RunConfig) -> tuple[str, GrpoSectionConfig | SupervisedSectionConfig]:
-    """Name and keys of the section of the algorithm: `grpo`, `sft` or `dpo`."""
-    (name,) = {"grpo", "sft", "dpo"} & cfg.keys()
-    return name, cast(GrpoSectionConfig | SupervisedSectionConfig, cfg[name])
-
-
 def world_size(cfg: RunConfig) -> int:
     """Policy workers in all."""
-    return devices_per_node(cfg) * cfg["cluster"]["num_nodes"]
+    return devices_per_node(cfg) * cfg.cluster.num_nodes
 
 
 def devices_per_node(cfg: RunConfig) -> int:
     """Policy workers on each host."""
-    return cfg["cluster"]["gpus_per_node"] or cfg["cluster"]["cpu_workers_per_node"]
+    return cfg.cluster.gpus_per_node or cfg.cluster.cpu_workers_per_node
 
 
 def data_parallel_size(cfg: RunConfig) -> int:
     """Policy workers that see different data."""
     if (megatron := megatron_section(cfg)) is not None:
         return world_size(cfg) // model_parallel_size(megatron)
-    dtensor = cfg["policy"]["dtensor_cfg"]
-    return world_size(cfg) // (dtensor["tensor_parallel_size"] * dtensor["context_parallel_size"])
+    dtensor = cfg.policy.dtensor_cfg
+    return world_size(cfg) // (dtensor.tensor_parallel_size * dtensor.context_parallel_size)
 
 
 def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:
@@ -60,35 +61,42 @@ def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:
     Raises:
         ConfigError: It cannot train on the DTensor backend.
     """
-    optimizer = cfg["policy"]["optimizer"]
+    optimizer = cfg.policy.optimizer
     assert optimizer is not None
-    return optimizer_spec(OptimizerSettings(**optimizer), on_gpu=cfg["cluster"]["gpus_per_node"] > 0)
+    return optimizer_spec(optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
 
 
-def sources(section: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[tuple[str, DataSource]]:
     """The data sets of `data.train` or `data.validation` with their dotted places, those of a mixture one by one."""
     if section is None:
         return
-    if section["dataset_name"] == "mixture":
-        for index, source in enumerate(section["datasets"]):
+    if isinstance(section, MixtureKeys):
+        for index, source in enumerate(section.datasets):
             yield f"{where}.datasets.{index}", source
     else:
         yield where, section
 
 
-def holds_validation_rows(train: Any) -> bool:
+def holds_validation_rows(train: DataSource | MixtureConfig) -> bool:
     """Whether a part of the training data, mixtures included, is kept for validation."""
-    return any(source[key] > 0 for _, source in sources(train, "") for key in _KEPT if key in source)
+    return any(_kept(source)[1] > 0 for _, source in sources(train, ""))
 
 
-def no_validation_rows_problem(data: Mapping[str, Any], algorithm: str, section: Mapping[str, Any]) -> str | None:
+def _kept(source: DataSource) -> tuple[str, float]:
+    """The key that says how much of a data set is kept for validation, and its value."""
+    if isinstance(source, ArithmeticConfig):
+        return "holdout", source.holdout
+    return "split_validation_size", source.split_validation_size
+
+
+def no_validation_rows_problem(
+    data: AnyData, algorithm: str, section: GrpoSectionConfig | SupervisedSectionConfig
+) -> str | None:
     """What is wrong where a run validates and its data keep nothing for that, for every algorithm."""
-    validates = section["val_period"] or section["val_at_start"] or section["val_at_end"]
-    if not validates or data["validation"] is not None or holds_validation_rows(data["train"]):
+    validates = section.val_period or section.val_at_start or section.val_at_end
+    if not validates or data.validation is not None or holds_validation_rows(data.train):
         return None
-    keys = [
-        f"{place}.{key}" for place, source in sources(data["train"], "data.train") for key in _KEPT if key in source
-    ]
+    keys = [f"{place}.{_kept(source)[0]}" for place, source in sources(data.train, "data.train")]
     return (
         f"data.validation is null and {' and '.join(keys[:2])}{' and others' if keys[2:] else ''} "
         f"{'is' if len(keys) == 1 else 'are'} 0, so there is nothing to validate on; set one of them, or "
@@ -96,29 +104,30 @@ def no_validation_rows_problem(data: Mapping[str, Any], algorithm: str, section:
     )
 
 
-def validation_set_problem(data: Mapping[str, Any]) -> str | None:
+def validation_set_problem(data: AnyData) -> str | None:
     """What contradicts that every row of `data.validation` is for validation, for every algorithm."""
-    for place, source in sources(data["validation"], "data.validation"):
-        if "holdout" in source and source["holdout"] == 0:
+    for place, source in sources(data.validation, "data.validation"):
+        if isinstance(source, ArithmeticConfig):
+            if source.holdout > 0:
+                continue
             return (
                 f"{place}.holdout is 0, but of arithmetic only held-out problems are validated, which training never "
                 f"sees; set {place}.holdout to their number"
             )
-        if "split_validation_size" in source and source["split_validation_size"] > 0:
+        if source.split_validation_size > 0:
             return (
-                f"{place}.split_validation_size is {source['split_validation_size']}, but all rows of data.validation "
+                f"{place}.split_validation_size is {source.split_validation_size}, but all rows of data.validation "
                 f"are for validation; set {place}.split_validation_size to 0"
             )
     return None
 
 
-def mixture_problem(data: Mapping[str, Any]) -> str | None:
+def mixture_problem(data: AnyData) -> str | None:
     """What is wrong with the weights of `data.train` or `data.validation`, for every algorithm."""
-    for where in ("train", "validation"):
-        source = data[where]
-        if source is None or source["dataset_name"] != "mixture":
+    for where, source in (("train", data.train), ("validation", data.validation)):
+        if not isinstance(source, MixtureKeys):
             continue
-        num_weights, num_sets = len(source["weights"]), len(source["datasets"])
+        num_weights, num_sets = len(source.weights), len(source.datasets)
         if not num_sets:
             return f"data.{where}.datasets is empty, so there is nothing to mix; name at least one data set"
         if num_weights != num_sets:

@@ -8,7 +8,7 @@ from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 
 def tensor_parallel_size_divides_the_world(cfg: RunConfig) -> str | None:
     """The policy's tensor-parallel size divides the number of workers."""
-    size, world = cfg["policy"]["dtensor_cfg"]["tensor_parallel_size"], world_size(cfg)
+    size, world = cfg.policy.dtensor_cfg.tensor_parallel_size, world_size(cfg)
     if world % size:
         return (
             f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the {world} policy workers of "
@@ -19,9 +19,9 @@ def tensor_parallel_size_divides_the_world(cfg: RunConfig) -> str | None:
 
 def engine_tensor_parallel_size_divides_a_host(cfg: GrpoMasterConfig) -> str | None:
     """The engine's tensor-parallel size divides the devices of a host."""
-    generation = cfg["policy"]["generation"]
-    size, per_node = generation["vllm_cfg"]["tensor_parallel_size"], devices_per_node(cfg)
-    if generation["colocated"]["enabled"] and per_node % size:
+    generation = cfg.policy.generation
+    size, per_node = generation.vllm_cfg.tensor_parallel_size, devices_per_node(cfg)
+    if generation.colocated.enabled and per_node % size:
         return (
             f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {per_node} devices of a host "
             "of `cluster`, and one engine stays on one host; change one of them"
@@ -31,8 +31,8 @@ def engine_tensor_parallel_size_divides_a_host(cfg: GrpoMasterConfig) -> str | N
 
 def sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
     """Sequence parallelism needs tensor parallelism."""
-    dtensor = cfg["policy"]["dtensor_cfg"]
-    if dtensor["sequence_parallel"] and dtensor["tensor_parallel_size"] == 1:
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.sequence_parallel and dtensor.tensor_parallel_size == 1:
         return (
             "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
             "tensor_parallel_size is 1; set one of them otherwise"
@@ -42,9 +42,9 @@ def sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
 
 def sequence_parallel_needs_divisible_lengths(cfg: RunConfig) -> str | None:
     """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
-    policy, dtensor = cfg["policy"], cfg["policy"]["dtensor_cfg"]
-    multiple, size = policy["make_sequence_length_divisible_by"], dtensor["tensor_parallel_size"]
-    if dtensor["sequence_parallel"] and multiple % size:
+    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
+    multiple, size = policy.make_sequence_length_divisible_by, dtensor.tensor_parallel_size
+    if dtensor.sequence_parallel and multiple % size:
         return (
             f"policy.make_sequence_length_divisible_by {multiple} is no multiple of "
             f"policy.dtensor_cfg.tensor_parallel_size {size}, but sequence_parallel cuts each row into that many "
@@ -55,8 +55,8 @@ def sequence_parallel_needs_divisible_lengths(cfg: RunConfig) -> str | None:
 
 def compiled_layers_are_whole(cfg: RunConfig) -> str | None:
     """Compiled layers are not split."""
-    dtensor = cfg["policy"]["dtensor_cfg"]
-    if dtensor["enabled"] and dtensor["torch_compile"] and dtensor["tensor_parallel_size"] > 1:
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.torch_compile and dtensor.tensor_parallel_size > 1:
         return (
             "policy.dtensor_cfg.torch_compile is true, but layers that tensor_parallel_size splits are not compiled; "
             "set torch_compile to false"
@@ -66,8 +66,8 @@ def compiled_layers_are_whole(cfg: RunConfig) -> str | None:
 
 def host_held_training_excludes_offload_keys(cfg: RunConfig) -> str | None:
     """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
-    policy = cfg["policy"]
-    if policy["dtensor_cfg"]["cpu_offload"] and policy["offload_optimizer_states_for_logprob"]:
+    policy = cfg.policy
+    if policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob:
         return (
             "policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob are both true, but the "
             "first keeps the optimizer on the host already; set one of them to false"
@@ -77,7 +77,7 @@ def host_held_training_excludes_offload_keys(cfg: RunConfig) -> str | None:
 
 def port_range_is_ascending(cfg: RunConfig) -> str | None:
     """The port range is ascending."""
-    low, high = cfg["cluster"]["master_port_range_low"], cfg["cluster"]["master_port_range_high"]
+    low, high = cfg.cluster.master_port_range_low, cfg.cluster.master_port_range_high
     if low > high:
         return f"cluster.master_port_range_low {low} is above master_port_range_high {high}; swap them"
     return None
@@ -85,8 +85,8 @@ def port_range_is_ascending(cfg: RunConfig) -> str | None:
 
 def rollouts_fill_whole_training_batches(cfg: GrpoMasterConfig) -> str | None:
     """The training batch divides the responses of a step."""
-    prompts, group = cfg["grpo"]["num_prompts_per_step"], cfg["grpo"]["num_generations_per_prompt"]
-    batch = cfg["policy"]["train_global_batch_size"]
+    prompts, group = cfg.grpo.num_prompts_per_step, cfg.grpo.num_generations_per_prompt
+    batch = cfg.policy.train_global_batch_size
     if (prompts * group) % batch:
         return (
             f"policy.train_global_batch_size {batch} does not divide the {prompts * group} responses of a step "
@@ -98,7 +98,7 @@ def rollouts_fill_whole_training_batches(cfg: GrpoMasterConfig) -> str | None:
 
 def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
     """The training batch divides over the data-parallel workers."""
-    batch, size = cfg["policy"]["train_global_batch_size"], data_parallel_size(cfg)
+    batch, size = cfg.policy.train_global_batch_size, data_parallel_size(cfg)
     if size and batch % size:
         return (
             f"policy.train_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all "
@@ -109,10 +109,10 @@ def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
 
 def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:
     """The micro-batch divides one worker's share, unless micro-batches are made by tokens."""
-    policy, size = cfg["policy"], data_parallel_size(cfg)
-    if policy["dynamic_batching"]["enabled"] or policy["sequence_packing"]["enabled"]:
+    policy, size = cfg.policy, data_parallel_size(cfg)
+    if policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
         return None
-    batch, micro = policy["train_global_batch_size"], policy["train_micro_batch_size"]
+    batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
     if size and batch % size == 0 and (batch // size) % micro:
         return (
             f"policy.train_micro_batch_size {micro} does not divide the {batch // size} sequences of one worker "
@@ -123,7 +123,7 @@ def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:
 
 def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | None:
     """Sequence packing and dynamic batching exclude each other."""
-    if cfg["policy"]["sequence_packing"]["enabled"] and cfg["policy"]["dynamic_batching"]["enabled"]:
+    if cfg.policy.sequence_packing.enabled and cfg.policy.dynamic_batching.enabled:
         return (
             "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but a micro-batch is "
             "made in one way; set one of them to false"
@@ -133,13 +133,14 @@ def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | Non
 
 def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
     """A micro-batch made by tokens holds the longest sequence."""
-    longest = cfg["policy"]["max_total_sequence_length"]
-    for name in ("sequence_packing", "dynamic_batching"):
-        section = cfg["policy"][name]
-        for key in ("train_mb_tokens", "logprob_mb_tokens"):
-            if section["enabled"] and section[key] < longest:
+    longest = cfg.policy.max_total_sequence_length
+    batchings = {"sequence_packing": cfg.policy.sequence_packing, "dynamic_batching": cfg.policy.dynamic_batching}
+    for name, section in batchings.items():
+        limits = {"train_mb_tokens": section.train_mb_tokens, "logprob_mb_tokens": section.logprob_mb_tokens}
+        for key, limit in limits.items():
+            if section.enabled and limit < longest:
                 return (
-                    f"policy.{name}.{key} {section[key]} is below policy.max_total_sequence_length {longest}, so a "
+                    f"policy.{name}.{key} {limit} is below policy.max_total_sequence_length {longest}, so a "
                     f"long sequence fits no micro-batch; raise it to {longest} or more"
                 )
     return None
@@ -147,7 +148,7 @@ def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
 
 def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
     """The longest sequence is a multiple of what batches are padded to."""
-    longest, multiple = cfg["policy"]["max_total_sequence_length"], cfg["policy"]["make_sequence_length_divisible_by"]
+    longest, multiple = cfg.policy.max_total_sequence_length, cfg.policy.make_sequence_length_divisible_by
     if longest % multiple:
         return (
             f"policy.max_total_sequence_length {longest} is no multiple of make_sequence_length_divisible_by "

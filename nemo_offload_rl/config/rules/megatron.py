@@ -20,10 +20,10 @@ def megatron_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     """Megatron's tensor, pipeline and context parallel sizes multiply to a divisor of the number of workers."""
     megatron, world = megatron_section(cfg), world_size(cfg)
     if megatron is not None and world % (size := model_parallel_size(megatron)):
-        tensor, pipeline = megatron["tensor_model_parallel_size"], megatron["pipeline_model_parallel_size"]
+        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         return (
             f"{KEY}.tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x "
-            f"context_parallel_size {megatron['context_parallel_size']} = {size} does not divide the {world} policy "
+            f"context_parallel_size {megatron.context_parallel_size} = {size} does not divide the {world} policy "
             "workers of `cluster`, so some would be left over; change one of them"
         )
     return None
@@ -34,8 +34,8 @@ def megatron_expert_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     megatron, world = megatron_section(cfg), world_size(cfg)
     if megatron is None:
         return None
-    expert, tensor = megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
-    pipeline = megatron["pipeline_model_parallel_size"]
+    expert, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    pipeline = megatron.pipeline_model_parallel_size
     if world % (expert * tensor * pipeline):
         return (
             f"{KEY}.expert_model_parallel_size {expert} x expert_tensor_parallel_size {tensor} x "
@@ -50,10 +50,10 @@ def megatron_experts_can_be_dealt_out(cfg: RunConfig) -> str | None:
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None:
         return None
-    size, experts = megatron["expert_model_parallel_size"], num_experts(model)
+    size, experts = megatron.expert_model_parallel_size, num_experts(model)
     if size > 1 and experts == 0:
         return (
-            f"{KEY}.expert_model_parallel_size is {size}, but config.json of {cfg['policy']['model_name']} has no "
+            f"{KEY}.expert_model_parallel_size is {size}, but config.json of {cfg.policy.model_name} has no "
             "experts; set it to 1"
         )
     if experts % size:
@@ -67,11 +67,11 @@ def megatron_experts_can_be_dealt_out(cfg: RunConfig) -> str | None:
 def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig) -> str | None:
     """Mixture-of-experts models train with tensor parallelism only beside sequence parallelism."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
-    if megatron is None or megatron["sequence_parallel"] or megatron["tensor_model_parallel_size"] == 1:
+    if megatron is None or megatron.sequence_parallel or megatron.tensor_model_parallel_size == 1:
         return None
-    if megatron["expert_model_parallel_size"] > 1 or (model is not None and num_experts(model)):
+    if megatron.expert_model_parallel_size > 1 or (model is not None and num_experts(model)):
         return (
-            f"{KEY}.tensor_model_parallel_size is {megatron['tensor_model_parallel_size']} for a mixture-of-experts "
+            f"{KEY}.tensor_model_parallel_size is {megatron.tensor_model_parallel_size} for a mixture-of-experts "
             "model, which Megatron trains so only beside sequence parallelism; set sequence_parallel to true or the "
             "size to 1"
         )
@@ -81,9 +81,9 @@ def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig) -> s
 def megatron_experts_are_not_gathered_over_devices(cfg: RunConfig) -> str | None:
     """Experts on several devices get their tokens by an all-to-all: devices have different numbers of tokens."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["moe_token_dispatcher_type"] != "allgather":
+    if megatron is None or megatron.moe_token_dispatcher_type != "allgather":
         return None
-    if megatron["expert_model_parallel_size"] > 1:
+    if megatron.expert_model_parallel_size > 1:
         return (
             f"{KEY}.moe_token_dispatcher_type is allgather with expert_model_parallel_size above 1, but it needs "
             "equally many tokens on each device and responses differ in length; set it to alltoall"
@@ -96,7 +96,7 @@ def megatron_heads_divide_over_devices(cfg: RunConfig) -> str | None:
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None or "num_attention_heads" not in model:
         return None
-    size, heads = megatron["tensor_model_parallel_size"], model["num_attention_heads"]
+    size, heads = megatron.tensor_model_parallel_size, model["num_attention_heads"]
     if heads % size:
         return (
             f"{KEY}.tensor_model_parallel_size {size} does not divide the model's {heads} attention heads, of which "
@@ -110,8 +110,8 @@ def megatron_layers_divide_over_stages(cfg: RunConfig) -> str | None:
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None:
         return None
-    stages = megatron["pipeline_model_parallel_size"]
-    ends = [megatron["num_layers_in_first_pipeline_stage"], megatron["num_layers_in_last_pipeline_stage"]]
+    stages = megatron.pipeline_model_parallel_size
+    ends = [megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage]
     set_ends = [layers for layers in ends if layers is not None]
     if stages == 1 and set_ends:
         return (
@@ -136,7 +136,7 @@ def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
     if megatron_section(cfg) is None or model is None or (reason := unsupported(model)) is None:
         return None
     return (
-        f"{KEY}.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
+        f"{KEY}.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
         "policy.dtensor_cfg, or another model"
     )
 
@@ -144,9 +144,9 @@ def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
 def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
     """The fused kernel for rotary embeddings leaves YaRN's attention factor out."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
-    if megatron is None or model is None or megatron["transformer_impl"] == "local":
+    if megatron is None or model is None or megatron.transformer_impl == "local":
         return None
-    if megatron["apply_rope_fusion"] and rope_type(model) == YARN:
+    if megatron.apply_rope_fusion and rope_type(model) == YARN:
         return (
             f"{KEY}.apply_rope_fusion is true, but the model has rope_type yarn, whose attention factor the fused "
             "kernel leaves out; set it to false"
@@ -157,7 +157,7 @@ def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
 def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
     """Megatron's sequence parallelism needs tensor parallelism."""
     megatron = megatron_section(cfg)
-    if megatron is not None and megatron["sequence_parallel"] and megatron["tensor_model_parallel_size"] == 1:
+    if megatron is not None and megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         return (
             f"{KEY}.sequence_parallel is true, but it splits along the tensor-parallel devices and "
             "tensor_model_parallel_size is 1; set one of them otherwise"
@@ -170,10 +170,10 @@ def megatron_lengths_can_be_split(cfg: RunConfig) -> str | None:
     megatron = megatron_section(cfg)
     if megatron is None:
         return None
-    multiple, context = cfg["policy"]["make_sequence_length_divisible_by"], megatron["context_parallel_size"]
+    multiple, context = cfg.policy.make_sequence_length_divisible_by, megatron.context_parallel_size
     # Each context-parallel rank takes two pieces, an early and a late one, so that causal attention is even work.
     pieces = (2 * context if context > 1 else 1) * (
-        megatron["tensor_model_parallel_size"] if megatron["sequence_parallel"] else 1
+        megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     )
     if multiple % pieces:
         return (
@@ -186,7 +186,7 @@ def megatron_lengths_can_be_split(cfg: RunConfig) -> str | None:
 def local_layers_take_padded_batches(cfg: RunConfig) -> str | None:
     """Megatron's local layers do not take packed sequences."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["transformer_impl"] != "local" or not cfg["policy"]["sequence_packing"]["enabled"]:
+    if megatron is None or megatron.transformer_impl != "local" or not cfg.policy.sequence_packing.enabled:
         return None
     return (
         f"policy.sequence_packing.enabled is true, but attention of {KEY}.transformer_impl=local would mix the "
@@ -197,14 +197,14 @@ def local_layers_take_padded_batches(cfg: RunConfig) -> str | None:
 def local_layers_keep_sequences_whole(cfg: RunConfig) -> str | None:
     """Megatron's local layers do not split sequences over devices."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["transformer_impl"] != "local":
+    if megatron is None or megatron.transformer_impl != "local":
         return None
-    if megatron["context_parallel_size"] > 1:
+    if megatron.context_parallel_size > 1:
         return (
-            f"{KEY}.context_parallel_size is {megatron['context_parallel_size']}, but attention of "
+            f"{KEY}.context_parallel_size is {megatron.context_parallel_size}, but attention of "
             "transformer_impl=local sees one device's part only; set it to 1, or transformer_impl to transformer_engine"
         )
-    if megatron["sequence_parallel"]:
+    if megatron.sequence_parallel:
         return (
             f"{KEY}.sequence_parallel is true, but the norms of transformer_impl=local do not know it; set it to "
             "false, or transformer_impl to transformer_engine"
@@ -215,10 +215,10 @@ def local_layers_keep_sequences_whole(cfg: RunConfig) -> str | None:
 def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig) -> str | None:
     """The precision-aware optimizer is Transformer Engine's, unless the CPU's."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["transformer_impl"] != "local":
+    if megatron is None or megatron.transformer_impl != "local":
         return None
-    optimizer = megatron["optimizer"]
-    if optimizer["use_precision_aware_optimizer"] and not optimizer["optimizer_cpu_offload"]:
+    optimizer = megatron.optimizer
+    if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
         return (
             f"{KEY}.optimizer.use_precision_aware_optimizer is true, but that optimizer is Transformer Engine's and "
             "transformer_impl is local; set it to false, or transformer_impl to transformer_engine"
@@ -229,7 +229,7 @@ def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig) -> str | None
 def eight_bit_layers_are_transformer_engines(cfg: RunConfig) -> str | None:
     """8-bit layers are Transformer Engine's."""
     megatron = megatron_section(cfg)
-    if megatron is None or not megatron["fp8_cfg"]["enabled"] or megatron["transformer_impl"] != "local":
+    if megatron is None or not megatron.fp8_cfg.enabled or megatron.transformer_impl != "local":
         return None
     return (
         f"{KEY}.fp8_cfg.enabled is true, but 8-bit layers are Transformer Engine's and transformer_impl is local; set "
@@ -240,7 +240,7 @@ def eight_bit_layers_are_transformer_engines(cfg: RunConfig) -> str | None:
 def cleared_fp8_caches_exist(cfg: RunConfig) -> str | None:
     """There are 8-bit caches to clear only in 8-bit training."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["fp8_cfg"]["enabled"] or not megatron["fp8_cfg"]["force_clear_fp8_caches"]:
+    if megatron is None or megatron.fp8_cfg.enabled or not megatron.fp8_cfg.force_clear_fp8_caches:
         return None
     return (
         f"{KEY}.fp8_cfg.force_clear_fp8_caches is true, but fp8_cfg.enabled is false and there are no such caches; set "
@@ -251,7 +251,7 @@ def cleared_fp8_caches_exist(cfg: RunConfig) -> str | None:
 def deferred_logits_need_chunks(cfg: RunConfig) -> str | None:
     """Deferred float32 logits need a chunk size."""
     megatron = megatron_section(cfg)
-    if megatron is None or not megatron["defer_fp32_logits"] or cfg["policy"]["logprob_chunk_size"] is not None:
+    if megatron is None or not megatron.defer_fp32_logits or cfg.policy.logprob_chunk_size is not None:
         return None
     return (
         f"{KEY}.defer_fp32_logits is true, but it converts logits chunk by chunk and policy.logprob_chunk_size is "

@@ -11,23 +11,19 @@ from huggingface_hub import try_to_load_from_cache
 
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.model_folder import is_hub_name
-from nemo_offload_rl.policy.megatron_config import MegatronConfig
 
 
 def megatron_section(cfg: RunConfig) -> MegatronConfig | None:
     """`policy.megatron_cfg` where that backend is the one to run, else None."""
-    policy = cfg["policy"]
-    return policy["megatron_cfg"] if "megatron_cfg" in policy and policy["megatron_cfg"]["enabled"] else None
+    policy = cfg.policy
+    return policy.megatron_cfg if policy.megatron_cfg is not None and policy.megatron_cfg.enabled else None
 
 
 def model_parallel_size(megatron: MegatronConfig) -> int:
     """Workers that hold one copy of a Megatron model's dense layers, and share their data."""
-    return (
-        megatron["tensor_model_parallel_size"]
-        * megatron["pipeline_model_parallel_size"]
-        * megatron["context_parallel_size"]
-    )
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
 
 
 def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
@@ -35,7 +31,7 @@ def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
 
     Of a hub's model it is known once a run has used it, or it was downloaded otherwise; None before.
     """
-    name = cfg["policy"]["model_name"]
+    name = cfg.policy.model_name
     path = Path(name) / "config.json"
     if is_hub_name(name):
         cached = try_to_load_from_cache(name, "config.json")
@@ -46,7 +42,7 @@ def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    return {**config, **cfg["policy"]["hf_config_overrides"]} if isinstance(config, dict) else None
+    return {**config, **cfg.policy.hf_config_overrides} if isinstance(config, dict) else None
 
 
 def num_experts(model: Mapping[str, Any]) -> int:

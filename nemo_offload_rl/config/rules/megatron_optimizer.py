@@ -13,14 +13,14 @@ OPTIMIZER = f"{KEY}.optimizer"
 
 def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
     """The optimizer's bf16 and fp16 agree with `policy.precision`."""
-    megatron, precision = megatron_section(cfg), cfg["policy"]["precision"]
+    megatron, precision = megatron_section(cfg), cfg.policy.precision
     if megatron is None:
         return None
-    optimizer = megatron["optimizer"]
-    if (optimizer["bf16"], optimizer["fp16"]) != (precision == "bfloat16", precision == "float16"):
+    optimizer = megatron.optimizer
+    if (optimizer.bf16, optimizer.fp16) != (precision == "bfloat16", precision == "float16"):
         wanted = f"bf16={str(precision == 'bfloat16').lower()} fp16={str(precision == 'float16').lower()}"
         return (
-            f"{OPTIMIZER}.bf16 and fp16 are {str(optimizer['bf16']).lower()} and {str(optimizer['fp16']).lower()}, but "
+            f"{OPTIMIZER}.bf16 and fp16 are {str(optimizer.bf16).lower()} and {str(optimizer.fp16).lower()}, but "
             f"policy.precision is {precision} and the optimizer updates that model; set {wanted} or change the "
             "precision"
         )
@@ -32,7 +32,7 @@ def megatron_optimizer_lives_in_one_place(cfg: RunConfig) -> str | None:
     megatron = megatron_section(cfg)
     if megatron is None:
         return None
-    if megatron["optimizer"]["optimizer_cpu_offload"] and megatron["optimizer"]["offload_optimizer_states"]:
+    if megatron.optimizer.optimizer_cpu_offload and megatron.optimizer.offload_optimizer_states:
         return (
             f"{OPTIMIZER}.optimizer_cpu_offload and offload_optimizer_states are both true, but the "
             "first updates on the CPU and the second on the GPU; set one of them to false"
@@ -45,13 +45,13 @@ def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
     megatron = megatron_section(cfg)
     if megatron is None:
         return None
-    optimizer = megatron["optimizer"]
-    if optimizer["optimizer_cpu_offload"] and optimizer["optimizer_offload_fraction"] == 0:
+    optimizer = megatron.optimizer
+    if optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0:
         return (
             f"{OPTIMIZER}.optimizer_offload_fraction is 0, but optimizer_cpu_offload is true and "
             "would move nothing; set a share above 0, at most 1"
         )
-    if optimizer["offload_optimizer_states"] and optimizer["offload_optimizer_states_fraction"] == 0:
+    if optimizer.offload_optimizer_states and optimizer.offload_optimizer_states_fraction == 0:
         return (
             f"{OPTIMIZER}.offload_optimizer_states_fraction is 0, but offload_optimizer_states is true and "
             "would move nothing; set a share above 0, at most 1"
@@ -62,9 +62,9 @@ def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
 def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
     """Overlapping copies need Megatron's CPU optimizer."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+    if megatron is None or megatron.optimizer.optimizer_cpu_offload:
         return None
-    if megatron["optimizer"]["overlap_cpu_optimizer_d2h_h2d"]:
+    if megatron.optimizer.overlap_cpu_optimizer_d2h_h2d:
         return (
             f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d is true, but it hides the copies of "
             "optimizer_cpu_offload, which is false; set that to true or this to false"
@@ -75,10 +75,13 @@ def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
 def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | None:
     """Only Megatron's distributed optimizer is offloaded inside the step."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+    if megatron is None or megatron.optimizer.use_distributed_optimizer:
         return None
-    for key in ("optimizer_cpu_offload", "offload_optimizer_states"):
-        is_on = megatron["optimizer"][key]
+    keys = {
+        "optimizer_cpu_offload": megatron.optimizer.optimizer_cpu_offload,
+        "offload_optimizer_states": megatron.optimizer.offload_optimizer_states,
+    }
+    for key, is_on in keys.items():
         if is_on:
             return (
                 f"{OPTIMIZER}.{key} is true, but it moves the shards of a distributed optimizer and "
@@ -90,12 +93,12 @@ def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | No
 def megatron_offloaded_states_are_shards(cfg: RunConfig) -> str | None:
     """Offloading states around the step is for optimizers that can be sharded."""
     megatron = megatron_section(cfg)
-    if megatron is None or OPTIMIZERS[megatron["optimizer"]["optimizer"]].can_be_sharded:
+    if megatron is None or OPTIMIZERS[megatron.optimizer.optimizer].can_be_sharded:
         return None
-    if megatron["optimizer"]["offload_optimizer_states"]:
+    if megatron.optimizer.offload_optimizer_states:
         return (
             f"{OPTIMIZER}.offload_optimizer_states is true, but it moves shards and optimizer is "
-            f"{megatron['optimizer']['optimizer']}, of which megatron-core makes none; set optimizer to "
+            f"{megatron.optimizer.optimizer}, of which megatron-core makes none; set optimizer to "
             f"{names_of(lambda found: found.can_be_sharded)} or this to false"
         )
     return None
@@ -104,26 +107,26 @@ def megatron_offloaded_states_are_shards(cfg: RunConfig) -> str | None:
 def megatron_precision_aware_optimizer_is_available(cfg: RunConfig) -> str | None:
     """The optimizer can be precision-aware, and is distributed."""
     megatron = megatron_section(cfg)
-    if megatron is None or not megatron["optimizer"]["use_precision_aware_optimizer"]:
+    if megatron is None or not megatron.optimizer.use_precision_aware_optimizer:
         return None
-    optimizer = megatron["optimizer"]
-    if OPTIMIZERS[optimizer["optimizer"]].can_be_precision_aware and optimizer["use_distributed_optimizer"]:
+    optimizer = megatron.optimizer
+    if OPTIMIZERS[optimizer.optimizer].can_be_precision_aware and optimizer.use_distributed_optimizer:
         return None
     return (
         f"{OPTIMIZER}.use_precision_aware_optimizer is true, but there it is for a distributed "
         f"{names_of(lambda found: found.can_be_precision_aware)} only and "
-        f"optimizer is {optimizer['optimizer']} with use_distributed_optimizer "
-        f"{str(optimizer['use_distributed_optimizer']).lower()}; set it to false or change those"
+        f"optimizer is {optimizer.optimizer} with use_distributed_optimizer "
+        f"{str(optimizer.use_distributed_optimizer).lower()}; set it to false or change those"
     )
 
 
 def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig) -> str | None:
     """Megatron's distributed optimizer is one that it can shard, unless it lives on the host."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["optimizer"]["optimizer_cpu_offload"]:
+    if megatron is None or megatron.optimizer.optimizer_cpu_offload:
         return None
-    name = megatron["optimizer"]["optimizer"]
-    if megatron["optimizer"]["use_distributed_optimizer"] and not OPTIMIZERS[name].can_be_sharded:
+    name = megatron.optimizer.optimizer
+    if megatron.optimizer.use_distributed_optimizer and not OPTIMIZERS[name].can_be_sharded:
         reason = "of which megatron-core shards no states; set use_distributed_optimizer to false"
         return f"{OPTIMIZER}.optimizer is {name}, {reason}"
     return None
@@ -132,11 +135,11 @@ def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig) -> str | None:
 def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
     """Megatron's CPU optimizer is precision-aware where it can be, and then updates no masters on the GPU."""
     megatron = megatron_section(cfg)
-    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+    if megatron is None or not megatron.optimizer.optimizer_cpu_offload:
         return None
-    optimizer = megatron["optimizer"]
-    can_be = OPTIMIZERS[optimizer["optimizer"]].can_be_precision_aware
-    if can_be and not optimizer["use_precision_aware_optimizer"]:
+    optimizer = megatron.optimizer
+    can_be = OPTIMIZERS[optimizer.optimizer].can_be_precision_aware
+    if can_be and not optimizer.use_precision_aware_optimizer:
         return (
             f"{OPTIMIZER}.optimizer_cpu_offload is true, but without use_precision_aware_optimizer what it updates are "
             "fp32 masters that stay on the GPU; set use_precision_aware_optimizer to true"
@@ -147,9 +150,9 @@ def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
 def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
     """Megatron's CPU optimizer cannot update float32 parameters."""
     megatron = megatron_section(cfg)
-    if megatron is None or not megatron["optimizer"]["optimizer_cpu_offload"]:
+    if megatron is None or not megatron.optimizer.optimizer_cpu_offload:
         return None
-    if cfg["policy"]["precision"] == "float32":
+    if cfg.policy.precision == "float32":
         return (
             f"{OPTIMIZER}.optimizer_cpu_offload is true, but megatron-core cannot build it over float32 parameters "
             "and policy.precision is float32; set that to bfloat16 or this to false"
@@ -160,9 +163,9 @@ def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
 def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig) -> str | None:
     """Parameters are gathered beside the forward pass only where an optimizer shards them."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron["optimizer"]["use_distributed_optimizer"]:
+    if megatron is None or megatron.optimizer.use_distributed_optimizer:
         return None
-    if megatron["distributed_data_parallel_config"]["overlap_param_gather"]:
+    if megatron.distributed_data_parallel_config.overlap_param_gather:
         return (
             f"{KEY}.distributed_data_parallel_config.overlap_param_gather is true, but without "
             "use_distributed_optimizer nothing is gathered; set one of them otherwise"

@@ -10,20 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, cast
 
 import torch
 
-from nemo_offload_rl.config.convert import NO_ROLLOUTS, rollout_fields, to_policy_settings
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, spec_of_optimizer, world_size
+from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
+from nemo_offload_rl.config.rules.base import Rule, spec_of_optimizer, world_size
 from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
-from nemo_offload_rl.policy.megatron_config import MegatronConfig
-from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
@@ -46,13 +45,13 @@ RESTING_BYTES = 3 * _GIB
 
 def engine_leaves_room_for_the_policy(cfg: GrpoMasterConfig) -> str | None:
     """The awake engine and what the policy keeps on the GPU meanwhile fit the GPU."""
-    generation = cfg["policy"]["generation"]
-    share = generation["vllm_cfg"]["gpu_memory_utilization"]
+    generation = cfg.policy.generation
+    share = generation.vllm_cfg.gpu_memory_utilization
     known = _known_bytes(cfg)
-    if known is None or not generation["colocated"]["enabled"]:
+    if known is None or not generation.colocated.enabled:
         return None
     total_bytes, group_bytes = known
-    kept = [name for name, place in cfg["policy"]["residency_overrides"].items() if place == "device"]
+    kept = [name for name, place in cfg.policy.residency_overrides.items() if place == "device"]
     kept_bytes = _plan(kept).device_bytes(group_bytes, Phase.GENERATION) + RESTING_BYTES
     if share * total_bytes + kept_bytes <= total_bytes:
         return None
@@ -72,7 +71,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     total_bytes, group_bytes = known
     key, streaming = _streaming_keys(cfg)
     # Streamed or not, the whole optimizer is there in its step, beside parameters and gradients.
-    chunked = streaming["offload_optimizer_states"] and streaming["offload_optimizer_states_chunk_mib"] is not None
+    chunked = streaming.offload_optimizer_states and streaming.offload_optimizer_states_chunk_mib is not None
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
     needed_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP) + resting_bytes + awake_bytes
@@ -108,32 +107,30 @@ def _plan(kept: Collection[str] = ()) -> ResidencyPlan:
 
 def _shares_its_gpu(cfg: RunConfig) -> bool:
     """Whether an engine sleeps on the GPU while the policy trains."""
-    if algorithm_section(cfg)[0] != "grpo":
-        return False
-    return cast(GrpoMasterConfig, cfg)["policy"]["generation"]["colocated"]["enabled"]
+    return isinstance(cfg, GrpoMasterConfig) and cfg.policy.generation.colocated.enabled
 
 
 def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
     """What an engine that never sleeps has of a GPU of `total_bytes` while the policy trains."""
-    if not _shares_its_gpu(cfg):
+    if not isinstance(cfg, GrpoMasterConfig) or not cfg.policy.generation.colocated.enabled:
         return 0
-    vllm = cast(GrpoMasterConfig, cfg)["policy"]["generation"]["vllm_cfg"]
-    if vllm["enable_sleep_mode"]:
+    vllm = cfg.policy.generation.vllm_cfg
+    if vllm.enable_sleep_mode:
         return 0
-    cache_gib = vllm["kv_cache_memory_gib"]
-    return int(vllm["gpu_memory_utilization"] * total_bytes) if cache_gib is None else int(cache_gib * _GIB)
+    cache_gib = vllm.kv_cache_memory_gib
+    return int(vllm.gpu_memory_utilization * total_bytes) if cache_gib is None else int(cache_gib * _GIB)
 
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
     """Memory of the smallest GPU, and of one worker's state groups, both in bytes."""
-    gpus = read_gpus() if cfg["cluster"]["gpus_per_node"] else {}
+    gpus = read_gpus() if cfg.cluster.gpus_per_node else {}
     groups = _group_bytes(cfg) if gpus else None
     return None if groups is None else (min(use.total_bytes for use in gpus.values()), groups)
 
 
 def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
     """Of one worker's state groups; None for a model that is no local folder."""
-    sizes, megatron = read_model_sizes(cfg["policy"]["model_name"]), megatron_section(cfg)
+    sizes, megatron = read_model_sizes(cfg.policy.model_name), megatron_section(cfg)
     if sizes is None:
         return None
     if megatron is None:
@@ -143,7 +140,7 @@ def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
 
 def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
     """The workers of a host fit its memory; checked where all of them run on this one."""
-    if cfg["cluster"]["num_nodes"] != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
+    if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
         return None
     try:
         foresee_host_memory(_host_need(cfg, groups), world_size(cfg))
@@ -154,20 +151,17 @@ def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
 
 def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     """The least that a worker takes: neither loading nor activations nor an engine are counted."""
-    algorithm, section = algorithm_section(cfg)
-    keep_reference, derived = False, NO_ROLLOUTS
-    if algorithm == "grpo":
-        grpo = cast(GrpoMasterConfig, cfg)
-        derived, keep_reference = rollout_fields(grpo["policy"]), grpo["loss_fn"]["reference_policy_kl_penalty"] != 0
-    elif algorithm == "dpo":
-        keep_reference = not cast(DpoMasterConfig, cfg)["dpo"]["precompute_reference_logprobs"]
-    settings = to_policy_settings(cfg["policy"], {**derived, "seed": section["seed"]})
+    if isinstance(cfg, GrpoMasterConfig):
+        settings, keep_reference = grpo_worker(cfg.policy, cfg.grpo.seed), cfg.loss_fn.reference_policy_kl_penalty != 0
+    else:
+        settings = supervised_worker(cfg.policy, cfg.algorithm[1].seed)
+        keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if groups["optimizer"]:
         sizes[OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER] = groups["optimizer"]
-    on_cpu = cfg["cluster"]["gpus_per_node"] == 0
+    on_cpu = cfg.cluster.gpus_per_node == 0
     device_bytes = memory_total_bytes() if on_cpu else max((use.total_bytes for use in read_gpus().values()), default=0)
     return HostNeed(
         settings=settings,
@@ -184,11 +178,11 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
 
 def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
     """Of one worker's state groups: everything in float32, in as many shards as there are workers."""
-    policy = cfg["policy"]
+    policy = cfg.policy
     params_bytes = 4 * num_parameters // world_size(cfg)
-    trained_bytes = 0 if policy["dtensor_cfg"]["lora_cfg"]["enabled"] else params_bytes
+    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
     optimizer_bytes = 0
-    if policy["optimizer"] is not None:
+    if policy.optimizer is not None:
         with suppress(ConfigError):  # of an optimizer that another rule refuses
             optimizer_bytes = spec_of_optimizer(cfg).bytes_per_element(torch.float32) * (trained_bytes // 4)
     return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
@@ -196,18 +190,18 @@ def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
 
 def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: int) -> dict[str, int]:
     """Of one worker's state groups, if all parallel ranks share evenly, expert parallel ones too."""
-    optimizer = megatron["optimizer"]
-    num_ranks = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
-    num_held = num_parameters // (num_ranks * megatron["expert_model_parallel_size"])
-    num_trained = 0 if megatron["peft"]["enabled"] else num_held
+    optimizer = megatron.optimizer
+    num_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    num_held = num_parameters // (num_ranks * megatron.expert_model_parallel_size)
+    num_trained = 0 if megatron.peft.enabled else num_held
     num_updated = num_trained
-    if optimizer["use_distributed_optimizer"]:
+    if optimizer.use_distributed_optimizer:
         num_updated = min(num_updated, num_parameters // world_size(cfg) if num_trained else 0)
-    if optimizer["optimizer_cpu_offload"]:
-        num_updated = int((1 - optimizer["optimizer_offload_fraction"]) * num_updated)
-    dtype = COMPUTE_DTYPES[cfg["policy"]["precision"]]
-    spec = optimizer_spec(MegatronOptimizerSettings(**optimizer))
-    in_fp32 = megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
+    if optimizer.optimizer_cpu_offload:
+        num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
+    dtype = COMPUTE_DTYPES[cfg.policy.precision]
+    spec = optimizer_spec(optimizer)
+    in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     return {
         "params": dtype.itemsize * num_held,
         "grads": (4 if in_fp32 else dtype.itemsize) * num_trained,
@@ -215,12 +209,12 @@ def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: in
     }
 
 
-def _streaming_keys(cfg: RunConfig) -> tuple[str, Mapping[str, Any]]:
+def _streaming_keys(cfg: RunConfig) -> tuple[str, DTensorConfig | MegatronOptimizerConfig]:
     """Where the keys of streamed optimizer states are, and their section."""
     megatron = megatron_section(cfg)
     if megatron is None:
-        return "policy.dtensor_cfg", cfg["policy"]["dtensor_cfg"]
-    return "policy.megatron_cfg.optimizer", megatron["optimizer"]
+        return "policy.dtensor_cfg", cfg.policy.dtensor_cfg
+    return "policy.megatron_cfg.optimizer", megatron.optimizer
 
 
 RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)

@@ -13,25 +13,25 @@ from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
     """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
     model = local_model_config(cfg)
-    if not cfg["policy"]["dtensor_cfg"]["enabled"] or model is None or (reason := unsupported(model)) is None:
+    if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
         return None
     return (
-        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg['policy']['model_name']} has {reason}; use "
+        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
         "another model, or policy.megatron_cfg if it trains this one (docs/reference/models.md)"
     )
 
 
 def tensor_parallelism_splits_the_model(cfg: RunConfig) -> str | None:
     """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
-    model, dtensor = local_model_config(cfg), cfg["policy"]["dtensor_cfg"]
-    if not dtensor["enabled"] or dtensor["tensor_parallel_size"] == 1 or model is None or unsupported(model):
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
         return None
-    return split_problem(model, declared_plan(model["model_type"]), dtensor["tensor_parallel_size"])
+    return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
     """An override of the rotary embeddings is complete, their base included."""
-    overrides = cfg["policy"]["hf_config_overrides"]
+    overrides = cfg.policy.hf_config_overrides
     if "rope_parameters" not in overrides or has_rotary_base(overrides["rope_parameters"]):
         return None
     return (
@@ -46,7 +46,7 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: GrpoMasterConfig) -> str 
     if model is None or (kind := changing_rope_type(model)) is None:
         return None
     return (
-        f"config.json of {cfg['policy']['model_name']} has rope_type {kind}, whose frequencies change with the longest "
+        f"config.json of {cfg.policy.model_name} has rope_type {kind}, whose frequencies change with the longest "
         "row of a batch in training, but not in the engine; use another model, or another type in "
         "policy.hf_config_overrides.rope_parameters"
     )

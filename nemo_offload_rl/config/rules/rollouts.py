@@ -18,8 +18,8 @@ from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFU
 
 def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
     """The longest prompt and response together fit the policy."""
-    prompt, response = cfg["data"]["max_input_seq_length"], cfg["policy"]["generation"]["max_new_tokens"]
-    limit = cfg["policy"]["max_total_sequence_length"]
+    prompt, response = cfg.data.max_input_seq_length, cfg.policy.generation.max_new_tokens
+    limit = cfg.policy.max_total_sequence_length
     if prompt + response > limit:
         return (
             f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
@@ -31,10 +31,10 @@ def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
 
 def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
     """The longest prompt and response together fit the engine."""
-    prompt, response = cfg["data"]["max_input_seq_length"], cfg["policy"]["generation"]["max_new_tokens"]
-    limit = cfg["policy"]["generation"]["vllm_cfg"]["max_model_len"]
+    prompt, response = cfg.data.max_input_seq_length, cfg.policy.generation.max_new_tokens
+    limit = cfg.policy.generation.vllm_cfg.max_model_len
     # The same limit as the policy's is the other rule's business.
-    if prompt + response > limit != cfg["policy"]["max_total_sequence_length"]:
+    if prompt + response > limit != cfg.policy.max_total_sequence_length:
         return (
             f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
             f"tokens, above policy.generation.vllm_cfg.max_model_len {limit}, so the engine would refuse prompts; "
@@ -45,12 +45,9 @@ def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
 
 def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts of several turns have an environment that answers between them, and only those have one."""
-    turns, data = cfg["grpo"]["max_rollout_turns"], cfg["data"]
-    retrying = sorted(name for name, section in cfg["env"].items() if section.get("retry_message") is not None)
-    named = {
-        source["env_name"] if "env_name" in source else data["default"]["env_name"]
-        for _, source in sources(data["train"], "data.train")
-    }
+    turns, data = cfg.grpo.max_rollout_turns, cfg.data
+    retrying = sorted(name for name, section in cfg.env.items() if section.retry_message is not None)
+    named = {source.env_name or data.default.env_name for _, source in sources(data.train, "data.train")}
     if turns > 1 and not named.intersection(retrying):
         return (
             f"grpo.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; set "
@@ -66,8 +63,8 @@ def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
 
 def turns_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts of several turns end where the policy's sequences do."""
-    limit, engine = cfg["policy"]["max_total_sequence_length"], cfg["policy"]["generation"]["vllm_cfg"]["max_model_len"]
-    if cfg["grpo"]["max_rollout_turns"] > 1 and engine > limit:
+    limit, engine = cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len
+    if cfg.grpo.max_rollout_turns > 1 and engine > limit:
         return (
             f"policy.generation.vllm_cfg.max_model_len {engine} is above policy.max_total_sequence_length {limit}, so "
             "later turns could grow past what is trained on; lower it to that"
@@ -77,7 +74,7 @@ def turns_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
 
 def rollouts_are_not_greedy(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts are sampled, not greedy."""
-    temperature, group = cfg["policy"]["generation"]["temperature"], cfg["grpo"]["num_generations_per_prompt"]
+    temperature, group = cfg.policy.generation.temperature, cfg.grpo.num_generations_per_prompt
     if temperature == 0:
         return (
             f"policy.generation.temperature is 0, so all {group} responses of a group are the same and every advantage "
@@ -88,7 +85,7 @@ def rollouts_are_not_greedy(cfg: GrpoMasterConfig) -> str | None:
 
 def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
     """On CPU the engine's KV cache has a fixed size."""
-    if cfg["cluster"]["gpus_per_node"] == 0 and cfg["policy"]["generation"]["vllm_cfg"]["kv_cache_memory_gib"] is None:
+    if cfg.cluster.gpus_per_node == 0 and cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
         return (
             "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
             "gpu_memory_utilization says nothing on CPU; set it, for instance to 0.25"
@@ -99,7 +96,7 @@ def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
 def vllm_kwargs_are_allowed(cfg: GrpoMasterConfig) -> str | None:
     """`vllm_kwargs` sets nothing that has a key, and nothing that changes the model, its place or its samples."""
     key = "policy.generation.vllm_kwargs"
-    for name in cfg["policy"]["generation"]["vllm_kwargs"]:
+    for name in cfg.policy.generation.vllm_kwargs:
         if name in OWN_KEYS:
             return f"{key}.{name} would be set twice; remove it and use {OWN_KEYS[name]}"
         if name in REFUSED:
@@ -121,7 +118,7 @@ def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
     for key, reason in reasons.items():
         if model.get(key) is not None:
             return (
-                f"policy.model_name {cfg['policy']['model_name']} has {key} in its config.json: {reason}, so that no "
+                f"policy.model_name {cfg.policy.model_name} has {key} in its config.json: {reason}, so that no "
                 "refit could renew them; choose another model"
             )
     return None
@@ -129,50 +126,50 @@ def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
 
 def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
     """Every environment that data names is in `env`."""
-    data = cfg["data"]
-    for where, section in (("train", data["train"]), ("validation", data["validation"])):
+    data = cfg.data
+    for where, section in (("train", data.train), ("validation", data.validation)):
         for place, source in sources(section, f"data.{where}"):
-            name = source["env_name"] if "env_name" in source else data["default"]["env_name"]
-            if name not in cfg["env"]:
-                key = f"{place}.env_name" if "env_name" in source else "data.default.env_name"
-                known = ", ".join(sorted(cfg["env"])) or "none"
+            name = source.env_name or data.default.env_name
+            if name not in cfg.env:
+                key = f"{place}.env_name" if source.env_name is not None else "data.default.env_name"
+                known = ", ".join(sorted(cfg.env)) or "none"
                 return f"{key} is {name}, which `env` does not have; use one of {known}"
     return None
 
 
 def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
     """A run that validates has prompts to validate on."""
-    return no_validation_rows_problem(cfg["data"], "grpo", cfg["grpo"])
+    return no_validation_rows_problem(cfg.data, "grpo", cfg.grpo)
 
 
 def validation_sets_are_used_whole(cfg: GrpoMasterConfig) -> str | None:
     """A validation set keeps nothing back: all its rows are validated."""
-    return validation_set_problem(cfg["data"])
+    return validation_set_problem(cfg.data)
 
 
 def mixtures_of_prompts_have_their_weights(cfg: GrpoMasterConfig) -> str | None:
     """A mixture has one weight for each data set."""
-    return mixture_problem(cfg["data"])
+    return mixture_problem(cfg.data)
 
 
 def engines_have_devices(cfg: GrpoMasterConfig) -> str | None:
     """Engines that do not share the trainer's devices have their own, and only those."""
-    colocated = cfg["policy"]["generation"]["colocated"]
-    resources = colocated["resources"]
-    counts = (resources["gpus_per_node"], resources["num_nodes"])
+    colocated = cfg.policy.generation.colocated
+    resources = colocated.resources
+    counts = (resources.gpus_per_node, resources.num_nodes)
     where = "policy.generation.colocated.resources.gpus_per_node and num_nodes"
-    if colocated["enabled"] and counts != (None, None):
+    if colocated.enabled and counts != (None, None):
         return f"{where} are set, but policy.generation.colocated.enabled is true and engines share devices; unset them"
-    if not colocated["enabled"] and None in counts:
+    if not colocated.enabled and None in counts:
         return f"{where} are not both set, but colocated.enabled is false and engines need their own; set both"
     return None
 
 
 def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
     """The tensor-parallel size of engines with devices of their own divides those of a host."""
-    generation = cfg["policy"]["generation"]
-    size, count = generation["vllm_cfg"]["tensor_parallel_size"], generation["colocated"]["resources"]["gpus_per_node"]
-    if not generation["colocated"]["enabled"] and count is not None and count % size:
+    generation = cfg.policy.generation
+    size, count = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources.gpus_per_node
+    if not generation.colocated.enabled and count is not None and count % size:
         return (
             f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide "
             f"policy.generation.colocated.resources.gpus_per_node {count}, and one engine stays on one host; change one"

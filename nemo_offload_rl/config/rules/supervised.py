@@ -17,7 +17,7 @@ type _Config = SftMasterConfig | DpoMasterConfig
 
 def longest_row_fits_the_policy(cfg: _Config) -> str | None:
     """The longest sequence of the data fits the policy."""
-    longest, limit = cfg["data"]["max_input_seq_length"], cfg["policy"]["max_total_sequence_length"]
+    longest, limit = cfg.data.max_input_seq_length, cfg.policy.max_total_sequence_length
     if longest > limit:
         return (
             f"data.max_input_seq_length {longest} is above policy.max_total_sequence_length {limit}, so a long row "
@@ -28,14 +28,14 @@ def longest_row_fits_the_policy(cfg: _Config) -> str | None:
 
 def validation_has_rows(cfg: _Config) -> str | None:
     """A run that validates has data to validate on."""
-    name, section = ("sft", cfg["sft"]) if "sft" in cfg else ("dpo", cfg["dpo"])
-    return no_validation_rows_problem(cfg["data"], name, section)
+    name, section = cfg.algorithm
+    return no_validation_rows_problem(cfg.data, name, section)
 
 
 def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
     """The validation batch divides over the data-parallel workers."""
-    name, section = ("sft", cfg["sft"]) if "sft" in cfg else ("dpo", cfg["dpo"])
-    batch, size = section["val_global_batch_size"], data_parallel_size(cfg)
+    name, section = cfg.algorithm
+    batch, size = section.val_global_batch_size, data_parallel_size(cfg)
     if size and batch % size:
         return (
             f"{name}.val_global_batch_size {batch} does not divide by the {size} data-parallel workers, which all take "
@@ -46,31 +46,31 @@ def validation_batch_divides_over_workers(cfg: _Config) -> str | None:
 
 def validation_sets_of_rows_are_used_whole(cfg: _Config) -> str | None:
     """A validation set keeps nothing back: all its rows are validated."""
-    return validation_set_problem(cfg["data"])
+    return validation_set_problem(cfg.data)
 
 
 def mixtures_have_a_weight_for_each_data_set(cfg: _Config) -> str | None:
     """A mixture has one weight for each data set."""
-    return mixture_problem(cfg["data"])
+    return mixture_problem(cfg.data)
 
 
 def data_sets_name_no_environment(cfg: _Config) -> str | None:
     """No data set names an environment, which only GRPO has."""
-    for where in ("train", "validation"):
-        for place, source in sources(cfg["data"][where], f"data.{where}"):
-            if "env_name" in source:
+    for where, section in (("train", cfg.data.train), ("validation", cfg.data.validation)):
+        for place, source in sources(section, f"data.{where}"):
+            if source.env_name is not None:
                 return f"{place}.env_name is set, but nothing is generated that an environment could score; remove it"
     return None
 
 
 def pairs_fit_a_micro_batch_made_by_tokens(cfg: DpoMasterConfig) -> str | None:
     """A micro-batch made by tokens holds the two longest responses of a pair."""
-    longest = cfg["policy"]["max_total_sequence_length"]
-    for name in ("sequence_packing", "dynamic_batching"):
-        section = cfg["policy"][name]
-        if section["enabled"] and section["train_mb_tokens"] < 2 * longest:
+    longest = cfg.policy.max_total_sequence_length
+    batchings = {"sequence_packing": cfg.policy.sequence_packing, "dynamic_batching": cfg.policy.dynamic_batching}
+    for name, section in batchings.items():
+        if section.enabled and section.train_mb_tokens < 2 * longest:
             return (
-                f"policy.{name}.train_mb_tokens {section['train_mb_tokens']} is below twice "
+                f"policy.{name}.train_mb_tokens {section.train_mb_tokens} is below twice "
                 f"policy.max_total_sequence_length {longest}, but the two responses of a pair go into one micro-batch; "
                 f"raise it to {2 * longest} or more"
             )
@@ -79,7 +79,7 @@ def pairs_fit_a_micro_batch_made_by_tokens(cfg: DpoMasterConfig) -> str | None:
 
 def the_loss_has_a_term(cfg: DpoMasterConfig) -> str | None:
     """At least one term of the loss has a weight."""
-    if cfg["dpo"]["preference_loss_weight"] == 0 and cfg["dpo"]["sft_loss_weight"] == 0:
+    if cfg.dpo.preference_loss_weight == 0 and cfg.dpo.sft_loss_weight == 0:
         return (
             "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to learn; raise one of "
             "them"

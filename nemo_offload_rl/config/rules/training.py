@@ -5,45 +5,45 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
-from nemo_offload_rl.config.convert import scheduler_phases
-from nemo_offload_rl.config.rules.base import Rule, algorithm_section, spec_of_optimizer
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.rules.base import Rule, spec_of_optimizer
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
-from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.policy.config import SchedulerMilestonesConfig
+from nemo_offload_rl.policy.settings import scheduler_phases
 from nemo_offload_rl.utils.config import nearest_key
 
 
 def optimizer_can_train(cfg: RunConfig) -> str | None:
     """The optimizer exists, takes its arguments, and can update parameters as the DTensor backend shards them."""
-    optimizer = cfg["policy"]["optimizer"]
-    if not cfg["policy"]["dtensor_cfg"]["enabled"]:
+    optimizer = cfg.policy.optimizer
+    if not cfg.policy.dtensor_cfg.enabled:
         return None
     if optimizer is None:
         return "policy.optimizer is null, but the DTensor backend has no other; set policy.optimizer.name and kwargs"
-    problem = _call_problem("policy.optimizer", optimizer["name"], optimizer["kwargs"], Optimizer)
+    problem = _call_problem("policy.optimizer", optimizer.name, optimizer.kwargs, Optimizer)
     return problem or _refusal(lambda: spec_of_optimizer(cfg))
 
 
 def scheduler_phases_can_step(cfg: RunConfig) -> str | None:
     """The schedulers exist, take their arguments, and can make the steps of their phases."""
-    optimizer = cfg["policy"]["optimizer"]
-    phases = [SchedulerSettings(**phase) for phase in scheduler_phases(cfg["policy"]["scheduler"])]
+    optimizer = cfg.policy.optimizer
+    phases = scheduler_phases(cfg.policy.scheduler)
     for index, phase in enumerate(phases):
         problem = _call_problem(f"policy.scheduler.{index}", phase.name, phase.kwargs, LRScheduler)
         if problem is not None:
             return problem
     if optimizer is None or optimizer_can_train(cfg) or scheduler_milestones_separate_the_phases(cfg):
         return None  # told by those
-    name, section = algorithm_section(cfg)
-    num_steps, key = section["max_num_steps"], f"{name}.max_num_steps"
-    return _refusal(lambda: try_schedule(OptimizerSettings(**optimizer), phases, num_steps, key))
+    name, section = cfg.algorithm
+    num_steps, key = section.max_num_steps, f"{name}.max_num_steps"
+    return _refusal(lambda: try_schedule(optimizer, phases, num_steps, key))
 
 
 def _refusal(attempt: Callable[[], object]) -> str | None:
@@ -57,11 +57,11 @@ def _refusal(attempt: Callable[[], object]) -> str | None:
 
 def scheduler_milestones_separate_the_phases(cfg: RunConfig) -> str | None:
     """There is one ascending milestone between each two scheduler phases."""
-    entries = cfg["policy"]["scheduler"] or []
-    num_phases = sum("name" in entry for entry in entries)
-    lists = [entry["milestones"] for entry in entries if "milestones" in entry]
+    entries = list(cfg.policy.scheduler or ())
+    lists = [list(entry.milestones) for entry in entries if isinstance(entry, SchedulerMilestonesConfig)]
+    num_phases = len(entries) - len(lists)
     milestones = lists[0] if lists else []
-    if len(lists) > 1 or (lists and "milestones" not in entries[-1]):
+    if len(lists) > 1 or (lists and not isinstance(entries[-1], SchedulerMilestonesConfig)):
         return "policy.scheduler has milestones before its end; write the phases first and one `milestones` entry last"
     if entries and len(milestones) != num_phases - 1:
         return (
@@ -77,14 +77,14 @@ def scheduler_milestones_separate_the_phases(cfg: RunConfig) -> str | None:
 
 def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     """The metric that ranks checkpoints is measured."""
-    checkpointing = cfg["checkpointing"]
-    algorithm, section = algorithm_section(cfg)
-    name = checkpointing["metric_name"]
-    if not checkpointing["enabled"] or name is None:
+    checkpointing = cfg.checkpointing
+    algorithm, section = cfg.algorithm
+    name = checkpointing.metric_name
+    if not checkpointing.enabled or name is None:
         return None
     if (problem := metric_problem(name, _metric_names(cfg))) is not None:
         return problem
-    if name.startswith("val:") and not section["val_period"]:
+    if name.startswith("val:") and not section.val_period:
         return (
             f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 and nothing is validated; set a "
             "period, or a train: metric, or null"
@@ -93,26 +93,24 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
 
 
 def _metric_names(cfg: RunConfig) -> Names:
-    if "sft" in cfg:
-        return SFT_NAMES
-    if "dpo" in cfg:
-        return DPO_NAMES
-    run = cast(GrpoMasterConfig, cfg)
-    grpo, loss = run["grpo"], run["loss_fn"]
+    if not isinstance(cfg, GrpoMasterConfig):
+        return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
+    grpo, loss = cfg.grpo, cfg.loss_fn
     return grpo_names(
-        group_size=grpo["num_generations_per_prompt"],
-        val_group_size=grpo["val_num_generations_per_prompt"],
-        dynamic_sampling=grpo["use_dynamic_sampling"],
-        scores_before_training=not loss["force_on_policy_ratio"],
-        truncates=loss["truncated_importance_sampling_ratio"] is not None,
+        group_size=grpo.num_generations_per_prompt,
+        val_group_size=grpo.val_num_generations_per_prompt,
+        dynamic_sampling=grpo.use_dynamic_sampling,
+        scores_before_training=not loss.force_on_policy_ratio,
+        truncates=loss.truncated_importance_sampling_ratio is not None,
     )
 
 
 def loggers_have_their_sections(cfg: RunConfig) -> str | None:
     """Weights & Biases and MLflow have their sections."""
-    logger = cfg["logger"]
-    for name, enabled in (("wandb", logger["wandb_enabled"]), ("mlflow", logger["mlflow_enabled"])):
-        if enabled and name not in logger:
+    logger = cfg.logger
+    sections = (("wandb", logger.wandb_enabled, logger.wandb), ("mlflow", logger.mlflow_enabled, logger.mlflow))
+    for name, enabled, section in sections:
+        if enabled and section is None:
             return (
                 f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it or set {name}_enabled "
                 "to false"
@@ -150,11 +148,11 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type
 
 def adapters_need_whole_layers(cfg: RunConfig) -> str | None:
     """Low-rank adapters need layers that are not split over devices."""
-    dtensor = cfg["policy"]["dtensor_cfg"]
-    if dtensor["enabled"] and dtensor["lora_cfg"]["enabled"] and dtensor["tensor_parallel_size"] != 1:
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
         return (
             f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
-            f"{dtensor['tensor_parallel_size']}, but adapters of layers that are split over devices are not available; "
+            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
             "set tensor_parallel_size to 1"
         )
     return None
@@ -162,8 +160,8 @@ def adapters_need_whole_layers(cfg: RunConfig) -> str | None:
 
 def adapters_have_their_layers(cfg: RunConfig) -> str | None:
     """Low-rank adapters have target layers."""
-    lora = cfg["policy"]["dtensor_cfg"]["lora_cfg"]
-    if lora["enabled"] and not lora["match_all_linear"] and not lora["target_modules"]:
+    lora = cfg.policy.dtensor_cfg.lora_cfg
+    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
         return (
             "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
             "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"

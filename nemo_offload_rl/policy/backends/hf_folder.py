@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.models.rope import has_rotary_base
@@ -116,7 +116,7 @@ class _WeightWriter:
         return self._folder / f"{index}.safetensors"
 
 
-def export_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
+def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:
     """Write the tokenizer that the run uses: its own files as they are, with the run's chat template.
 
     Args:

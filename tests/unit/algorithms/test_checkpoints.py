@@ -16,7 +16,7 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import recover_folders
-from nemo_offload_rl.utils.settings import CheckpointingSettings
+from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 
 class FilePolicy:
@@ -56,8 +56,8 @@ class FullDiskPolicy(FilePolicy):
         raise CheckpointError(f"{self.saving} cannot be written (No space left on device)")
 
 
-def make_settings(folder: Path, **changes) -> CheckpointingSettings:
-    defaults = CheckpointingSettings(
+def make_settings(folder: Path, **changes) -> CheckpointingConfig:
+    defaults = CheckpointingConfig(
         enabled=True,
         checkpoint_dir=str(folder),
         metric_name="val:accuracy",

@@ -11,7 +11,7 @@ from forked import Script
 from tiny_models import qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.utils.settings import CheckpointingSettings
+from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +51,7 @@ def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_w
 
     remains = left if kind == "full disk" else folder
     assert [path.name for path in remains.iterdir()] == ["step_1"]
-    settings = CheckpointingSettings(
+    settings = CheckpointingConfig(
         enabled=True,
         checkpoint_dir=str(remains),
         metric_name=None,

@@ -4,15 +4,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.advantages import overlong_sample_mask, scale_rewards, shape_rewards
-from nemo_offload_rl.algorithms.settings import RewardScalingSettings, RewardShapingSettings
+from nemo_offload_rl.algorithms.config import RewardScalingConfig, RewardShapingConfig
 
 
-def scaling(enabled: bool = True) -> RewardScalingSettings:
-    return RewardScalingSettings(enabled=enabled, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
+def scaling(enabled: bool = True) -> RewardScalingConfig:
+    return RewardScalingConfig(enabled=enabled, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
 
 
-def shaping(enabled: bool = True) -> RewardShapingSettings:
-    return RewardShapingSettings(
+def shaping(enabled: bool = True) -> RewardShapingConfig:
+    return RewardShapingConfig(
         enabled=enabled, overlong_buffer_length=4, overlong_buffer_penalty=0.5, max_response_length=10
     )
 
@@ -45,7 +45,7 @@ REWARDS = st.floats(-1e6, 1e6, width=32)
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(reward=REWARDS, other=REWARDS, low=st.integers(-5, 5), width=st.integers(1, 5), to=st.integers(-5, 5))
 def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward, other, low, width, to):
-    settings = RewardScalingSettings(
+    settings = RewardScalingConfig(
         enabled=True, source_min=low, source_max=low + width, target_min=to, target_max=to + 3
     )
     first, second = scale_rewards(torch.tensor([reward, other]), settings).tolist()
@@ -57,7 +57,7 @@ def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward,
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(length=st.integers(0, 50), buffer=st.integers(1, 20), limit=st.integers(21, 40), penalty=st.integers(0, 4))
 def test_the_length_penalty_is_nemo_rls_formula_below_and_beyond_the_limit(length, buffer, limit, penalty):
-    settings = RewardShapingSettings(
+    settings = RewardShapingConfig(
         enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty, max_response_length=limit
     )
     # apply_reward_shaping: min(-exceed_length / overlong_buffer_length * overlong_buffer_penalty, 0)

@@ -41,7 +41,7 @@ ON_MEGATRON = [
 @contextmanager
 def on_cpu(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
     with megatron_on_cpu():
-        policy = start_local_policy(config.policy, keep_reference, "cpu")
+        policy = start_local_policy(config.worker, keep_reference, "cpu")
         try:
             yield policy
         finally:

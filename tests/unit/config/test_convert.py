@@ -1,71 +1,34 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
-
-import pytest
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.convert import freeze
-from nemo_offload_rl.data.settings import ArithmeticSettings, ResponseDatasetSettings
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.data.config import ArithmeticConfig, ResponseDatasetConfig
 from nemo_offload_rl.policy.settings import SchedulerSettings
 
 CPU = "tests/unit/config/cpu.yaml"
 GPU = "examples/configs/grpo_math_1B.yaml"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inner:
-    x: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outer:
-    inner: Inner
-    several: tuple[Inner, ...]
-    maybe: Inner | None
-    names: tuple[str, ...]
-
-
-def outer(**changes: Any) -> dict[str, Any]:
-    return {"inner": {"x": 1}, "several": [{"x": 2}, {"x": 3.5}], "maybe": None, "names": ["a"]} | changes
-
-
-def test_freeze_converts_nested_mappings_lists_and_optional_sections() -> None:
-    frozen = freeze(Outer, outer(maybe={"x": 4}))
-    assert frozen == Outer(inner=Inner(x=1.0), several=(Inner(x=2.0), Inner(x=3.5)), maybe=Inner(x=4.0), names=("a",))
-    assert isinstance(frozen.inner.x, float)
-    assert freeze(Outer, outer()).maybe is None
-
-
-def test_freeze_refuses_a_missing_and_an_extra_key_and_says_where() -> None:
-    with pytest.raises(ConfigError, match=r"root\.inner: x missing"):
-        freeze(Outer, outer(inner={}), "root")
-    with pytest.raises(ConfigError, match=r"root\.several: y not known to Inner"):
-        freeze(Outer, outer(several=[{"x": 1, "y": 2}]), "root")
-
-
 def test_milestones_become_the_ends_of_the_phases() -> None:
-    scheduler = load_grpo_config(GPU).policy.scheduler
+    scheduler = load_grpo_config(GPU).worker.scheduler_phases
     assert [phase.until_step for phase in scheduler] == [50, None]
     assert scheduler[0] == SchedulerSettings(
         name="torch.optim.lr_scheduler.LinearLR",
         kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50},
         until_step=50,
     )
-    assert load_grpo_config(CPU).policy.scheduler == ()
+    assert load_grpo_config(CPU).worker.scheduler_phases == ()
 
 
 def test_derived_fields_follow_their_keys() -> None:
     config = load_grpo_config(CPU, ["grpo.seed=7", "policy.generation.temperature=0.7", "policy.generation.top_k=5"])
-    assert (config.policy.seed, config.generation.vllm.seed, config.data.train.seed) == (7, 7, 7)
-    assert config.policy.logprob_temperature == 0.7
-    assert config.generation.sampling.temperature == 0.7
-    assert config.generation.val_sampling.temperature == 0.0
-    assert (config.generation.sampling.top_k, config.generation.val_sampling.top_k) == (5, 5)
-    assert config.tokenizer.name == config.policy.model_name == config.generation.vllm.model_name
+    assert (config.worker.seed, config.engine.seed, config.data.train.seed) == (7, 7, 7)
+    assert config.worker.logprob_temperature == 0.7
+    assert config.policy.generation.sampling.temperature == 0.7
+    assert config.policy.generation.val_sampling.temperature == 0.0
+    assert (config.policy.generation.sampling.top_k, config.policy.generation.val_sampling.top_k) == (5, 5)
+    assert config.policy.tokenizer.name == config.policy.model_name == config.engine.model_name
 
 
 def test_a_data_set_inherits_the_default_task_and_may_change_it() -> None:
@@ -76,12 +39,12 @@ def test_a_data_set_inherits_the_default_task_and_may_change_it() -> None:
             " split_validation_size: 0, seed: 1, system_prompt_file: s.txt}"
         ],
     )
-    assert isinstance(config.data.train, ArithmeticSettings)
+    assert isinstance(config.data.train, ArithmeticConfig)
     assert config.data.train.operators == ("+", "-")
-    assert isinstance(config.data.validation, ResponseDatasetSettings)
-    assert config.data.validation.task.system_prompt_file == "s.txt"
-    assert config.data.validation.task.env_name == "arithmetic"
-    assert config.data.train.task.system_prompt_file is None
+    assert isinstance(config.data.validation, ResponseDatasetConfig)
+    assert config.data.validation.system_prompt_file == "s.txt"
+    assert config.data.validation.env_name == "arithmetic"
+    assert config.data.train.system_prompt_file is None
 
 
 def test_a_cluster_without_gpus_counts_cpu_workers() -> None:

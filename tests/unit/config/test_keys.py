@@ -1,105 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args, get_type_hints
+import importlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
-from nemo_offload_rl.algorithms.settings import ClippedPGLossSettings, GrpoSettings
 from nemo_offload_rl.config.keys import known_keys, walk_keys
-from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.data.config import (
-    ArithmeticConfig,
-    DataConfig,
-    DataDefaultConfig,
-    EnvConfig,
-    OpenMathInstruct2Config,
-    ResponseDatasetConfig,
-)
-from nemo_offload_rl.data.settings import (
-    ArithmeticSettings,
-    DataSettings,
-    EnvSettings,
-    OpenMathInstruct2Settings,
-    ResponseDatasetSettings,
-    TaskSettings,
-    TokenizerSettings,
-)
-from nemo_offload_rl.generation.config import GenerationConfig, VllmConfig
-from nemo_offload_rl.generation.interfaces import SamplingSettings
-from nemo_offload_rl.generation.settings import GenerationSettings, VllmSettings
-from nemo_offload_rl.policy.config import PolicyConfig, SchedulerPhaseConfig, TokenizerConfig
-from nemo_offload_rl.policy.settings import PolicySettings, SchedulerSettings
-from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig
-from nemo_offload_rl.utils.settings import CheckpointingSettings, ClusterSettings, LoggerSettings
+from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.schema import doc, section
 
-# Fields that come from a key elsewhere, or from more than one.
-DERIVED: dict[type, dict[str, str]] = {
-    PolicySettings: {
-        "colocated": "policy.generation.colocated.enabled",
-        "seed": "grpo.seed",
-        "logprob_temperature": "policy.generation.temperature",
-        "engine_memory_share": "policy.generation.vllm_cfg.gpu_memory_utilization",
-        "engine_kv_cache_gib": "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    },
-    SchedulerSettings: {"until_step": "policy.scheduler[].milestones"},
-    VllmSettings: {
-        "model_name": "policy.model_name",
-        "hf_config_overrides": "policy.hf_config_overrides",
-        "seed": "grpo.seed",
-        "vllm_kwargs": "policy.generation.vllm_kwargs",
-    },
-    SamplingSettings: {"seed": "grpo.seed"},
-    GenerationSettings: {
-        "engine_gpus_per_node": "policy.generation.colocated.resources.gpus_per_node",
-        "engine_num_nodes": "policy.generation.colocated.resources.num_nodes",
-        "colocated": "policy.generation.colocated.enabled",
-        "sampling": "policy.generation.temperature",
-        "val_sampling": "policy.generation.val_temperature",
-        "vllm": "policy.generation.vllm_cfg",
-    },
-    ArithmeticSettings: {"task": "data.default"},
-    ResponseDatasetSettings: {"task": "data.default"},
-    OpenMathInstruct2Settings: {"task": "data.default"},
-}
-
-PAIRS = [
-    (GrpoSettings, GrpoSectionConfig),
-    (ClippedPGLossSettings, ClippedPGLossConfig),
-    (PolicySettings, PolicyConfig),
-    (SchedulerSettings, SchedulerPhaseConfig),
-    (TokenizerSettings, TokenizerConfig),
-    (GenerationSettings, GenerationConfig),
-    (SamplingSettings, GenerationConfig),
-    (VllmSettings, VllmConfig),
-    (DataSettings, DataConfig),
-    (TaskSettings, DataDefaultConfig),
-    (ArithmeticSettings, ArithmeticConfig),
-    (ResponseDatasetSettings, ResponseDatasetConfig),
-    (OpenMathInstruct2Settings, OpenMathInstruct2Config),
-    (EnvSettings, EnvConfig),
-    (LoggerSettings, LoggerConfig),
-    (ClusterSettings, ClusterConfig),
-    (CheckpointingSettings, CheckpointingConfig),
-]
-
-
-def nested_dataclass(hint: Any) -> type | None:
-    return next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)
-
-
-def field_names(settings: type, prefix: str = "") -> list[str]:
-    """Names of all fields, those of nested settings dataclasses included, unless they have a pair of their own."""
-    names = []
-    paired = {kind for kind, _ in PAIRS}
-    hints = get_type_hints(settings)
-    for field in dataclasses.fields(settings):
-        names.append(f"{prefix}{field.name}")
-        nested = nested_dataclass(hints[field.name])
-        if nested is not None and nested not in paired:
-            names += field_names(nested, f"{prefix}{field.name}.")
-    return names
+MASTERS = (GrpoMasterConfig, SftMasterConfig, DpoMasterConfig)
 
 
 def test_every_key_is_documented() -> None:
@@ -110,31 +24,130 @@ def test_every_key_is_documented() -> None:
     assert [key.path for key in keys if key.description and not key.description.endswith((".", "`"))] == []
 
 
-@pytest.mark.parametrize(("settings", "typed_dict"), PAIRS, ids=lambda kind: kind.__name__)
-def test_every_settings_field_has_a_documented_key(settings: type, typed_dict: Any) -> None:
-    documented = {key.path for key in walk_keys(typed_dict) if key.description}
-    everywhere = set(known_keys(GrpoMasterConfig))
-    derived = DERIVED.get(settings, {})
-    assert set(derived.values()) <= everywhere
-    assert [name for name in field_names(settings) if name not in documented and name not in derived] == []
-
-
-def test_settings_have_no_default_values_beside_sampling() -> None:
-    for settings, _ in PAIRS:
-        if settings is SamplingSettings:
-            continue  # also built by hand, where it stands for vLLM's own defaults
-        with_default = [f.name for f in dataclasses.fields(settings) if f.default is not dataclasses.MISSING]
-        assert with_default == [], settings.__name__
-
-
-def test_settings_are_frozen() -> None:
-    for settings, _ in PAIRS:
-        assert settings.__dataclass_params__.frozen, settings.__name__
-
-
 def test_values_are_told_in_words() -> None:
     values = {key.path: key.values for key in walk_keys(GrpoMasterConfig)}
     assert values["loss_fn.ratio_clip_min"] == "number >= 0 and <= 1"
     assert values["policy.generation.stop_token_ids"] == "list of integer or null"
     assert values["policy.scheduler[].milestones"] == "list of integer"
     assert values["env.NAME.num_workers"] == "integer >= 0"
+
+
+# -- one declaration
+
+
+@section
+class Wheel:
+    """`wheels[]`."""
+
+    size_mm: Annotated[float, doc("Diameter, in millimetres.", gt=0)]
+
+
+@section
+class Bicycle:
+    """A configuration that nothing else knows of."""
+
+    kind: Annotated[Literal["road", "city"], doc("What it is for.")]
+    wheels: Annotated[tuple[Wheel, ...], doc("From the front.", min_length=1)]
+    gears: Annotated[tuple[int, ...] | None, doc("Teeth; null for one gear.")]
+    lamp: Annotated[Wheel, doc("May be left out, but not be null.")] | None = None
+    bell: Annotated[str | None, doc("Left out: null.")] = None
+
+
+BICYCLE: dict[str, Any] = {"kind": "road", "wheels": [{"size_mm": 622}, {"size_mm": 622.5}], "gears": [11, 13]}
+
+
+def test_a_key_is_declared_once_and_then_is_read_as_a_typed_frozen_attribute() -> None:
+    made = validate_keys(BICYCLE, Bicycle)
+    assert made == Bicycle(kind="road", wheels=(Wheel(size_mm=622.0), Wheel(size_mm=622.5)), gears=(11, 13))
+    assert isinstance(made.wheels[0].size_mm, float)
+    assert (made.lamp, made.bell) == (None, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.kind = "city"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kynd": "road"}, "kynd: unknown key; did you mean kind?"),
+        ({"kind": "boat"}, "kind: given the text 'boat', wanted one of road, city"),
+        ({"wheels": [{"size_mm": 0}]}, "wheels.0.size_mm: given 0, wanted number > 0"),
+        ({"wheels": [{"size_mm": "1"}]}, "wheels.0.size_mm: given the text '1', wanted number > 0"),
+        ({"wheels": []}, "wheels: given a list, wanted list of mapping"),
+        ({"gears": [True]}, "gears.0: given true, wanted integer"),
+        ({"gears": "many"}, "gears: given the text 'many', wanted list of integer or null"),
+        ({"lamp": None}, "lamp: given null, wanted mapping"),
+        ({"lamp": {"size_mm": 1, "size_nm": 1}}, "lamp.size_nm: unknown key; did you mean lamp.size_mm?"),
+    ],
+)
+def test_a_value_that_its_declaration_excludes_is_refused_in_one_line(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_keys({**BICYCLE, **changes}, Bicycle)
+    assert str(caught.value) == expected
+
+
+def test_the_reference_has_the_declaration_in_words() -> None:
+    found = {key.path: (key.values, key.description) for key in walk_keys(Bicycle)}
+    assert found == {
+        "kind": ("one of road, city", "What it is for."),
+        "wheels": ("list of mapping", "From the front."),
+        "wheels[].size_mm": ("number > 0", "Diameter, in millimetres."),
+        "gears": ("list of integer or null", "Teeth; null for one gear."),
+        "lamp": ("mapping", "May be left out, but not be null."),
+        "lamp.size_mm": ("number > 0", "Diameter, in millimetres."),
+        "bell": ("text or null", "Left out: null."),
+    }
+    assert known_keys(Bicycle) == list(found)
+
+
+# -- and only once
+
+
+def dataclasses_of_the_package() -> dict[str, Any]:
+    """Every dataclass of a module that needs no GPU library, by its dotted name."""
+    found: dict[str, Any] = {}
+    for path in sorted(Path("nemo_offload_rl").rglob("*.py")):
+        if path.stem.startswith("__") or ({"vllm", "megatron"} & {*path.parts} and path.stem != "config"):
+            continue
+        name = ".".join(path.with_suffix("").parts)
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == name:
+                found[f"{name}.{value.__name__}"] = value
+    return found
+
+
+def sections_of(kind: Any, found: set[Any]) -> set[Any]:
+    """A section and all sections below it."""
+    from nemo_offload_rl.config.keys import _children
+    from nemo_offload_rl.schema import keys_of
+
+    if kind not in found:
+        found.add(kind)
+        for hint, _ in keys_of(kind).values():
+            for _, child in _children(hint):
+                sections_of(child, found)
+    return found
+
+
+def test_no_other_class_writes_down_the_keys_of_a_section() -> None:
+    sections = set().union(*(sections_of(master, set()) for master in MASTERS))
+    assert len(sections) > 40
+    declaring = {base for kind in sections for base in kind.__mro__}
+    own = {kind: set(vars(kind).get("__annotations__", {})) for kind in dataclasses_of_the_package().values()}
+    assert sections <= own.keys()
+    twins = [
+        (kind.__name__, other.__name__)
+        for kind in sections
+        for other in own
+        if other not in declaring and len(own[kind]) >= 3 and own[kind] <= own[other]
+    ]
+    assert twins == []
+
+
+def test_sections_are_frozen_and_have_no_default_but_what_a_key_that_is_left_out_means() -> None:
+    defaults: dict[str, Any] = {}
+    for kind in set().union(*(sections_of(master, set()) for master in MASTERS)):
+        assert kind.__dataclass_params__.frozen, kind
+        with_default = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
+        defaults |= {f.name: f.default for f in with_default}
+        assert not any(f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(kind)), kind
+    assert {name for name, value in defaults.items() if value is not None} == {"tool_key"}

@@ -137,7 +137,7 @@ def test_a_model_of_a_hub_is_judged_by_what_the_cache_has(tmp_path: Path, monkey
     # What was never used is not known by rules: the run looks once more, before Ray.
     config = load_grpo_config(CPU, ["policy.model_name=some/unknown"])
     with pytest.raises(UserError, match="is no folder, and neither the model hub nor its cache"):
-        check_model(config.policy)
+        check_model(config.worker)
 
 
 def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +146,8 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
     config = load_grpo_config(CPU, ["policy.model_name=~/m", "policy.tokenizer.name=~/t", "logger.log_dir=~/a b"])
     model, tokenizer = str(tmp_path / "m"), str(tmp_path / "t")
-    assert config.policy.model_name == config.generation.vllm.model_name == model
-    assert config.tokenizer.name == config.policy.tokenizer.name == tokenizer
+    assert config.policy.model_name == config.engine.model_name == model
+    assert config.policy.tokenizer.name == tokenizer
     assert config.resolved["policy"]["model_name"] == model
     assert config.logger.log_dir == str(tmp_path / "a b")
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mixtral"}))

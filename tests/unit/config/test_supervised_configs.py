@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
-from nemo_offload_rl.algorithms.config import DpoSectionConfig, SftSectionConfig
-from nemo_offload_rl.algorithms.settings import DpoSettings, SftSettings
 from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.config.keys import walk_keys
 from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
 from nemo_offload_rl.config.schema import DpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
-from nemo_offload_rl.data.config import DpoDataConfig, SftDataConfig
-from nemo_offload_rl.data.settings import MixtureSettings, OpenAIFormatSettings, SupervisedDataSettings
+from nemo_offload_rl.data.config import (
+    MixtureKeys,
+    OpenAIFormatConfig,
+)
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.config import load_config
 
@@ -96,32 +95,16 @@ def test_every_key_is_documented(schema: type) -> None:
     assert [key.path for key in keys if key.description and not key.description.endswith((".", "`"))] == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "section"),
-    [
-        (SftSettings, SftSectionConfig),
-        (DpoSettings, DpoSectionConfig),
-        (SupervisedDataSettings, SftDataConfig),
-        (SupervisedDataSettings, DpoDataConfig),
-    ],
-)
-def test_settings_have_the_fields_of_their_keys_and_no_defaults(settings: Any, section: Any) -> None:
-    fields = dataclasses.fields(settings)
-    assert {field.name for field in fields} == set(get_type_hints(section)) - {"default"}
-    assert [field.name for field in fields if field.default is not dataclasses.MISSING] == []
-    assert settings.__dataclass_params__.frozen
-
-
 def test_keys_of_generation_are_unknown_and_nothing_of_them_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"policy\.generation: unknown key"):
         load_sft_config(SFT, ["+policy.generation={}"])
-    policy = load_sft_config(SFT).policy
+    policy = load_sft_config(SFT).worker
     assert (policy.colocated, policy.engine_memory_share, policy.logprob_temperature) == (False, 0.0, 1.0)
 
 
 def test_batch_sizes_of_dpo_count_pairs() -> None:
     overrides = ["policy.train_global_batch_size=6", "policy.train_micro_batch_size=3", "policy.logprob_batch_size=5"]
-    policy = load_dpo_config(DPO, overrides).policy
+    policy = load_dpo_config(DPO, overrides).worker
     assert policy.train_global_batch_size == 12
     assert policy.train_micro_batch_size == 6
     assert policy.logprob_batch_size == 10
@@ -131,10 +114,10 @@ def test_data_sets_of_a_mixture_inherit_the_default_task() -> None:
     both = f"[{ARITHMETIC}, {CHATS}]"
     overrides = ["~data.train", "+data.train={dataset_name: mixture, weights: [1, 0.5], datasets: " + both + "}"]
     train = load_sft_config(SFT, [*overrides, "data.default.system_prompt_file=s.txt"]).data.train
-    assert isinstance(train, MixtureSettings)
+    assert isinstance(train, MixtureKeys)
     assert train.weights == (1.0, 0.5)
-    assert isinstance(train.datasets[1], OpenAIFormatSettings)
-    assert [source.task.system_prompt_file for source in train.datasets] == ["s.txt", "s.txt"]
+    assert isinstance(train.datasets[1], OpenAIFormatConfig)
+    assert [source.system_prompt_file for source in train.datasets] == ["s.txt", "s.txt"]
     with pytest.raises(ConfigError, match=r"data\.train\.datasets\.1\.chat_kei: unknown key; did you mean .*chat_key"):
         load_sft_config(SFT, [override.replace("chat_key", "chat_kei") for override in overrides])
 

@@ -1,17 +1,13 @@
 import pytest
 
 from nemo_offload_rl.data.arithmetic import is_held_out, load_arithmetic, solve
-from nemo_offload_rl.data.settings import ArithmeticSettings, TaskSettings
+from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.errors import DataError
 
-TASK = TaskSettings(
-    prompt_file=None, system_prompt_file=None, processor="math_hf_data_processor", env_name="arithmetic"
-)
 
-
-def settings(**changes) -> ArithmeticSettings:
+def settings(**changes) -> ArithmeticConfig:
     values = {"num_digits": 2, "operators": ("+",), "size": 4000, "holdout": 512, "seed": 1}
-    return ArithmeticSettings(task=TASK, **(values | changes))
+    return ArithmeticConfig(dataset_name="arithmetic", **(values | changes))
 
 
 def problems(rows) -> set:

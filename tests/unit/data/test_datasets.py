@@ -4,25 +4,27 @@ from dataclasses import replace
 import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
 
+from nemo_offload_rl.data.config import (
+    ArithmeticConfig,
+    BinaryPreferenceConfig,
+    DataConfig,
+    DataDefaultConfig,
+    GrpoMixtureConfig,
+    OpenAIFormatConfig,
+    ResponseDatasetConfig,
+    SftDataConfig,
+    SftDefaultConfig,
+    SftMixtureConfig,
+)
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
 from nemo_offload_rl.data.records import Part
-from nemo_offload_rl.data.settings import (
-    ArithmeticSettings,
-    BinaryPreferenceSettings,
-    DataSettings,
-    MixtureSettings,
-    OpenAIFormatSettings,
-    ResponseDatasetSettings,
-    SupervisedDataSettings,
-    TaskSettings,
-)
 from nemo_offload_rl.data.tokenizer import example_text, whole_text
 from nemo_offload_rl.errors import DataError
 
-TASK = TaskSettings(
-    prompt_file=None, system_prompt_file=None, processor="math_hf_data_processor", env_name="arithmetic"
+TASK = {"processor": "math_hf_data_processor", "env_name": "arithmetic"}
+ARITHMETIC = ArithmeticConfig(
+    dataset_name="arithmetic", **TASK, num_digits=2, operators=("+",), size=20, holdout=5, seed=0
 )
-ARITHMETIC = ArithmeticSettings(task=TASK, num_digits=2, operators=("+",), size=20, holdout=5, seed=0)
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}>{% endif %}{{ m['content'] }}{% endfor %}"
@@ -31,21 +33,28 @@ TOKENIZER.chat_template = (
 
 
 def load(train=ARITHMETIC, validation=None, max_input_seq_length=64, chat_template_kwargs=None, overlong_rows="error"):
-    settings = DataSettings(
+    settings = DataConfig(
         max_input_seq_length=max_input_seq_length,
         overlong_rows=overlong_rows,
         add_bos=True,
         shuffle=True,
         train=train,
         validation=validation,
+        default=DataDefaultConfig(prompt_file=None, system_prompt_file=None, **TASK),
     )
     return load_prompts(settings, TOKENIZER, chat_template_kwargs)
 
 
-def write_jsonl(path, num_rows=4) -> ResponseDatasetSettings:
+def write_jsonl(path, num_rows=4) -> ResponseDatasetConfig:
     path.write_text("".join(f'{{"q": "what is {row}?", "a": "{row}"}}\n' for row in range(num_rows)))
-    return ResponseDatasetSettings(
-        task=TASK, path=str(path), split=None, input_key="q", output_key="a", split_validation_size=0.0, seed=0
+    return ResponseDatasetConfig(
+        dataset_name="ResponseDataset",
+        **TASK,
+        path=str(path),
+        input_key="q",
+        output_key="a",
+        split_validation_size=0.0,
+        seed=0,
     )
 
 
@@ -62,17 +71,17 @@ def test_prompts_are_rendered_with_the_chat_template_and_carry_answer_and_enviro
 def test_prompt_file_and_system_prompt_surround_the_question(tmp_path):
     (tmp_path / "prompt.txt").write_text('Solve {} and answer as {"answer": ...}.')
     (tmp_path / "system.txt").write_text("Be brief. ")
-    task = replace(TASK, prompt_file=str(tmp_path / "prompt.txt"), system_prompt_file=str(tmp_path / "system.txt"))
-    source = replace(write_jsonl(tmp_path / "d.jsonl"), task=task)
+    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    source = replace(write_jsonl(tmp_path / "d.jsonl"), **files)
     first = load(source).train[0]
     assert first.text == 'Be brief. Solve what is 0? and answer as {"answer": ...}.>'
 
 
 def test_a_missing_prompt_file_and_an_unknown_processor_are_errors():
     with pytest.raises(DataError, match=r"prompt_file nowhere\.txt cannot be read"):
-        load(replace(ARITHMETIC, task=replace(TASK, prompt_file="nowhere.txt")))
+        load(replace(ARITHMETIC, prompt_file="nowhere.txt"))
     with pytest.raises(DataError, match=r"processor 'magic' is unknown; .*math_hf_data_processor"):
-        load(replace(ARITHMETIC, task=replace(TASK, processor="magic")))
+        load(replace(ARITHMETIC, processor="magic"))
 
 
 def test_a_prompt_longer_than_the_limit_is_an_error_that_names_the_row(tmp_path):
@@ -110,11 +119,15 @@ def test_a_validation_set_of_its_own_is_used_whole_beside_what_the_training_data
 def test_every_data_set_of_a_mixture_is_among_the_first_validation_rows(tmp_path):
     sizes = {"a": 2, "b": 40, "c": 3}
     sources = tuple(write_jsonl(tmp_path / f"{name}.jsonl", num_rows=size) for name, size in sizes.items())
-    prompts = load(validation=MixtureSettings(datasets=sources, weights=(1.0, 1.0, 1.0)))
+    prompts = load(validation=GrpoMixtureConfig(dataset_name="mixture", datasets=sources, weights=(1.0, 1.0, 1.0)))
     names = [prompt.data_set for prompt in prompts.validation]
     assert names[:8] == ["arithmetic", "a", "b", "c"] * 2
     assert {name: names.count(name) for name in sizes} == sizes
-    kept = load(MixtureSettings(datasets=(ARITHMETIC, replace(ARITHMETIC, operators=("-",))), weights=(1.0, 9.0)))
+    kept = load(
+        GrpoMixtureConfig(
+            dataset_name="mixture", datasets=(ARITHMETIC, replace(ARITHMETIC, operators=("-",))), weights=(1.0, 9.0)
+        )
+    )
     assert [prompt.data_set for prompt in kept.validation] == ["arithmetic_1", "arithmetic_2"] * 5
     assert [prompt.data_set for prompt in kept.train] == ["arithmetic_1"] * 20 + ["arithmetic_2"] * 20
 
@@ -127,8 +140,8 @@ def test_a_data_set_that_keeps_every_row_for_validation_is_an_error(tmp_path):
 # -- SFT and DPO
 
 
-def supervised(train, validation=None, **changes) -> SupervisedDataSettings:
-    settings = SupervisedDataSettings(
+def supervised(train, validation=None, **changes) -> SftDataConfig:
+    settings = SftDataConfig(
         max_input_seq_length=64,
         add_bos=True,
         shuffle=True,
@@ -136,6 +149,7 @@ def supervised(train, validation=None, **changes) -> SupervisedDataSettings:
         validation=validation,
         overlong_rows="error",
         add_eos=True,
+        default=SftDefaultConfig(prompt_file=None, system_prompt_file=None, processor="math_hf_data_processor"),
     )
     return replace(settings, **changes)
 
@@ -148,7 +162,7 @@ def load_sft(settings):
     return load_examples(settings, TOKENIZER, None, last_turn_only=False)
 
 
-def write_chats(path) -> OpenAIFormatSettings:
+def write_chats(path) -> OpenAIFormatConfig:
     rows = [
         {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
         {
@@ -160,12 +174,11 @@ def write_chats(path) -> OpenAIFormatSettings:
         },
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return OpenAIFormatSettings(
-        task=TASK,
+    return OpenAIFormatConfig(
+        dataset_name="OpenAIFormatDataset",
+        **TASK,
         path=str(path),
-        split=None,
         chat_key="chat",
-        tool_key="tools",
         split_validation_size=0.0,
         seed=0,
     )
@@ -173,22 +186,20 @@ def write_chats(path) -> OpenAIFormatSettings:
 
 def test_prompts_with_completions_become_examples_through_the_prompt_files(tmp_path):
     (tmp_path / "prompt.txt").write_text("Q: {} A:")
-    source = replace(
-        write_jsonl(tmp_path / "d.jsonl", num_rows=2), task=replace(TASK, prompt_file=str(tmp_path / "prompt.txt"))
-    )
+    source = replace(write_jsonl(tmp_path / "d.jsonl", num_rows=2), prompt_file=str(tmp_path / "prompt.txt"))
     assert texts(load_sft(supervised(source)).train) == [f"Q: what is {row}? A:>[[{row}{EOS_TOKEN}]]" for row in (0, 1)]
 
 
 def test_conversations_get_the_system_prompt_where_they_have_none(tmp_path):
     (tmp_path / "system.txt").write_text("S ")
-    source = replace(
-        write_chats(tmp_path / "d.jsonl"), task=replace(TASK, system_prompt_file=str(tmp_path / "system.txt"))
-    )
+    source = replace(write_chats(tmp_path / "d.jsonl"), system_prompt_file=str(tmp_path / "system.txt"))
     assert texts(load_sft(supervised(source)).train) == [f"S a>[[b{EOS_TOKEN}]]", f"own c>[[d{EOS_TOKEN}]]"]
 
 
 def test_a_mixture_keeps_its_parts_and_collects_what_they_keep_for_validation(tmp_path):
-    mixture = MixtureSettings(datasets=(ARITHMETIC, write_chats(tmp_path / "d.jsonl")), weights=(1.0, 3.0))
+    mixture = SftMixtureConfig(
+        dataset_name="mixture", datasets=(ARITHMETIC, write_chats(tmp_path / "d.jsonl")), weights=(1.0, 3.0)
+    )
     examples = load_sft(supervised(mixture))
     assert examples.parts == (Part(20, 1.0), Part(2, 3.0))
     assert (len(examples.train), len(examples.validation)) == (22, 5)
@@ -196,7 +207,7 @@ def test_a_mixture_keeps_its_parts_and_collects_what_they_keep_for_validation(tm
     assert prompts.parts == (Part(20, 1.0), Part(20, 3.0))
 
 
-def replace_all(mixture: MixtureSettings) -> MixtureSettings:
+def replace_all(mixture: SftMixtureConfig) -> SftMixtureConfig:
     """The same with data that has questions and answers."""
     return replace(mixture, datasets=(ARITHMETIC, ARITHMETIC))
 
@@ -217,14 +228,13 @@ def test_a_row_that_is_too_long_is_an_error_or_left_out_as_told(tmp_path, caplog
 def test_pairs_count_their_responses_and_begin_with_the_same_prompt(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"p": "q", "c": "good", "r": "bad"}\n')
-    source = BinaryPreferenceSettings(
-        task=TASK,
+    source = BinaryPreferenceConfig(
+        dataset_name="BinaryPreferenceDataset",
+        **TASK,
         path=str(path),
-        split=None,
         prompt_key="p",
         chosen_key="c",
         rejected_key="r",
-        tool_key="tools",
         split_validation_size=0.0,
         seed=0,
     )

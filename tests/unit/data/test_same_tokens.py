@@ -11,10 +11,10 @@ from tiny_models import EOS_TOKEN, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_offload_rl.data.config import TaskKeys
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.processors import PromptEncoder, PromptTemplates
 from nemo_offload_rl.data.records import Row
-from nemo_offload_rl.data.settings import TaskSettings
 
 BOS = "<s>"
 CHATML = (
@@ -63,7 +63,7 @@ def tokenizer(kind: str, bos: str) -> PreTrainedTokenizerFast:
     return made
 
 
-TASK = TaskSettings(prompt_file=None, system_prompt_file=None, processor="sft_processor", env_name="e")
+TASK = TaskKeys(prompt_file=None, system_prompt_file=None, processor="sft_processor", env_name="e")
 WORDS = st.lists(st.sampled_from(["the", "answer", " ", "\n", "1", "+", "é", "a"]), min_size=1, max_size=8).map("".join)
 
 

@@ -1,13 +1,13 @@
 import pytest
 from tiny_models import make_tokenizer
 
-from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import DataError
 
 
-def settings(path, chat_template=None) -> TokenizerSettings:
-    return TokenizerSettings(name=str(path), chat_template=chat_template, chat_template_kwargs=None)
+def settings(path, chat_template=None) -> TokenizerConfig:
+    return TokenizerConfig(name=str(path), chat_template=chat_template, chat_template_kwargs=None)
 
 
 def test_a_saved_tokenizer_comes_back_and_the_configured_template_replaces_its_own(tmp_path):

@@ -19,8 +19,8 @@ OFFLOAD = [f"{KEY}.fine_grained_activation_offloading=true", f"{KEY}.offload_mod
 
 
 def settings_with(*overrides: str) -> PolicySettings:
-    cfg = validate_keys(load_config("tests/unit/config/cpu.yaml", overrides), GrpoMasterConfig)
-    return to_grpo_config(cfg).policy
+    resolved = load_config("tests/unit/config/cpu.yaml", overrides)
+    return to_grpo_config(validate_keys(resolved, GrpoMasterConfig), resolved).worker
 
 
 def test_workers_with_a_gpu_each_get_nothing_unasked() -> None:

@@ -8,14 +8,12 @@ from types import ModuleType
 import pytest
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
-from nemo_offload_rl.data.settings import ArithmeticSettings, TaskSettings, TokenizerSettings
+from nemo_offload_rl.data.config import ArithmeticConfig, TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Response
 
-TASK = TaskSettings(
-    prompt_file=None, system_prompt_file=None, processor="math_hf_data_processor", env_name="arithmetic"
-)
+TASK = {"processor": "math_hf_data_processor", "env_name": "arithmetic"}
 
 
 def load_script(name: str) -> ModuleType:
@@ -47,7 +45,9 @@ def test_sums_are_worked_out_column_by_column(left, right, careful, forgetful):
 
 
 def test_careful_demonstrations_are_all_right_and_forgetful_ones_only_where_nothing_is_carried():
-    settings = ArithmeticSettings(task=TASK, num_digits=2, operators=("+",), size=500, holdout=0, seed=1)
+    settings = ArithmeticConfig(
+        dataset_name="arithmetic", **TASK, num_digits=2, operators=("+",), size=500, holdout=0, seed=1
+    )
     rows = load_arithmetic(settings).train
 
     def share_correct(forgetful_share: float) -> float:
@@ -75,7 +75,7 @@ def test_the_model_folder_has_a_character_tokenizer_with_a_chat_template_and_see
     weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in "abc"}
     assert weights["a"] == weights["b"] != weights["c"]
 
-    settings = TokenizerSettings(name=str(tmp_path / "a"), chat_template=None, chat_template_kwargs=None)
+    settings = TokenizerConfig(name=str(tmp_path / "a"), chat_template=None, chat_template_kwargs=None)
     tokenizer = load_tokenizer(settings)
     messages = [{"role": "user", "content": "37+58="}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -18,12 +18,12 @@ EXEMPLAR = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_1B.ya
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_an_engine_on_a_gpu_sleeps_if_it_is_told_to_and_the_policy_leaves_for_one_that_does(sleeps: bool) -> None:
     config = load_grpo_config(EXEMPLAR, [f"policy.generation.vllm_cfg.enable_sleep_mode={str(sleeps).lower()}"])
-    assert engine_args(config.generation.vllm, "cuda")["enable_sleep_mode"] is sleeps
-    assert config.policy.colocated is sleeps
+    assert engine_args(config.engine, "cuda")["enable_sleep_mode"] is sleeps
+    assert config.worker.colocated is sleeps
 
 
 def test_experts_run_on_kernels_that_leave_their_weights_as_they_are() -> None:
-    assert engine_args(load_grpo_config(EXEMPLAR, []).generation.vllm, "cuda")["moe_backend"] == "triton"
+    assert engine_args(load_grpo_config(EXEMPLAR, []).engine, "cuda")["moe_backend"] == "triton"
 
 
 def test_every_argument_of_the_installed_vllm_is_allowed_refused_or_a_key() -> None:

@@ -34,14 +34,12 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import DTensorState
-from nemo_offload_rl.policy.settings import SchedulerSettings
+from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
 
 NUM_STEPS = 8
-WARM_UP = SchedulerSettings(
-    name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6}, until_step=None
-)
+WARM_UP = SchedulerPhaseConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6})
 ADAMW = torch_optimizer("AdamW", lr=1e-3, weight_decay=0.1, decay_norm_and_bias=False)
 COMMON = {
     "scheduler": (WARM_UP,),

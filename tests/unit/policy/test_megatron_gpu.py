@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
-from nemo_offload_rl.policy.settings import BatchingSettings
+from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency.cuda import STAGING_BYTES
 from nemo_offload_rl.residency.leftovers import find_leftovers
@@ -238,7 +238,7 @@ def test_logprobs_are_the_dtensor_backends_up_to_bfloat16_also_when_packed_or_in
     with worker_of(make_settings(folder, precision="bfloat16"), GPU) as worker:
         worker.prepare_for_lp_inference()
         expected = worker.get_logprobs(batch)
-    packing = BatchingSettings(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+    packing = BatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
     for changes in ({}, {"sequence_packing": packing}, {"logprob_chunk_size": 7}, {"activation_checkpointing": True}):
         with worker_of(gpu_settings(folder, **PRECISION_AWARE, **changes), GPU) as worker:
             worker.prepare_for_lp_inference()
@@ -271,7 +271,7 @@ def test_scaled_rotary_embeddings_are_the_dtensor_backends_padded_and_packed(
     with worker_of(make_settings(folder, precision="bfloat16", **overrides), GPU) as worker:
         worker.prepare_for_lp_inference()
         expected = worker.get_logprobs(batch)
-    packing = BatchingSettings(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+    packing = BatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
     for changes in ({}, {"sequence_packing": packing}):
         settings = gpu_settings(folder, **PRECISION_AWARE, **overrides, apply_rope_fusion=is_fused, **changes)
         with worker_of(settings, GPU) as worker:
@@ -292,7 +292,7 @@ def fp8_settings(folder: Path, recipe: str, **changes: Any) -> Any:
 def test_eight_bit_layers_train_on_rows_of_any_length_packed_and_padded(folder: Path, recipe: str) -> None:
     """In 16 bits these rows have 26 tokens padded, and packed any number up to 40."""
     batch = make_batch(num_rows=8, width=13)
-    packing = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
+    packing = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
     with worker_of(gpu_settings(folder, **PRECISION_AWARE), GPU) as worker:
         worker.prepare_for_lp_inference()
         expected = worker.get_logprobs(batch)
@@ -313,7 +313,7 @@ def test_eight_bit_layers_train_on_rows_of_any_length_packed_and_padded(folder: 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_resumed_run_in_eight_bits_goes_on_bit_by_bit(folder: Path, tmp_path: Path, recipe: str) -> None:
-    packing = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
+    packing = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=1)
     settings = fp8_settings(folder, recipe, sequence_packing=packing)
 
     def steps(worker: PolicyWorker, *seeds: int) -> list[float]:

@@ -20,18 +20,16 @@ from policy_cases import (
 from nemo_offload_rl.algorithms.metrics import update_metrics
 from nemo_offload_rl.errors import NonFiniteGradientsError
 from nemo_offload_rl.policy.backends.base import StepResult
+from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.interfaces import TrainResult
-from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates
 
 SCHEDULES = {
     "dtensor": {
         "max_grad_norm": 0.5,
         "scheduler": (
-            SchedulerSettings(
-                name="torch.optim.lr_scheduler.LinearLR",
-                kwargs={"start_factor": 0.1, "total_iters": 5},
-                until_step=None,
+            SchedulerPhaseConfig(
+                name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 5}
             ),
         ),
     },

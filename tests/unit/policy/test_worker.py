@@ -35,21 +35,21 @@ from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.policy.settings import BatchingSettings, SchedulerSettings
+from nemo_offload_rl.policy.config import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
-PACKING = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
+PACKING = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
 
 
 # Schedules of three steps with the rates 0.5e-3, 0.75e-3 and 1e-3.
 TORCH_SCHEDULE = (
-    SchedulerSettings(
+    SchedulerPhaseConfig(
         name="torch.optim.lr_scheduler.LinearLR",
         kwargs={"start_factor": 0.5, "end_factor": 1.0, "total_iters": 2},
-        until_step=2,
     ),
-    SchedulerSettings(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0}, until_step=None),
+    SchedulerPhaseConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0}),
+    SchedulerMilestonesConfig(milestones=(2,)),
 )
 MEGATRON_SCHEDULE = {"lr_warmup_init": 0.5e-3, "lr_warmup_iters": 2}
 SCHEDULES = {"dtensor": {"scheduler": TORCH_SCHEDULE}, "megatron": MEGATRON_SCHEDULE}
@@ -102,7 +102,7 @@ def test_loss_gradients_and_logprobs_equal_hugging_faces(make_worker, folders, f
         {"train_micro_batch_size": 4, "activation_checkpointing": True},
         {"make_sequence_length_divisible_by": 4},
         {
-            "dynamic_batching": BatchingSettings(
+            "dynamic_batching": BatchingConfig(
                 enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=4
             )
         },
@@ -415,7 +415,12 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
         ({"optimizer": replace(torch_optimizer("SGD"), name="torch.nn.Linear")}, "is no Optimizer"),
         ({"optimizer": torch_optimizer("AdamW", learning_rate=1)}, "learning_rate"),
         (
-            {"scheduler": (SchedulerSettings(name="torch.optim.lr_scheduler.LinearLR", kwargs={}, until_step=5),)},
+            {
+                "scheduler": (
+                    SchedulerPhaseConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={}),
+                    SchedulerMilestonesConfig(milestones=(5,)),
+                )
+            },
             "milestone",
         ),
     ],

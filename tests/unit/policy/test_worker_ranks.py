@@ -41,9 +41,9 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.policy.backends.factory import expected_bytes
+from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
 from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import BatchingSettings
 from nemo_offload_rl.residency import local_tensor
 
 pytestmark = pytest.mark.processes
@@ -174,7 +174,7 @@ def check_data_parallel(process, root, cgroup, fallback):
     holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16")
     equals_hugging_face(process, f"{root}/qwen3-tied", activation_checkpointing=True)
     # Ranks whose rows differ in length need the same number of micro-batches.
-    dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
+    dynamic = BatchingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
     equals_hugging_face(process, f"{root}/llama-tied", dynamic_batching=dynamic, logprob_chunk_size=3)
     equals_hugging_face(process, f"{root}/llama-tied", sequence_packing=dynamic)
     # Nothing of the first rank's is counted; it takes part in every collective.
@@ -227,7 +227,7 @@ def check_megatron(process, root):
         {"use_distributed_optimizer": False},
         {"overlap_grad_reduce": True, "overlap_param_gather": True},
     )
-    dynamic = BatchingSettings(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
+    dynamic = BatchingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
     equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **whole)
     equals_hugging_face(process, f"{root}/qwen3", **megatron, **overlapped, dynamic_batching=dynamic)
     equals_hugging_face(process, f"{root}/qwen3", **megatron, **overlapped, sparse=True)

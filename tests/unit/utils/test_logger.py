@@ -13,10 +13,10 @@ import yaml
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.settings import LoggerSettings, MlflowSettings, WandbSettings
+from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 
 
-def settings(folder: Path, **changes: object) -> LoggerSettings:
+def settings(folder: Path, **changes: object) -> LoggerConfig:
     values: dict[str, object] = {
         "log_dir": str(folder),
         "num_val_samples_to_print": 0,
@@ -26,7 +26,7 @@ def settings(folder: Path, **changes: object) -> LoggerSettings:
         "mlflow_enabled": False,
         "mlflow": None,
     }
-    return LoggerSettings(**(values | changes))  # type: ignore[arg-type]
+    return LoggerConfig(**(values | changes))  # type: ignore[arg-type]
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
@@ -111,7 +111,7 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
-    wandb = WandbSettings(project="p", name="n", entity="team", group="g", tags=("t",), mode="offline")
+    wandb = WandbConfig(project="p", name="n", entity="team", group="g", tags=("t",), mode="offline")
     with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {"grpo": {"seed": 1}}) as logger:
         logger.log(1, {"loss": 0.5}, "train")
         logger.log_samples(1, ["right '1+1=' -> '2'"])
@@ -190,16 +190,16 @@ def test_a_logger_needs_its_section(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture
-def mlflow_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoggerSettings:
+def mlflow_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoggerConfig:
     """Settings that write to MLflow's store of files."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow = MlflowSettings(experiment_name="e", run_name="n", tracking_uri=f"file:{tmp_path}/mlruns")
+    mlflow = MlflowConfig(experiment_name="e", run_name="n", tracking_uri=f"file:{tmp_path}/mlruns")
     return settings(tmp_path / "run", mlflow_enabled=True, mlflow=mlflow)
 
 
 def test_mlflow_gets_metrics_parameters_configuration_revision_and_samples(
-    tmp_path: Path, mlflow_settings: LoggerSettings
+    tmp_path: Path, mlflow_settings: LoggerConfig
 ) -> None:
     client_of = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny").MlflowClient
     lists = {f"list_{number}": [0.9, number] for number in range(120)}
@@ -227,7 +227,7 @@ def test_mlflow_gets_metrics_parameters_configuration_revision_and_samples(
 
 
 def test_mlflow_that_does_not_start_is_one_line(
-    tmp_path: Path, mlflow_settings: LoggerSettings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mlflow_settings: LoggerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
@@ -238,7 +238,7 @@ def test_mlflow_that_does_not_start_is_one_line(
 
 
 def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
-    tmp_path: Path, mlflow_settings: LoggerSettings, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mlflow_settings: LoggerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
     with RunLogger(mlflow_settings, {}) as logger:
@@ -254,7 +254,7 @@ def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
 
 
 def test_mlflow_that_is_not_installed_is_one_line_with_its_fix(
-    tmp_path: Path, mlflow_settings: LoggerSettings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mlflow_settings: LoggerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as an import of what is not there
     with pytest.raises(ConfigError, match="pip install mlflow-skinny"):

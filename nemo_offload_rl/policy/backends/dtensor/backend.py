@@ -148,7 +148,7 @@ class DTensorBackend:
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
-        self._scheduler = torch_optim.build_scheduler(settings.scheduler, self._optimizer)
+        self._scheduler = torch_optim.build_scheduler(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg)
 
     @property

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import full_tensor
-from nemo_offload_rl.policy.settings import LoraSettings
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorLoraConfig
 
 _ADAPTER = "default"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
 
 
-def add_adapters(causal_lm: Any, settings: LoraSettings, seed: int) -> None:
+def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None:
     """Put adapters beside linear layers, in place, and freeze everything else.
 
     Args:
@@ -100,7 +100,7 @@ class LoraWeights:
         settings: How the adapters were made.
     """
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], settings: LoraSettings) -> None:
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], settings: DTensorLoraConfig) -> None:
         self.trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         self.base = [(name, parameter) for name, parameter in parameters if not parameter.requires_grad]
         self._by_name: dict[str, nn.Parameter] = dict(parameters)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.settings import DTensorSettings
 from nemo_offload_rl.residency import OptimizerParts, divide_optimizer, local_tensor
 
 
 def divide(
-    parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorSettings
+    parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorConfig
 ) -> OptimizerParts:
     """Which optimizer states stream around the step, and in which parts."""
     chunk_mib = settings.offload_optimizer_states_chunk_mib

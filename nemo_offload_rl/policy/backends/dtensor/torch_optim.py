@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.settings import OptimizerSettings, SchedulerSettings
+from nemo_offload_rl.policy.config import OptimizerConfig
+from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.residency import local_tensor
 
 # What torch raises for arguments of a wrong type, value or combination, and in a step that it cannot do.
@@ -33,7 +34,7 @@ _SCHEDULE_STEPS = 4
 type NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-def optimizer_spec(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerSpec:
+def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
     """What the optimizer that `policy.optimizer` names keeps for float32 parameters, by trying it.
 
     Args:
@@ -60,7 +61,7 @@ def optimizer_spec(settings: OptimizerSettings, *, on_gpu: bool) -> OptimizerSpe
     return spec
 
 
-def _try_steps(settings: OptimizerSettings, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The parameters after two steps, and the states of the first of them."""
     # It belongs to no process group, and none is made for it; DTensor still refuses what it cannot do with shards.
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
@@ -94,7 +95,7 @@ def _cannot_train(name: str, reason: str) -> ConfigError:
     )
 
 
-def param_groups(settings: OptimizerSettings, parameters: NamedParameters) -> list[dict[str, Any]]:
+def param_groups(settings: OptimizerConfig, parameters: NamedParameters) -> list[dict[str, Any]]:
     """The optimizer's parameter groups: one, or a second one without weight decay.
 
     Which parameters those are is as in megatron-core: biases, and all that have one dimension, which are the norms.
@@ -114,7 +115,7 @@ def param_groups(settings: OptimizerSettings, parameters: NamedParameters) -> li
 
 
 def build_optimizer(
-    settings: OptimizerSettings, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+    settings: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 ) -> Optimizer:
     """The optimizer that `policy.optimizer` names, over parameters or groups of them.
 
@@ -153,7 +154,7 @@ def build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) -
 
 
 def try_schedule(
-    optimizer: OptimizerSettings, phases: Sequence[SchedulerSettings], num_steps: int, steps_key: str
+    optimizer: OptimizerConfig, phases: Sequence[SchedulerSettings], num_steps: int, steps_key: str
 ) -> None:
     """Step each phase of a schedule a few times, on its own.
 

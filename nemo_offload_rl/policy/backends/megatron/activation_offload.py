@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.host_buffers import HostBufferPool, new_region_on, round_up
-from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def check_transformer_engine() -> None:
         )
 
 
-def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, cfg: MegatronSettings) -> int:
+def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, cfg: MegatronConfig) -> int:
     """Host memory that offloaded activations can need: by tokens and layers, or the limit where that is less.
 
     Activations of experts, which do not go through the buffers, are not counted.
@@ -178,7 +179,7 @@ def _tokens_of_a_micro_batch(settings: PolicySettings) -> int:
     return settings.train_micro_batch_size * longest
 
 
-def elements_a_token(config: Any, module: str, cfg: MegatronSettings) -> tuple[float, ...]:
+def elements_a_token(config: Any, module: str, cfg: MegatronConfig) -> tuple[float, ...]:
     """Of each tensor that a module of one layer keeps for its backward pass: elements for each token."""
     tp_size = cfg.tensor_model_parallel_size
     hidden = config.hidden_size / (tp_size if cfg.sequence_parallel else 1)

@@ -30,6 +30,7 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
 )
 from nemo_offload_rl.policy.backends.megatron.affinity import bind_to_numa_node_of
 from nemo_offload_rl.policy.backends.megatron.checkpoint import MegatronState
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.policy.backends.megatron.fp8_scales import keeps_scales
 from nemo_offload_rl.policy.backends.megatron.model import build_model
@@ -40,7 +41,7 @@ from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
-from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup, unique_storages
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class MegatronBackend:
             error here too.
     """
 
-    def __init__(self, settings: PolicySettings, cfg: MegatronSettings, process: ProcessInfo) -> None:
+    def __init__(self, settings: PolicySettings, cfg: MegatronConfig, process: ProcessInfo) -> None:
         check_model_folder(settings.model_name)
         self._settings = settings
         self._cfg = cfg

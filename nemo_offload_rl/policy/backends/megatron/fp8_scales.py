@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from nemo_offload_rl.policy.settings import MegatronFp8Settings
+from nemo_offload_rl.policy.backends.megatron.config import MegatronFp8Config
 
 
-def keeps_scales(cfg: MegatronFp8Settings) -> bool:
+def keeps_scales(cfg: MegatronFp8Config) -> bool:
     """Whether training goes on differently without the scales of the steps before."""
     return cfg.enabled and cfg.fp8_recipe == "delayed"
 

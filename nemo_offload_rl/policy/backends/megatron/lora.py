@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_lora
-from nemo_offload_rl.policy.settings import MEGATRON_ADAPTED_LAYERS, MegatronLoraSettings, MegatronSettings
+from nemo_offload_rl.policy.backends.megatron.config import MEGATRON_ADAPTED_LAYERS, MegatronConfig, MegatronLoraConfig
 
 _KEY = "policy.megatron_cfg.peft"
 
 
-def check_adapters(provider: Any, cfg: MegatronSettings) -> None:
+def check_adapters(provider: Any, cfg: MegatronConfig) -> None:
     """Refuse models and layouts whose adapters are not available.
 
     Raises:
@@ -40,9 +40,7 @@ def check_adapters(provider: Any, cfg: MegatronSettings) -> None:
         )
 
 
-def add_adapters(
-    chunks: list[nn.Module], settings: MegatronLoraSettings, seed: int, recomputes: bool
-) -> list[nn.Module]:
+def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: int, recomputes: bool) -> list[nn.Module]:
     """Put adapters beside linear layers, in place, and freeze everything else.
 
     Args:

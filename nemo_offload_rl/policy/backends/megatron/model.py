@@ -18,6 +18,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
 from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
 from nemo_offload_rl.policy.backends.megatron.rope import (
@@ -28,7 +29,7 @@ from nemo_offload_rl.policy.backends.megatron.rope import (
     without_scaling,
 )
 from nemo_offload_rl.policy.backends.megatron.supported import unsupported
-from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class BuiltModel:
     folder: ModelFolder
 
 
-def build_model(settings: PolicySettings, cfg: MegatronSettings) -> BuiltModel:
+def build_model(settings: PolicySettings, cfg: MegatronConfig) -> BuiltModel:
     """Load the weights of `policy.model_name` into a Megatron model; every rank calls it.
 
     Raises:
@@ -125,7 +126,7 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
         ) from error
 
 
-def _configure(provider: Any, settings: PolicySettings, cfg: MegatronSettings) -> None:
+def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> None:
     """Set the provider's fields, which are those of Megatron's `TransformerConfig`."""
     dtype = COMPUTE_DTYPES[settings.precision]
     values: dict[str, Any] = {
@@ -171,7 +172,7 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronSettings) -
         setattr(provider, name, value)
 
 
-def _recompute(cfg: MegatronSettings) -> dict[str, Any]:
+def _recompute(cfg: MegatronConfig) -> dict[str, Any]:
     if not cfg.activation_checkpointing:
         return {}
     if cfg.recompute_granularity == "full":
@@ -179,7 +180,7 @@ def _recompute(cfg: MegatronSettings) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(cfg.recompute_modules or ("core_attn",))}
 
 
-def _mixture_of_experts(cfg: MegatronSettings) -> dict[str, Any]:
+def _mixture_of_experts(cfg: MegatronConfig) -> dict[str, Any]:
     return {
         "moe_router_dtype": cfg.moe_router_dtype,
         "moe_permute_fusion": cfg.moe_permute_fusion,
@@ -206,7 +207,7 @@ def _local_layers() -> dict[str, Any]:
     }
 
 
-def _ddp_config(cfg: MegatronSettings) -> DistributedDataParallelConfig:
+def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
     ddp = cfg.distributed_data_parallel_config
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nemo_offload_rl.policy.backends import optimizer_spec
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-from nemo_offload_rl.policy.settings import MegatronOptimizerSettings, MegatronSchedulerSettings, PolicySettings
+from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_offload_rl.policy.settings import PolicySettings
 
 
 class GuardedOptimizer(ChainedOptimizer):
@@ -64,7 +65,7 @@ class GuardedOptimizer(ChainedOptimizer):
 
 
 def build_optimizer(
-    settings: PolicySettings, cfg: MegatronOptimizerSettings, chunks: Sequence[Any], device: torch.device
+    settings: PolicySettings, cfg: MegatronOptimizerConfig, chunks: Sequence[Any], device: torch.device
 ) -> GuardedOptimizer:
     """Megatron's optimizer over the model's trainable parameters."""
     dtype = COMPUTE_DTYPES[settings.precision]
@@ -114,7 +115,7 @@ def make_states(inner: Any, updated: Sequence[Tensor]) -> None:
 
 
 def build_scheduler(
-    cfg: MegatronSchedulerSettings, optimizer_cfg: MegatronOptimizerSettings, optimizer: Any
+    cfg: MegatronSchedulerConfig, optimizer_cfg: MegatronOptimizerConfig, optimizer: Any
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay by optimizer step; begins at the first one."""
     return OptimizerParamScheduler(

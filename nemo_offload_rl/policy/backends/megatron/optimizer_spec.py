@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ OPTIMIZERS: Mapping[str, MegatronOptimizer] = {
 }
 
 
-def optimizer_spec(settings: MegatronOptimizerSettings) -> OptimizerSpec:
+def optimizer_spec(settings: MegatronOptimizerConfig) -> OptimizerSpec:
     """What the optimizer of `policy.megatron_cfg.optimizer` keeps."""
     optimizer = OPTIMIZERS[settings.optimizer]
     masters = dict.fromkeys(_HALF, torch.float32)

@@ -10,10 +10,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo
-from nemo_offload_rl.policy.settings import MegatronSettings, ModelParallel
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.settings import ModelParallel
 
 
-def join_model_parallel(cfg: MegatronSettings, parallel: ModelParallel, world_size: int) -> bool:
+def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size: int) -> bool:
     """Make Megatron's process groups unless they are there; returns whether they were made here.
 
     Megatron keeps them in module globals: models that live in one process at the same time share them.

@@ -20,10 +20,11 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, chunked_scores, measured_loss
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
 from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
-from nemo_offload_rl.policy.settings import MegatronSettings, PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings
 
 
 class Passes:
@@ -41,7 +42,7 @@ class Passes:
         self,
         model: BuiltModel,
         settings: PolicySettings,
-        cfg: MegatronSettings,
+        cfg: MegatronConfig,
         activations: ActivationOffloading,
         device: torch.device,
     ) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron import state
+from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.settings import MegatronOptimizerSettings
 from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer
 
 # What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
@@ -41,7 +41,7 @@ class StreamedStates:
     def __init__(
         self,
         optimizer: Any,
-        cfg: MegatronOptimizerSettings,
+        cfg: MegatronOptimizerConfig,
         spec: OptimizerSpec,
         state_bytes: Mapping[Tensor, int],
     ) -> None:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiny_models import make_qwen3, make_tokenizer
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.settings import DpoSettings
+from nemo_offload_rl.algorithms.config import DpoSectionConfig
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch
 
-PLAIN = DpoSettings(
+PLAIN = DpoSectionConfig(
     max_num_epochs=1,
     max_num_steps=1,
     val_period=0,
@@ -70,7 +70,7 @@ def norm_of(batch: PreferenceBatch) -> LossNorm:
     return LossNorm(float(batch.sample_mask.sum()), float((batch.token_mask * batch.sample_mask[:, None]).sum()))
 
 
-def by_formula(logprobs: Tensor, batch: PreferenceBatch, settings: DpoSettings) -> dict[str, float]:
+def by_formula(logprobs: Tensor, batch: PreferenceBatch, settings: DpoSectionConfig) -> dict[str, float]:
     """Pair after pair, number after number."""
     totals = dict.fromkeys(("loss", "preference_loss", "sft_loss", "accuracy", "rewards_margin_mean"), 0.0)
     kept = [row for row in range(0, len(batch), 2) if batch.sample_mask[row]]
@@ -118,7 +118,7 @@ KEYS = {
 }
 
 
-def gradient_by_hand(logprobs: Tensor, batch: PreferenceBatch, settings: DpoSettings) -> Tensor:
+def gradient_by_hand(logprobs: Tensor, batch: PreferenceBatch, settings: DpoSectionConfig) -> Tensor:
     """Derivative of the loss by each logprob, written down: that of -log sigmoid(m) is sigmoid(m) - 1."""
     slopes = torch.zeros_like(logprobs)
     kept = [row for row in range(0, len(batch), 2) if batch.sample_mask[row]]
@@ -224,7 +224,7 @@ def trl_batch(tmp_path_factory) -> tuple[Any, dict[str, Tensor], Path]:
     return trainer, next(iter(trainer.get_train_dataloader())), folder
 
 
-def ours(batch: dict[str, Tensor], settings: DpoSettings) -> dict[str, float]:
+def ours(batch: dict[str, Tensor], settings: DpoSectionConfig) -> dict[str, float]:
     """Our loss on TRL's tensors, with logprobs by a plain forward."""
     num_pairs = len(batch["input_ids"]) // 2
     order = [row for pair in range(num_pairs) for row in (pair, pair + num_pairs)]

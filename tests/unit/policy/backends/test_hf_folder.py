@@ -14,7 +14,7 @@ from policy_cases import assert_equal, full_params, one_rank_worker, save_family
 from tiny_models import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_offload_rl.data.settings import TokenizerSettings
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.policy.backends import hf_folder
 from nemo_offload_rl.policy.backends.factory import check_model
@@ -69,10 +69,10 @@ def test_the_tokenizer_and_the_chat_template_of_the_run_are_exported(folder: Pat
     config_file = tmp_path / "tokenizer" / "tokenizer_config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"chat_template": "never used"}))
     template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    tokenizer = TokenizerSettings(name=str(tmp_path / "tokenizer"), chat_template=template, chat_template_kwargs=None)
+    tokenizer = TokenizerConfig(name=str(tmp_path / "tokenizer"), chat_template=template, chat_template_kwargs=None)
     export(folder, tmp_path / "hf", tokenizer=tokenizer)
     used = load_tokenizer(tokenizer)
-    as_exported = TokenizerSettings(name=str(tmp_path / "hf"), chat_template=None, chat_template_kwargs=None)
+    as_exported = TokenizerConfig(name=str(tmp_path / "hf"), chat_template=None, chat_template_kwargs=None)
     for found in (load_tokenizer(as_exported), AutoTokenizer.from_pretrained(tmp_path / "hf")):
         assert found.get_vocab() == used.get_vocab()
         assert "<mine>" in found.get_vocab()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import build_optimizer, optimizer_spec
 from nemo_offload_rl.policy.backends.optimizer_spec import make_states
-from nemo_offload_rl.policy.settings import OptimizerSettings
+from nemo_offload_rl.policy.config import OptimizerConfig
 
 
 class Lion(Optimizer):
@@ -70,8 +70,8 @@ KEPT = {
 }
 
 
-def settings_of(name: str, **kwargs) -> OptimizerSettings:
-    return OptimizerSettings(name=name.partition(" ")[0], kwargs={"lr": 1e-2, **kwargs}, decay_norm_and_bias=True)
+def settings_of(name: str, **kwargs) -> OptimizerConfig:
+    return OptimizerConfig(name=name.partition(" ")[0], kwargs={"lr": 1e-2, **kwargs}, decay_norm_and_bias=True)
 
 
 def some_parameters() -> list[nn.Parameter]:

@@ -11,9 +11,9 @@ from policy_cases import NLL, hf_logprobs, make_batch, one_rank_worker, save_fam
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from nemo_offload_rl.policy.backends.dtensor.attention import CAUSAL, MASKED, PACKED, choose_attention
-from nemo_offload_rl.policy.settings import BatchingSettings
+from nemo_offload_rl.policy.config import BatchingConfig
 
-PACKING = BatchingSettings(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
+PACKING = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
 WINDOWS = {
     "qwen3": {
         "use_sliding_window": True,
@@ -27,9 +27,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("changes", [{}, {"sequence_packing": PACKING}], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", list(WINDOWS))
-def test_layers_with_a_sliding_window_keep_it(
-    tmp_path: Path, family: str, changes: dict[str, BatchingSettings]
-) -> None:
+def test_layers_with_a_sliding_window_keep_it(tmp_path: Path, family: str, changes: dict[str, BatchingConfig]) -> None:
     batch = make_batch()
     everywhere = save_family(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **WINDOWS[family])

@@ -23,7 +23,9 @@ from nemo_offload_rl.policy.backends.megatron.activation_offload import (
     elements_a_token,
     host_bytes_at_most,
 )
-from nemo_offload_rl.policy.settings import BatchingSettings, MegatronSettings, PolicySettings
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.config import BatchingConfig
+from nemo_offload_rl.policy.settings import PolicySettings
 
 CPU = torch.device("cpu")
 # Attention of local layers keeps transposed views, megatron-core brings contiguous tensors back, and on some CPUs
@@ -216,7 +218,7 @@ def test_host_memory_is_bounded_under_changing_lengths() -> None:
     assert len(upstream) > 60, "megatron-core keeps buffers for each shape"
 
 
-def sizes_of(modules: tuple[str, ...], **changes: Any) -> tuple[PolicySettings, MegatronSettings]:
+def sizes_of(modules: tuple[str, ...], **changes: Any) -> tuple[PolicySettings, MegatronConfig]:
     changes = {"precision": "bfloat16", "activation_offload_host_limit_gib": 64.0, **changes}
     settings = make_settings("a-model", backend="megatron", offload_modules=modules, **changes)
     assert settings.megatron_cfg is not None
@@ -256,7 +258,7 @@ def test_host_memory_that_activations_need_follows_tokens_layers_and_modules() -
     assert gib(activation_offload_fraction=0.5) == gib(layers=14)
     assert gib(layers=14, pipeline_model_parallel_size=2) == gib()
     assert gib(tensor_model_parallel_size=2, sequence_parallel=True) == pytest.approx(gib() / 2, rel=1e-2)
-    packed = BatchingSettings(enabled=True, train_mb_tokens=8192, logprob_mb_tokens=1, sequence_length_round=1)
+    packed = BatchingConfig(enabled=True, train_mb_tokens=8192, logprob_mb_tokens=1, sequence_length_round=1)
     assert gib(max_total_sequence_length=4096, train_micro_batch_size=8, sequence_packing=packed) == pytest.approx(
         gib() / 4, rel=1e-2
     )

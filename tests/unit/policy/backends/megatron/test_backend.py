@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import OPTIMIZERS, optimizer_spec
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
-from nemo_offload_rl.policy.megatron_config import MegatronOptimizerConfig
 from nemo_offload_rl.residency.groups import storage_key
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}

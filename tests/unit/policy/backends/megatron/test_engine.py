@@ -44,7 +44,7 @@ def test_a_run_without_transformer_engine_ends_in_one_line_before_ray_starts(tmp
     with pytest.raises(UserError, match=r"cannot use Transformer Engine: it is not installed; .*make setup-gpu"):
         run_grpo(config)
     with pytest.raises(UserError, match="No module named 'transformer_engine'"):
-        load_engine(config.policy)
+        load_engine(config.worker)
 
 
 def test_an_engine_for_another_torch_is_told_with_what_fails(engine_of_another_torch):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
-from nemo_offload_rl.schema import closed, doc
+from nemo_offload_rl.schema import doc, section
+
+# Megatron's linear layers of attention and of dense MLPs, which adapters are made for.
+MEGATRON_ADAPTED_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-@closed
-class MegatronOptimizerConfig(TypedDict):
+@section
+class MegatronOptimizerConfig:
     """`policy.megatron_cfg.optimizer`."""
 
     optimizer: Annotated[Literal["adam", "sgd"], doc("The optimizer.")]
@@ -55,8 +58,8 @@ class MegatronOptimizerConfig(TypedDict):
     ]
 
 
-@closed
-class MegatronSchedulerConfig(TypedDict):
+@section
+class MegatronSchedulerConfig:
     """`policy.megatron_cfg.scheduler`."""
 
     start_weight_decay: Annotated[float, doc("Weight decay at the first step.", ge=0)]
@@ -70,8 +73,8 @@ class MegatronSchedulerConfig(TypedDict):
     lr_warmup_init: Annotated[float, doc("Learning rate at the first step.", ge=0)]
 
 
-@closed
-class MegatronDdpConfig(TypedDict):
+@section
+class MegatronDdpConfig:
     """`policy.megatron_cfg.distributed_data_parallel_config`."""
 
     grad_reduce_in_fp32: Annotated[bool, doc("Keep and reduce gradients in float32.")]
@@ -79,8 +82,8 @@ class MegatronDdpConfig(TypedDict):
     overlap_param_gather: Annotated[bool, doc("Gather parameters while the forward pass runs.")]
 
 
-@closed
-class MegatronFp8Config(TypedDict):
+@section
+class MegatronFp8Config:
     """`policy.megatron_cfg.fp8_cfg`: 8-bit matrix products in Transformer Engine."""
 
     enabled: Annotated[bool, doc("Compute linear layers in 8 bits.")]
@@ -93,19 +96,19 @@ class MegatronFp8Config(TypedDict):
     ]
 
 
-@closed
-class MegatronLoraConfig(TypedDict):
+@section
+class MegatronLoraConfig:
     """`policy.megatron_cfg.peft`: train low-rank adapters instead of the model's own weights."""
 
     enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
     target_modules: Annotated[
-        list[str],
+        tuple[str, ...],
         doc(
             "Layers that get adapters, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or a "
             "pattern as `*.layers.0.*.linear_qkv`; empty for all four."
         ),
     ]
-    exclude_modules: Annotated[list[str], doc("Those of the four that get none, with an empty `target_modules`.")]
+    exclude_modules: Annotated[tuple[str, ...], doc("Those of the four that get none, with an empty `target_modules`.")]
     dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
     alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
     dropout: Annotated[float, doc("Share that is dropped in training.", ge=0, lt=1)]
@@ -118,8 +121,8 @@ class MegatronLoraConfig(TypedDict):
     ]
 
 
-@closed
-class MegatronConfig(TypedDict):
+@section
+class MegatronConfig:
     """`policy.megatron_cfg`: Megatron-core models."""
 
     enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
@@ -152,13 +155,13 @@ class MegatronConfig(TypedDict):
         Literal["full", "selective"], doc("Recompute whole layers or `recompute_modules`.")
     ]
     recompute_modules: Annotated[
-        list[str] | None, doc("Modules to recompute when selective, such as `[mlp]`; null for `[core_attn]`.")
+        tuple[str, ...] | None, doc("Modules to recompute when selective, such as `[mlp]`; null for `[core_attn]`.")
     ]
     fine_grained_activation_offloading: Annotated[
         bool, doc("Move the activations of `offload_modules` to the host between the forward and the backward pass.")
     ]
     offload_modules: Annotated[
-        list[str] | None,
+        tuple[str, ...] | None,
         doc(
             "Modules whose inputs move: qkv_linear, core_attn, attn_proj (needs core_attn) and, of mixture-of-experts "
             "models, mlp_norm, expert_fc1 and moe_act. Pays with long rows: docs/measurements/megatron.md has numbers."

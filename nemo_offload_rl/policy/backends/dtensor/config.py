@@ -1,0 +1,70 @@
+"""The YAML keys `policy.dtensor_cfg.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from nemo_offload_rl.schema import doc, section
+
+
+@section
+class DTensorLoraConfig:
+    """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
+
+    enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
+    target_modules: Annotated[
+        tuple[str, ...],
+        doc("Names of the linear layers that get adapters, as `q_proj`; not read with `match_all_linear`."),
+    ]
+    exclude_modules: Annotated[tuple[str, ...], doc("Names of layers that get none.")]
+    match_all_linear: Annotated[bool, doc("Every linear layer but the output layer gets adapters.")]
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
+    alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Share of an adapter's inputs that are dropped in training.", ge=0, lt=1)]
+    lora_A_init: Annotated[
+        Literal["xavier", "uniform"], doc("First values of A: Xavier's normal, or peft's uniform. B begins with zeros.")
+    ]
+
+
+@section
+class DTensorConfig:
+    """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
+
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
+    tensor_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
+    context_parallel_size: Annotated[
+        int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
+    ]
+    sequence_parallel: Annotated[
+        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism. Not available yet.")
+    ]
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in the backward pass instead of keeping them.")
+    ]
+    torch_compile: Annotated[
+        bool,
+        doc(
+            "Compile the layers with torch.compile: faster and smaller, for half a minute at the first step (kept on "
+            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU."
+        ),
+    ]
+    cpu_offload: Annotated[
+        bool,
+        doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
+    ]
+    offload_optimizer_states: Annotated[
+        bool,
+        doc(
+            "Keep optimizer states on the device inside the optimizer step only: they return beside the last "
+            "micro-batch where there is room and leave beside the next forward pass. The update stays on the device."
+        ),
+    ]
+    offload_optimizer_states_chunk_mib: Annotated[
+        float | None,
+        doc(
+            "With `offload_optimizer_states`: states come, are updated and leave in parts of this size, of which two "
+            "are on the device at once. null for one part, which hides best and needs the most memory.",
+            gt=0,
+        ),
+    ]
+    lora_cfg: Annotated[DTensorLoraConfig, doc("Low-rank adapters (LoRA).")]
