@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 from functools import cache
+from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def _serve(listener: socket.socket) -> None:
             listener.close()
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            current_process()._config["daemon"] = False  # a worker may have children
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
