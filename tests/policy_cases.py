@@ -105,8 +105,8 @@ def make_settings(
     for name, value in changes.items():
         if name in {field.name for field in fields(PolicySettings)}:
             settings = replace(settings, **{name: value})
-        elif settings.megatron is not None:
-            settings = replace(settings, megatron_cfg=_replace_anywhere(settings.megatron, name, value))
+        elif settings.megatron_cfg is not None:
+            settings = replace(settings, megatron_cfg=_replace_anywhere(settings.megatron_cfg, name, value))
         else:
             settings = replace(settings, dtensor_cfg=replace(settings.dtensor_cfg, **{name: value}))
     return settings
@@ -311,7 +311,7 @@ def worker_of(
     settings: PolicySettings, process: ProcessInfo, *, keep_reference: bool = False
 ) -> Iterator[PolicyWorker]:
     """A worker that ends with the body; a Megatron one on CPU through the shim."""
-    with megatron_on_cpu() if settings.megatron is not None and process.device == "cpu" else nullcontext():
+    with megatron_on_cpu() if settings.megatron_cfg is not None and process.device == "cpu" else nullcontext():
         worker = PolicyWorker(settings, process, keep_reference)
         try:
             yield worker
@@ -338,7 +338,7 @@ def cycle(worker: PolicyWorker, batch: TrainBatch) -> None:
 
 
 def is_megatron(worker: PolicyWorker) -> bool:
-    return worker._settings.megatron is not None
+    return worker._settings.megatron_cfg is not None
 
 
 def full_params(worker: PolicyWorker) -> dict[str, Tensor]:

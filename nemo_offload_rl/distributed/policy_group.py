@@ -55,10 +55,4 @@ def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) 
         # that spin while they wait make a step up to ten times slower as soon as another process needs a core.
         threads = max(1, (os.cpu_count() or 1) // cpu_workers_per_node)
         env_vars |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    megatron = settings.megatron
-    if megatron is not None:
-        env_vars |= megatron.env_vars or {}
-        if megatron.fine_grained_activation_offloading:
-            # Else Transformer Engine 2.10 and later would move weights too. A rule refuses another value in env_vars.
-            env_vars["NVTE_CPU_OFFLOAD_V1"] = "1"
-    return env_vars
+    return {**env_vars, **settings.backend.worker_env_vars}

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Tag
 
 from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.generation.config import GenerationConfig
+from nemo_offload_rl.policy.backends.config import BackendConfig
 from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.schema import doc, section
@@ -143,6 +144,13 @@ class TrainedPolicyConfig:
     offload_optimizer_states_for_logprob: Annotated[
         bool, doc("Keep the optimizer on the host while logprobs are computed too: less GPU memory, more copies.")
     ]
+
+    @property
+    def backend(self) -> BackendConfig:
+        """The section of the backend that trains the model."""
+        if self.megatron_cfg is not None and self.megatron_cfg.enabled:
+            return self.megatron_cfg
+        return self.dtensor_cfg
 
 
 @section

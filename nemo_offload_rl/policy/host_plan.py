@@ -216,9 +216,9 @@ def _changes(need: HostNeed) -> list[Change]:
     if need.keep_reference:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
         changes.append(Change(key, lambda need: replace(need, keep_reference=False)))
-    if settings.offload_optimizer_states:
-        section = "dtensor_cfg" if settings.megatron is None else "megatron_cfg.optimizer"
-        changes.append(Change(f"policy.{section}.offload_optimizer_states=false", _without_streaming))
+    backend = settings.backend
+    if backend.streams_states:
+        changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
     if settings.offload_optimizer_states_for_logprob:
         key = "policy.offload_optimizer_states_for_logprob=false"
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
@@ -239,16 +239,11 @@ def _with_settings(need: HostNeed, **changes: object) -> HostNeed:
 
 
 def _without_streaming(need: HostNeed) -> HostNeed:
-    settings = need.settings
-    if settings.megatron is None:
-        changed = replace(settings, dtensor_cfg=replace(settings.dtensor_cfg, offload_optimizer_states=False))
-    else:
-        optimizer = replace(settings.megatron.optimizer, offload_optimizer_states=False)
-        changed = replace(settings, megatron_cfg=replace(settings.megatron, optimizer=optimizer))
+    backend = need.settings.backend
     sizes = {name: size for name, size in need.sizes.items() if name != OPTIMIZER_PART}
     if OPTIMIZER_PART in need.sizes:
         sizes[OPTIMIZER] = need.sizes[OPTIMIZER_PART] + need.sizes.get(OPTIMIZER, 0)
-    return replace(need, settings=changed, sizes=sizes)
+    return replace(_with_settings(need, **{backend.section: backend.without_streaming()}), sizes=sizes)
 
 
 def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
@@ -257,8 +252,8 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         colocated=settings.colocated,
         use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
         offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
-        offload_optimizer_states=settings.offload_optimizer_states,
-        optimizer_cpu_offload=settings.optimizer_cpu_offload,
+        offload_optimizer_states=settings.backend.streams_states,
+        optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
         has_base=BASE in sizes_bytes,
     )
 

@@ -56,7 +56,7 @@ class Policy:
     """Driver side of the policy workers.
 
     Args:
-        group: Workers by rank, numbered as `settings.model_parallel` says.
+        group: Workers by rank, numbered as `settings.backend.model_parallel` says.
         settings: The workers' settings.
 
     Raises:
@@ -64,7 +64,7 @@ class Policy:
     """
 
     def __init__(self, group: WorkerGroup, settings: PolicySettings) -> None:
-        parallel, world_size = settings.model_parallel, group.world_size
+        parallel, world_size = settings.backend.model_parallel, group.world_size
         if world_size % parallel.ranks_per_copy:
             raise ConfigError(
                 f"{world_size} policy workers are no whole copies of a model that is spread over "

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
 from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.config import OFFLOAD_VARIABLE, MegatronConfig
 from nemo_offload_rl.utils.config import nearest_key
 
 KEY = "policy.megatron_cfg"
 DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 EXPERT_MODULES = ("expert_fc1", "moe_act")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
-OFFLOAD_VARIABLE = "NVTE_CPU_OFFLOAD_V1"
 
 
 def activation_offloading_names_its_modules(cfg: RunConfig) -> str | None:

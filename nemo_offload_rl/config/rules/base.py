@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
-from nemo_offload_rl.config.rules.megatron_facts import megatron_section, model_parallel_size
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.data.config import (
     ArithmeticConfig,
@@ -49,10 +48,7 @@ def devices_per_node(cfg: RunConfig) -> int:
 
 def data_parallel_size(cfg: RunConfig) -> int:
     """Policy workers that see different data."""
-    if (megatron := megatron_section(cfg)) is not None:
-        return world_size(cfg) // model_parallel_size(megatron)
-    dtensor = cfg.policy.dtensor_cfg
-    return world_size(cfg) // (dtensor.tensor_parallel_size * dtensor.context_parallel_size)
+    return world_size(cfg) // cfg.policy.backend.model_parallel.ranks_per_copy
 
 
 def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:

@@ -6,7 +6,6 @@ from nemo_offload_rl.config.rules.base import Rule, world_size
 from nemo_offload_rl.config.rules.megatron_facts import (
     local_model_config,
     megatron_section,
-    model_parallel_size,
     num_experts,
 )
 from nemo_offload_rl.config.schema import RunConfig
@@ -19,7 +18,7 @@ KEY = "policy.megatron_cfg"
 def megatron_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     """Megatron's tensor, pipeline and context parallel sizes multiply to a divisor of the number of workers."""
     megatron, world = megatron_section(cfg), world_size(cfg)
-    if megatron is not None and world % (size := model_parallel_size(megatron)):
+    if megatron is not None and world % (size := megatron.model_parallel.ranks_per_copy):
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         return (
             f"{KEY}.tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x "

@@ -21,11 +21,6 @@ def megatron_section(cfg: RunConfig) -> MegatronConfig | None:
     return policy.megatron_cfg if policy.megatron_cfg is not None and policy.megatron_cfg.enabled else None
 
 
-def model_parallel_size(megatron: MegatronConfig) -> int:
-    """Workers that hold one copy of a Megatron model's dense layers, and share their data."""
-    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
-
-
 def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
     """The model's config.json with `policy.hf_config_overrides`; None for a broken folder.
 

@@ -19,8 +19,7 @@ from nemo_offload_rl.config.rules.megatron_facts import megatron_section
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
-from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
 from nemo_offload_rl.residency import (
@@ -69,13 +68,12 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     if known is None:
         return None
     total_bytes, group_bytes = known
-    key, streaming = _streaming_keys(cfg)
+    backend = cfg.policy.backend
     # Streamed or not, the whole optimizer is there in its step, beside parameters and gradients.
-    chunked = streaming.offload_optimizer_states and streaming.offload_optimizer_states_chunk_mib is not None
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
     needed_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP) + resting_bytes + awake_bytes
-    if needed_bytes <= total_bytes or chunked:
+    if needed_bytes <= total_bytes or backend.streams_in_parts:
         return None
     has_adapters = not group_bytes["grads"]
     sizes = {"frozen params": group_bytes["params"]} if has_adapters else group_bytes
@@ -86,7 +84,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
     fix = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
     if group_bytes["optimizer"]:
-        fix += f", or {key}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
+        fix += f", or {backend.streaming_section}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
         f"activations, but it has {total_bytes / _GIB:.1f}; {fix}"
@@ -160,7 +158,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if groups["optimizer"]:
-        sizes[OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER] = groups["optimizer"]
+        sizes[OPTIMIZER_PART if settings.backend.streams_states else OPTIMIZER] = groups["optimizer"]
     on_cpu = cfg.cluster.gpus_per_node == 0
     device_bytes = memory_total_bytes() if on_cpu else max((use.total_bytes for use in read_gpus().values()), default=0)
     return HostNeed(
@@ -207,14 +205,6 @@ def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: in
         "grads": (4 if in_fp32 else dtype.itemsize) * num_trained,
         "optimizer": spec.bytes_per_element(dtype) * num_updated,
     }
-
-
-def _streaming_keys(cfg: RunConfig) -> tuple[str, DTensorConfig | MegatronOptimizerConfig]:
-    """Where the keys of streamed optimizer states are, and their section."""
-    megatron = megatron_section(cfg)
-    if megatron is None:
-        return "policy.dtensor_cfg", cfg.policy.dtensor_cfg
-    return "policy.megatron_cfg.optimizer", megatron.optimizer
 
 
 RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)

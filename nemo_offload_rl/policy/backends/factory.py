@@ -8,6 +8,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.backends.dtensor import split_plan
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as unsupported_by_dtensor
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.engine import check_engine, load_engine
 from nemo_offload_rl.policy.backends.megatron.supported import unsupported as unsupported_by_megatron
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder, read_model_config
@@ -20,7 +21,7 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBy
     Raises:
         UserError: The model's configuration cannot be read.
     """
-    if settings.megatron is not None or settings.dtensor_cfg.lora_cfg.enabled:
+    if isinstance(settings.backend, MegatronConfig) or settings.dtensor_cfg.lora_cfg.enabled:
         return ExpectedBytes({}, 0)
     from nemo_offload_rl.policy.backends.dtensor.sizes import expected_state_bytes
 
@@ -38,16 +39,12 @@ def check_model(settings: PolicySettings) -> None:
     check_model_folder(settings.model_name)
     check_engine(settings)
     config = {**read_model_config(settings.model_name), **settings.hf_config_overrides}
-    in_megatron = settings.megatron is not None
-    key, check = (
-        ("policy.megatron_cfg", unsupported_by_megatron)
-        if in_megatron
-        else ("policy.dtensor_cfg", unsupported_by_dtensor)
-    )
+    in_megatron = isinstance(settings.backend, MegatronConfig)
+    check = unsupported_by_megatron if in_megatron else unsupported_by_dtensor
     if (reason := check(config)) is not None:
         raise ConfigError(
-            f"{key}.enabled is true, but config.json of {settings.model_name} has {reason}; use another model, or "
-            "the other backend if it trains this one (docs/reference/models.md)"
+            f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
+            f"{reason}; use another model, or the other backend if it trains this one (docs/reference/models.md)"
         )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     if not in_megatron and tp_size > 1:
@@ -62,12 +59,12 @@ def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBacke
     Raises:
         UserError: The model or a setting cannot be used.
     """
-    if settings.megatron is not None:
+    if isinstance(settings.backend, MegatronConfig):
         load_engine(settings)
         # Here, since these libraries take seconds to import.
         from nemo_offload_rl.policy.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(settings, settings.megatron, process)
+        return MegatronBackend(settings, settings.backend, process)
     if not settings.dtensor_cfg.enabled:
         raise ConfigError("policy.dtensor_cfg.enabled=false leaves no training backend; set it to true.")
     from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend

@@ -141,9 +141,9 @@ def obey(need, message):
         elif key == "policy.offload_optimizer_states_for_logprob":
             policy = replace(policy, offload_optimizer_states_for_logprob=False)
         else:
-            section = "megatron_cfg.optimizer" if policy.megatron else "dtensor_cfg"
+            section = "megatron_cfg.optimizer" if policy.megatron_cfg else "dtensor_cfg"
             assert key == f"policy.{section}.offload_optimizer_states"
-            kept = make_settings("a-model", backend="megatron" if policy.megatron else "dtensor")
+            kept = make_settings("a-model", backend="megatron" if policy.megatron_cfg else "dtensor")
             policy = replace(policy, dtensor_cfg=kept.dtensor_cfg, megatron_cfg=kept.megatron_cfg)
             need = replace(need, sizes=STATE)
         need = replace(need, settings=policy)

@@ -139,10 +139,10 @@ def test_the_optimizer_keeps_the_bytes_of_its_spec_and_what_is_made_for_a_load_i
     folder: Path, tmp_path: Path, flavour: str
 ) -> None:
     settings = gpu_settings(folder, colocated=False, **FLAVOURS.get(flavour, FLAVOURS["masters, not sharded"]))
-    optimizer = settings.megatron.optimizer
+    optimizer = settings.megatron_cfg.optimizer
     if flavour == "sgd":
         optimizer = replace(optimizer, optimizer="sgd")
-        settings = replace(settings, megatron_cfg=replace(settings.megatron, optimizer=optimizer))
+        settings = replace(settings, megatron_cfg=replace(settings.megatron_cfg, optimizer=optimizer))
     with worker_of(settings, GPU) as worker:
         worker.prepare_for_training()
         worker.train(make_batch(), NLLLoss())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
+from nemo_offload_rl.policy.backends.config import ModelParallel
 from nemo_offload_rl.schema import doc, section
 
 
@@ -68,3 +71,42 @@ class DTensorConfig:
         ),
     ]
     lora_cfg: Annotated[DTensorLoraConfig, doc("Low-rank adapters (LoRA).")]
+
+    @property
+    def section(self) -> str:
+        """See `BackendConfig`, as for all below."""
+        return "dtensor_cfg"
+
+    @property
+    def streaming_section(self) -> str:
+        """This one."""
+        return "policy.dtensor_cfg"
+
+    @property
+    def streams_states(self) -> bool:
+        """As the key says."""
+        return self.offload_optimizer_states
+
+    @property
+    def streams_in_parts(self) -> bool:
+        """As the keys say."""
+        return self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
+
+    @property
+    def keeps_optimizer_on_host(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def model_parallel(self) -> ModelParallel:
+        """Tensor parallelism."""
+        return ModelParallel(self.tensor_parallel_size, self.context_parallel_size)
+
+    @property
+    def worker_env_vars(self) -> Mapping[str, str]:
+        """Nothing."""
+        return {}
+
+    def without_streaming(self) -> Self:
+        """The same with `offload_optimizer_states` false."""
+        return replace(self, offload_optimizer_states=False)

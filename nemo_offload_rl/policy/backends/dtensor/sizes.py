@@ -44,7 +44,7 @@ def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: tor
         return {}
     spec = optimizer_spec(settings.optimizer, on_gpu=device.type == "cuda")
     state_bytes = spec.bytes_per_element(torch.float32) * (params_bytes // _FP32_BYTES)
-    row = OPTIMIZER_PART if settings.offload_optimizer_states else OPTIMIZER
+    row = OPTIMIZER_PART if settings.dtensor_cfg.streams_states else OPTIMIZER
     return {row: state_bytes} if state_bytes else {}
 
 

@@ -52,7 +52,7 @@ class MegatronBackend:
 
     Args:
         settings: The policy's settings.
-        cfg: `settings.megatron`.
+        cfg: `settings.backend`.
         process: This rank; the process group and Megatron's are joined, or made, here. Those that were made end with an
             error here too.
     """
@@ -68,7 +68,7 @@ class MegatronBackend:
         with ExitStack() as made:
             if join_process_group(process):
                 made.callback(dist.destroy_process_group)
-            if parallel.join_model_parallel(cfg, settings.model_parallel, process.world_size):
+            if parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size):
                 made.callback(parallel.leave_model_parallel)
             self._build(process)
             self._made = made.pop_all()

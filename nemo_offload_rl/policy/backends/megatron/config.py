@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
+from nemo_offload_rl.policy.backends.config import ModelParallel
 from nemo_offload_rl.schema import doc, section
 
 # Megatron's linear layers of attention and of dense MLPs, which adapters are made for.
 MEGATRON_ADAPTED_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+OFFLOAD_VARIABLE = "NVTE_CPU_OFFLOAD_V1"
 
 
 @section
@@ -221,3 +225,48 @@ class MegatronConfig:
     optimizer: Annotated[MegatronOptimizerConfig, doc("The optimizer.")]
     scheduler: Annotated[MegatronSchedulerConfig, doc("The learning-rate schedule.")]
     distributed_data_parallel_config: Annotated[MegatronDdpConfig, doc("Gradient reduction.")]
+
+    @property
+    def section(self) -> str:
+        """See `BackendConfig`, as for all below."""
+        return "megatron_cfg"
+
+    @property
+    def streaming_section(self) -> str:
+        """That of the optimizer."""
+        return "policy.megatron_cfg.optimizer"
+
+    @property
+    def streams_states(self) -> bool:
+        """As the key says."""
+        return self.optimizer.offload_optimizer_states
+
+    @property
+    def streams_in_parts(self) -> bool:
+        """As the keys say."""
+        return self.streams_states and self.optimizer.offload_optimizer_states_chunk_mib is not None
+
+    @property
+    def keeps_optimizer_on_host(self) -> bool:
+        """Only all of it counts: a part that stays on the device moves as any other optimizer."""
+        return self.optimizer.optimizer_cpu_offload and self.optimizer.optimizer_offload_fraction >= 1.0
+
+    @property
+    def model_parallel(self) -> ModelParallel:
+        """Of the dense layers."""
+        return ModelParallel(
+            self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        )
+
+    @property
+    def worker_env_vars(self) -> Mapping[str, str]:
+        """Those of the key, and what activation offloading needs."""
+        env_vars = dict(self.env_vars or {})
+        if self.fine_grained_activation_offloading:
+            # Else Transformer Engine 2.10 and later would move weights too. A rule refuses another value in env_vars.
+            env_vars[OFFLOAD_VARIABLE] = "1"
+        return env_vars
+
+    def without_streaming(self) -> Self:
+        """The same with `optimizer.offload_optimizer_states` false."""
+        return replace(self, optimizer=replace(self.optimizer, offload_optimizer_states=False))

@@ -13,6 +13,7 @@ import sys
 import torch
 
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.settings import PolicySettings
 
 MODULE = "transformer_engine.pytorch"
@@ -60,9 +61,10 @@ def load_engine(settings: PolicySettings) -> None:
 
 def _is_asked_for(settings: PolicySettings) -> bool:
     """Whether its import matters: megatron-core's own layers do without it, unless it is there."""
-    if settings.megatron is None:
+    cfg = settings.backend
+    if not isinstance(cfg, MegatronConfig):
         return False
-    return settings.megatron.transformer_impl == "transformer_engine" or _is_installed()
+    return cfg.transformer_impl == "transformer_engine" or _is_installed()
 
 
 def _is_installed() -> bool:

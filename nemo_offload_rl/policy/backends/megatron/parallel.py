@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo
+from nemo_offload_rl.policy.backends.config import ModelParallel
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.settings import ModelParallel
 
 
 def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size: int) -> bool:

@@ -133,7 +133,7 @@ def test_every_optimizer_that_can_be_chosen_has_its_spec():
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 8), (torch.bfloat16, 10), (torch.float16, 12)])
 def test_a_precision_aware_spec_has_the_bits_that_bfloat16_lacks_and_whole_masters_of_float16(dtype, num_bytes):
     """Only Transformer Engine's Adam is precision-aware, and that needs a GPU: see test_megatron_gpu.py."""
-    cfg = replace(make_settings("model", backend="megatron").megatron.optimizer, use_precision_aware_optimizer=True)
+    cfg = replace(make_settings("model", backend="megatron").megatron_cfg.optimizer, use_precision_aware_optimizer=True)
     assert optimizer_spec(cfg).bytes_per_element(dtype) == num_bytes
 
 

@@ -10,7 +10,7 @@ from megatron_cpu_shim import megatron_on_cpu
 from policy_cases import make_batch, make_megatron_settings, make_sparse_batch, run_ranks
 
 from nemo_offload_rl.data.batch import TrainBatch, logprob_inputs
-from nemo_offload_rl.policy.settings import ModelParallel
+from nemo_offload_rl.policy.backends.config import ModelParallel
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from closeness import assert_close
 from megatron_cpu_shim import megatron_on_cpu
 from policy_cases import PAD_ID, make_settings, make_sparse_batch, run_ranks
 
+from nemo_offload_rl.policy.backends.config import ModelParallel
 from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import ModelParallel
 
 HIDDEN, VOCABULARY = 16, PAD_ID + 2
 
