@@ -18,6 +18,7 @@ from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any
 
+import psutil
 from forked import become, context, has_vllm_for_cpus
 from forked_worker_client import HEADER, NUM_STREAMS
 
@@ -42,6 +43,13 @@ def variables() -> dict[str, str]:
     return {_SOCKET: path, "RAY_RUNTIME_ENV_HOOK": f"{__name__}.with_forked_workers"}
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """The environment that a process was started with, or one that was forked here began with."""
+    if variables() and (kept := Path(variables()[_SOCKET]).with_name(f"{process.pid}.json")).exists():
+        return json.loads(kept.read_text())
+    return process.environ()
+
+
 def with_forked_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """What `ray.init` makes of the runtime environment of a job."""
     client = Path(__file__).with_name("forked_worker_client.py")
@@ -50,7 +58,7 @@ def with_forked_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 
 def _serve(listener: socket.socket) -> None:
     """Fork a worker for each client, until the tests have ended."""
-    parent = os.getppid()
+    parent, folder = os.getppid(), Path(listener.getsockname()).parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener.settimeout(_PARENT_CHECK_S)
@@ -69,6 +77,7 @@ def _serve(listener: socket.socket) -> None:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(request["env"]))
             become(request["argv"], request["cwd"], request["env"])
         for stream in streams:
             os.close(stream)

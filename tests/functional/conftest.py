@@ -139,7 +139,7 @@ class RunningGrpo:
             worker
             for worker in ray_workers() - self.before
             # In the environment of engines alone.
-            if ("VLLM_ENABLE_V1_MULTIPROCESSING" in worker.environ()) == is_engine
+            if ("VLLM_ENABLE_V1_MULTIPROCESSING" in forked_workers.environment_of(worker)) == is_engine
         ]
         return found
 
