@@ -184,7 +184,7 @@ class LocalGrpo:
         policy = start_local_policy(config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
         stack.callback(policy.shutdown)
         policy.offload_after_refit()
-        memory = stack.enter_context(MemorySampler({}, self.folder / MEMORY_FILE, read=no_gpus))
+        memory = stack.enter_context(MemorySampler({}, self.folder / MEMORY_FILE, 0.2, read=no_gpus))
         console = Console(file=io.StringIO(), width=200)
         stack.callback(lambda: setattr(self, "shown", console.file.getvalue()))  # type: ignore[attr-defined]
         progress = stack.enter_context(RunProgress(last_step, resume_from.step if resume_from else 0, console))

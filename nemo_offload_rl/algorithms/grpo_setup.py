@@ -72,7 +72,8 @@ def run_grpo(config: GrpoConfig) -> None:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         environments = stack.enter_context(_environments(config.env))
         workers = stack.enter_context(grpo_workers(config))
-        memory = stack.enter_context(MemorySampler(workers.owners(), Path(config.logger.log_dir) / MEMORY_FILE))
+        memory_file, period_s = Path(config.logger.log_dir) / MEMORY_FILE, config.logger.memory_sample_period_s
+        memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = GrpoParts(

@@ -33,16 +33,16 @@ class MemorySampler:
     Args:
         owners: Process id to owner, such as `policy` or `engine`.
         path: The file to append to.
-        read: Where readings come from; a test may give its own.
         period_s: Seconds between samples.
+        read: Where readings come from; a test may give its own.
     """
 
     def __init__(
         self,
         owners: Mapping[int, str],
         path: Path,
+        period_s: float,
         read: Callable[[], Mapping[str, GpuUse]] = read_gpus,
-        period_s: float = 0.2,
     ) -> None:
         self._owners = dict(owners)
         self._host = HostMemory(owners)

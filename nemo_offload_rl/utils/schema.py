@@ -48,6 +48,9 @@ class LoggerConfig:
     num_val_samples_to_print: Annotated[
         int, doc("Validation samples shown at each validation, and written to `log_dir`/samples.", ge=0)
     ]
+    memory_sample_period_s: Annotated[
+        float, doc("Seconds from one line of `log_dir`/memory.jsonl to the next; a longer one may miss a peak.", gt=0)
+    ]
     tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
     wandb: Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")] | None = None

@@ -20,6 +20,7 @@ def settings(folder: Path, **changes: object) -> LoggerConfig:
     values: dict[str, object] = {
         "log_dir": str(folder),
         "num_val_samples_to_print": 0,
+        "memory_sample_period_s": 0.2,
         "tensorboard_enabled": False,
         "wandb_enabled": False,
         "wandb": None,

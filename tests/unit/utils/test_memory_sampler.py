@@ -41,7 +41,7 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
     ]
     phases = iter(["generation", "training", "training"])
     sampler = MemorySampler(
-        {90000001: "engine", 90000002: "policy"}, tmp_path / MEMORY_FILE, read=lambda: readings.pop(0)
+        {90000001: "engine", 90000002: "policy"}, tmp_path / MEMORY_FILE, 0.2, read=lambda: readings.pop(0)
     )
     sampler.follow(lambda: next(phases))
     with (tmp_path / MEMORY_FILE).open("w") as file:
@@ -65,11 +65,11 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
 
 def test_a_sampler_takes_samples_until_it_is_left_and_none_without_gpus(tmp_path):
     path = tmp_path / MEMORY_FILE
-    with MemorySampler({90000001: "policy"}, path, read=lambda: {"u": gpu(pid90000001=GIB)}, period_s=0.01) as sampler:
+    with MemorySampler({90000001: "policy"}, path, 0.01, read=lambda: {"u": gpu(pid90000001=GIB)}) as sampler:
         while not without_host(sampler.drain(1)):
             time.sleep(0.01)
     assert json.loads(path.read_text().splitlines()[0])["phase"] == "between"
-    with MemorySampler({90000001: "policy"}, tmp_path / "none", read=dict) as sampler:
+    with MemorySampler({90000001: "policy"}, tmp_path / "none", 0.2, read=dict) as sampler:
         assert without_host(sampler.drain(1)) == {}
     assert not (tmp_path / "none").exists()
 
@@ -78,7 +78,7 @@ def test_main_memory_of_an_owner_is_its_processes_and_their_children(tmp_path):
     grandchild = "import sys; held = bytearray(300 << 20); print(flush=True); sys.stdin.read()"
     child = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {grandchild!r}]))"
     engine = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    sampler = MemorySampler({engine.pid: "engine", 90000001: "policy"}, tmp_path / MEMORY_FILE, read=dict)
+    sampler = MemorySampler({engine.pid: "engine", 90000001: "policy"}, tmp_path / MEMORY_FILE, 0.2, read=dict)
     try:
         assert engine.stdout is not None
         engine.stdout.readline()
