@@ -7,8 +7,10 @@ a process that goes on as the worker. Ray knows a worker by the token among its 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -34,7 +36,9 @@ def variables() -> dict[str, str]:
     """
     if not has_vllm_for_cpus():
         return {}
-    path = str(Path(tempfile.mkdtemp(prefix="workers")) / "socket")  # short: a socket's path has 107 bytes at most
+    folder = tempfile.mkdtemp(prefix="workers")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = str(Path(folder) / "socket")  # short: a socket's path has 107 bytes at most
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
