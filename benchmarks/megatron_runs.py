@@ -169,10 +169,10 @@ def run_variant(run: Run, variant: Variant) -> dict[str, Any]:
 def make_worker(run: Run, variant: Variant) -> Any:
     """A policy worker with the variant's settings on one device."""
     from nemo_offload_rl.config.convert import to_grpo_config
-    from nemo_offload_rl.config.rules import activations, megatron
     from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
     from nemo_offload_rl.policy.backends.base import ProcessInfo
+    from nemo_offload_rl.policy.backends.megatron import rules
     from nemo_offload_rl.policy.worker import PolicyWorker
     from nemo_offload_rl.utils.config import load_config
 
@@ -196,7 +196,7 @@ def make_worker(run: Run, variant: Variant) -> Any:
         ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *run.overrides, *variant.overrides]
     )
     cfg = validate_keys(resolved, GrpoMasterConfig)
-    for rule in (*megatron.RULES, *activations.RULES):
+    for rule in rules.RULES:
         if (message := rule(cfg)) is not None:
             raise ValueError(message)
     process = ProcessInfo(

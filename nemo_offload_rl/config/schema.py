@@ -13,6 +13,7 @@ from nemo_offload_rl.algorithms.config import (
 )
 from nemo_offload_rl.data.config import DataConfig, DpoDataConfig, EnvConfig, SftDataConfig
 from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
+from nemo_offload_rl.policy.rules import PolicyRun
 from nemo_offload_rl.schema import doc, section
 from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig
 
@@ -70,7 +71,7 @@ class DpoMasterConfig:
         return "dpo", self.dpo
 
 
-class RunConfig(Protocol):
+class RunConfig(PolicyRun, Protocol):
     """What every one of them has: for rules that serve all."""
 
     @property
@@ -79,18 +80,8 @@ class RunConfig(Protocol):
         ...
 
     @property
-    def policy(self) -> TrainedPolicyConfig:
-        """The section `policy`."""
-        ...
-
-    @property
     def logger(self) -> LoggerConfig:
         """The section `logger`."""
-        ...
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """The section `cluster`."""
         ...
 
     @property

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules import (
-    activations,
-    adapters,
     algorithm,
     availability,
     cluster,
-    megatron,
-    megatron_optimizer,
     memory,
     model,
     rollouts,
     supervised,
     training,
 )
-from nemo_offload_rl.config.rules.base import Rule, RuleSet
+from nemo_offload_rl.config.rules.base import RuleSet
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import join_problems
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
+from nemo_offload_rl.policy.backends.megatron import rules as megatron
+from nemo_offload_rl.policy.rules import Rule
 
+_AVAILABILITY: tuple[Rule[RunConfig], ...] = (
+    *availability.RULES,
+    *dtensor.AVAILABILITY,
+    *megatron.AVAILABILITY,
+)
 _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
     *cluster.RULES,
     *model.RULES,
     *training.RULES,
+    *dtensor.RULES,
     *megatron.RULES,
-    *megatron_optimizer.RULES,
-    *activations.RULES,
     *memory.RULES,
-    *adapters.RULES,
 )
 
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
-    (*availability.RULES, *availability.GRPO_RULES),
+    (*_AVAILABILITY, *availability.GRPO_RULES),
     (*cluster.GRPO_RULES, *rollouts.RULES, *model.GRPO_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
-    availability.RULES, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)
+    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)
 )
 DPO_RULES: RuleSet[DpoMasterConfig] = RuleSet(
-    availability.RULES, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES)
+    _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.DPO_RULES)
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule
 from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.policy.rules import Rule
 
 
 def leave_one_out_needs_two_responses(cfg: GrpoMasterConfig) -> str | None:

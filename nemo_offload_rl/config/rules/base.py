@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
@@ -18,11 +18,9 @@ from nemo_offload_rl.data.config import (
 )
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
+from nemo_offload_rl.policy.rules import Rule
 
 type AnyData = DataConfig | SftDataConfig | DpoDataConfig
-
-type Rule[Config] = Callable[[Config], str | None]
-"""From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,9 @@ class RuleSet[Config]:
         return iter((*self.availability, *self.rules))
 
 
-def world_size(cfg: RunConfig) -> int:
-    """Policy workers in all."""
-    return devices_per_node(cfg) * cfg.cluster.num_nodes
-
-
-def devices_per_node(cfg: RunConfig) -> int:
-    """Policy workers on each host."""
-    return cfg.cluster.gpus_per_node or cfg.cluster.cpu_workers_per_node
-
-
 def data_parallel_size(cfg: RunConfig) -> int:
     """Policy workers that see different data."""
-    return world_size(cfg) // cfg.policy.backend.model_parallel.ranks_per_copy
+    return cfg.cluster.world_size // cfg.policy.backend.model_parallel.ranks_per_copy
 
 
 def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:

@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule, data_parallel_size, devices_per_node, world_size
+from nemo_offload_rl.config.rules.base import data_parallel_size
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
-
-
-def tensor_parallel_size_divides_the_world(cfg: RunConfig) -> str | None:
-    """The policy's tensor-parallel size divides the number of workers."""
-    size, world = cfg.policy.dtensor_cfg.tensor_parallel_size, world_size(cfg)
-    if world % size:
-        return (
-            f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the {world} policy workers of "
-            "`cluster`, so some would be left over; change one of them"
-        )
-    return None
+from nemo_offload_rl.policy.rules import Rule
 
 
 def engine_tensor_parallel_size_divides_a_host(cfg: GrpoMasterConfig) -> str | None:
     """The engine's tensor-parallel size divides the devices of a host."""
     generation = cfg.policy.generation
-    size, per_node = generation.vllm_cfg.tensor_parallel_size, devices_per_node(cfg)
+    size, per_node = generation.vllm_cfg.tensor_parallel_size, cfg.cluster.workers_per_node
     if generation.colocated.enabled and per_node % size:
         return (
             f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {per_node} devices of a host "
             "of `cluster`, and one engine stays on one host; change one of them"
-        )
-    return None
-
-
-def sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
-    """Sequence parallelism needs tensor parallelism."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.sequence_parallel and dtensor.tensor_parallel_size == 1:
-        return (
-            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
-            "tensor_parallel_size is 1; set one of them otherwise"
-        )
-    return None
-
-
-def sequence_parallel_needs_divisible_lengths(cfg: RunConfig) -> str | None:
-    """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
-    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
-    multiple, size = policy.make_sequence_length_divisible_by, dtensor.tensor_parallel_size
-    if dtensor.sequence_parallel and multiple % size:
-        return (
-            f"policy.make_sequence_length_divisible_by {multiple} is no multiple of "
-            f"policy.dtensor_cfg.tensor_parallel_size {size}, but sequence_parallel cuts each row into that many "
-            "pieces; set it to ${policy.dtensor_cfg.tensor_parallel_size}"
-        )
-    return None
-
-
-def compiled_layers_are_whole(cfg: RunConfig) -> str | None:
-    """Compiled layers are not split."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.torch_compile and dtensor.tensor_parallel_size > 1:
-        return (
-            "policy.dtensor_cfg.torch_compile is true, but layers that tensor_parallel_size splits are not compiled; "
-            "set torch_compile to false"
-        )
-    return None
-
-
-def host_held_training_excludes_offload_keys(cfg: RunConfig) -> str | None:
-    """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
-    policy = cfg.policy
-    if policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob:
-        return (
-            "policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob are both true, but the "
-            "first keeps the optimizer on the host already; set one of them to false"
         )
     return None
 
@@ -158,11 +102,6 @@ def longest_sequence_is_divisible(cfg: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
-    tensor_parallel_size_divides_the_world,
-    sequence_parallel_needs_tensor_parallel,
-    sequence_parallel_needs_divisible_lengths,
-    host_held_training_excludes_offload_keys,
-    compiled_layers_are_whole,
     port_range_is_ascending,
     training_batch_divides_over_workers,
     micro_batch_divides_the_workers_share,

@@ -14,14 +14,15 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
-from nemo_offload_rl.config.rules.base import Rule, spec_of_optimizer, world_size
-from nemo_offload_rl.config.rules.megatron_facts import megatron_section
+from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
+from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
+from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
@@ -141,7 +142,7 @@ def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
     if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
         return None
     try:
-        foresee_host_memory(_host_need(cfg, groups), world_size(cfg))
+        foresee_host_memory(_host_need(cfg, groups), cfg.cluster.world_size)
     except ConfigError as error:
         return str(error)
     return None
@@ -177,7 +178,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
 def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
     """Of one worker's state groups: everything in float32, in as many shards as there are workers."""
     policy = cfg.policy
-    params_bytes = 4 * num_parameters // world_size(cfg)
+    params_bytes = 4 * num_parameters // cfg.cluster.world_size
     trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
     optimizer_bytes = 0
     if policy.optimizer is not None:
@@ -194,7 +195,7 @@ def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: in
     num_trained = 0 if megatron.peft.enabled else num_held
     num_updated = num_trained
     if optimizer.use_distributed_optimizer:
-        num_updated = min(num_updated, num_parameters // world_size(cfg) if num_trained else 0)
+        num_updated = min(num_updated, num_parameters // cfg.cluster.world_size if num_trained else 0)
     if optimizer.optimizer_cpu_offload:
         num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
     dtype = COMPUTE_DTYPES[cfg.policy.precision]

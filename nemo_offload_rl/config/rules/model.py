@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.rules.megatron_facts import local_model_config
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base
-from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
-from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
-
-
-def dtensor_trains_the_model(cfg: RunConfig) -> str | None:
-    """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
-    model = local_model_config(cfg)
-    if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
-        return None
-    return (
-        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
-        "another model, or policy.megatron_cfg if it trains this one (docs/reference/models.md)"
-    )
-
-
-def tensor_parallelism_splits_the_model(cfg: RunConfig) -> str | None:
-    """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
-    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
-    if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
-        return None
-    return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
+from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
@@ -52,9 +30,5 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: GrpoMasterConfig) -> str 
     )
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
-    dtensor_trains_the_model,
-    tensor_parallelism_splits_the_model,
-    rotary_embeddings_keep_their_base,
-)
+RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)
 GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (rotary_frequencies_of_engine_and_policy_agree,)

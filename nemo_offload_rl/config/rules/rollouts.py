@@ -11,9 +11,9 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
-from nemo_offload_rl.config.rules.megatron_facts import local_model_config
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
+from nemo_offload_rl.policy.rules import local_model_config
 
 
 def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:

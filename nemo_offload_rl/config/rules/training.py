@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
-from nemo_offload_rl.config.rules.base import Rule, spec_of_optimizer
+from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
 from nemo_offload_rl.policy.config import SchedulerMilestonesConfig
+from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.policy.settings import scheduler_phases
 from nemo_offload_rl.utils.config import nearest_key
 
@@ -146,35 +147,10 @@ def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type
     return None
 
 
-def adapters_need_whole_layers(cfg: RunConfig) -> str | None:
-    """Low-rank adapters need layers that are not split over devices."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
-        return (
-            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
-            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
-            "set tensor_parallel_size to 1"
-        )
-    return None
-
-
-def adapters_have_their_layers(cfg: RunConfig) -> str | None:
-    """Low-rank adapters have target layers."""
-    lora = cfg.policy.dtensor_cfg.lora_cfg
-    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
-        return (
-            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
-            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
-        )
-    return None
-
-
 RULES: tuple[Rule[RunConfig], ...] = (
     optimizer_can_train,
     scheduler_phases_can_step,
     scheduler_milestones_separate_the_phases,
     checkpoint_metric_is_measured,
     loggers_have_their_sections,
-    adapters_need_whole_layers,
-    adapters_have_their_layers,
 )

@@ -12,13 +12,13 @@ from hub_cache import fill_hub_cache
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.rules.model import (
     RULES,
-    dtensor_trains_the_model,
     rotary_embeddings_keep_their_base,
     rotary_frequencies_of_engine_and_policy_agree,
 )
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.policy.backends.dtensor.rules import dtensor_trains_the_model
 from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.utils.config import load_config
 

@@ -9,21 +9,13 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules import (
-    GRPO_RULES,
-    activations,
-    adapters,
-    check_rules,
-    megatron,
-    megatron_optimizer,
-    memory,
-    model,
-    training,
-)
+from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, training
 from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
+from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
@@ -263,11 +255,14 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
 CASES = [(name, overrides, words) for name, cases in BROKEN.items() for overrides, words in cases]
 
 
+# Of the DTensor backend's, those that read the model's config.json.
+MODEL_RULES = (dtensor.dtensor_trains_the_model, dtensor.tensor_parallelism_splits_the_model)
+
+
 def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py, test_memory_rules.py and test_model_rules.py.
-    listed = (megatron, megatron_optimizer, activations, adapters, memory, model)
-    elsewhere = {rule.__name__ for module in listed for rule in module.RULES}
-    elsewhere |= {rule.__name__ for rule in (*memory.GRPO_RULES, *model.GRPO_RULES)}
+    listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.GRPO_RULES, *model.GRPO_RULES)
+    elsewhere = {rule.__name__ for rule in (*listed, *MODEL_RULES)}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
 

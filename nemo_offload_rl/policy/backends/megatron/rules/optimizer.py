@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.rules.megatron_facts import megatron_section
-from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import OPTIMIZERS, names_of
+from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
+from nemo_offload_rl.policy.rules import PolicyRun, Rule
 
 KEY = "policy.megatron_cfg"
 OPTIMIZER = f"{KEY}.optimizer"
 
 
-def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
+def megatron_precision_is_said_once(cfg: PolicyRun) -> str | None:
     """The optimizer's bf16 and fp16 agree with `policy.precision`."""
     megatron, precision = megatron_section(cfg), cfg.policy.precision
     if megatron is None:
@@ -27,7 +26,7 @@ def megatron_precision_is_said_once(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_optimizer_lives_in_one_place(cfg: RunConfig) -> str | None:
+def megatron_optimizer_lives_in_one_place(cfg: PolicyRun) -> str | None:
     """Megatron's optimizer is offloaded in one way."""
     megatron = megatron_section(cfg)
     if megatron is None:
@@ -40,7 +39,7 @@ def megatron_optimizer_lives_in_one_place(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
+def megatron_offload_fraction_is_positive(cfg: PolicyRun) -> str | None:
     """The share of Megatron's optimizer that leaves the GPU is above 0."""
     megatron = megatron_section(cfg)
     if megatron is None:
@@ -59,7 +58,7 @@ def megatron_offload_fraction_is_positive(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
+def megatron_overlap_needs_cpu_offload(cfg: PolicyRun) -> str | None:
     """Overlapping copies need Megatron's CPU optimizer."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.optimizer.optimizer_cpu_offload:
@@ -72,7 +71,7 @@ def megatron_overlap_needs_cpu_offload(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | None:
+def megatron_offload_needs_the_distributed_optimizer(cfg: PolicyRun) -> str | None:
     """Only Megatron's distributed optimizer is offloaded inside the step."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.optimizer.use_distributed_optimizer:
@@ -90,7 +89,7 @@ def megatron_offload_needs_the_distributed_optimizer(cfg: RunConfig) -> str | No
     return None
 
 
-def megatron_offloaded_states_are_shards(cfg: RunConfig) -> str | None:
+def megatron_offloaded_states_are_shards(cfg: PolicyRun) -> str | None:
     """Offloading states around the step is for optimizers that can be sharded."""
     megatron = megatron_section(cfg)
     if megatron is None or OPTIMIZERS[megatron.optimizer.optimizer].can_be_sharded:
@@ -104,7 +103,7 @@ def megatron_offloaded_states_are_shards(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_precision_aware_optimizer_is_available(cfg: RunConfig) -> str | None:
+def megatron_precision_aware_optimizer_is_available(cfg: PolicyRun) -> str | None:
     """The optimizer can be precision-aware, and is distributed."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron.optimizer.use_precision_aware_optimizer:
@@ -120,7 +119,7 @@ def megatron_precision_aware_optimizer_is_available(cfg: RunConfig) -> str | Non
     )
 
 
-def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig) -> str | None:
+def megatron_distributed_optimizer_can_be_sharded(cfg: PolicyRun) -> str | None:
     """Megatron's distributed optimizer is one that it can shard, unless it lives on the host."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.optimizer.optimizer_cpu_offload:
@@ -132,7 +131,7 @@ def megatron_distributed_optimizer_can_be_sharded(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
+def megatron_cpu_offload_is_precision_aware(cfg: PolicyRun) -> str | None:
     """Megatron's CPU optimizer is precision-aware where it can be, and then updates no masters on the GPU."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron.optimizer.optimizer_cpu_offload:
@@ -147,7 +146,7 @@ def megatron_cpu_offload_is_precision_aware(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
+def megatron_cpu_offload_needs_half_precision(cfg: PolicyRun) -> str | None:
     """Megatron's CPU optimizer cannot update float32 parameters."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron.optimizer.optimizer_cpu_offload:
@@ -160,7 +159,7 @@ def megatron_cpu_offload_needs_half_precision(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig) -> str | None:
+def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun) -> str | None:
     """Parameters are gathered beside the forward pass only where an optimizer shards them."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.optimizer.use_distributed_optimizer:
@@ -173,7 +172,7 @@ def megatron_parameter_gather_overlaps_only_shards(cfg: RunConfig) -> str | None
     return None
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
+RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_precision_is_said_once,
     megatron_optimizer_lives_in_one_place,
     megatron_offload_fraction_is_positive,

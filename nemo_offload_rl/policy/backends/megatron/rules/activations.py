@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
-from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.megatron.config import OFFLOAD_VARIABLE, MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
+from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 from nemo_offload_rl.utils.config import nearest_key
 
 KEY = "policy.megatron_cfg"
@@ -20,7 +20,7 @@ EXPERT_MODULES = ("expert_fc1", "moe_act")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 
 
-def activation_offloading_names_its_modules(cfg: RunConfig) -> str | None:
+def activation_offloading_names_its_modules(cfg: PolicyRun) -> str | None:
     """Activation offloading names modules."""
     megatron = _offloading(cfg)
     if megatron is not None and not megatron.offload_modules:
@@ -31,14 +31,14 @@ def activation_offloading_names_its_modules(cfg: RunConfig) -> str | None:
     return None
 
 
-def activation_offloading_knows_its_modules(cfg: RunConfig) -> str | None:
+def activation_offloading_knows_its_modules(cfg: PolicyRun) -> str | None:
     """Activation offloading names modules that megatron-core moves."""
     megatron = megatron_section(cfg)
     known = (*DENSE_MODULES, *EXPERT_MODULES)
     return None if megatron is None else _unknown_name("offload_modules", megatron.offload_modules or (), known)
 
 
-def recomputation_knows_its_modules(cfg: RunConfig) -> str | None:
+def recomputation_knows_its_modules(cfg: PolicyRun) -> str | None:
     """Recomputation names modules that megatron-core recomputes."""
     megatron = megatron_section(cfg)
     if megatron is None:
@@ -46,7 +46,7 @@ def recomputation_knows_its_modules(cfg: RunConfig) -> str | None:
     return _unknown_name("recompute_modules", megatron.recompute_modules or (), RECOMPUTE_MODULES)
 
 
-def offloaded_projection_needs_its_attention(cfg: RunConfig) -> str | None:
+def offloaded_projection_needs_its_attention(cfg: PolicyRun) -> str | None:
     """The attention's projection is offloaded only together with its core."""
     megatron = _offloading(cfg)
     modules = _modules(megatron)
@@ -58,11 +58,11 @@ def offloaded_projection_needs_its_attention(cfg: RunConfig) -> str | None:
     return None
 
 
-def offloaded_experts_exist(cfg: RunConfig) -> str | None:
+def offloaded_experts_exist(cfg: PolicyRun) -> str | None:
     """Activations of experts are offloaded only in a mixture-of-experts model."""
     model = local_model_config(cfg)
     found = sorted(_modules(_offloading(cfg)) & {*EXPERT_MODULES})
-    if found and model is not None and num_experts(model) == 0:
+    if found and model is not None and ModelShape.of(model).num_experts == 0:
         return (
             f"{KEY}.offload_modules has {' and '.join(found)}, but config.json of {cfg.policy.model_name} has no "
             "experts; remove it"
@@ -70,14 +70,14 @@ def offloaded_experts_exist(cfg: RunConfig) -> str | None:
     return None
 
 
-def offloaded_norms_exist(cfg: RunConfig) -> str | None:
+def offloaded_norms_exist(cfg: PolicyRun) -> str | None:
     """Norms are offloaded only where Transformer Engine has not fused them into the product behind them."""
     model, modules = local_model_config(cfg), _modules(_offloading(cfg))
     if model is None:
         return None
     fused = [
         ("attn_norm", "qkv_linear", "kv_lora_rank" not in model),
-        ("mlp_norm", "core_attn", num_experts(model) == 0),
+        ("mlp_norm", "core_attn", ModelShape.of(model).num_experts == 0),
     ]
     for name, instead, is_fused in fused:
         if is_fused and name in modules:
@@ -88,7 +88,7 @@ def offloaded_norms_exist(cfg: RunConfig) -> str | None:
     return None
 
 
-def activation_offloading_needs_transformer_engine(cfg: RunConfig) -> str | None:
+def activation_offloading_needs_transformer_engine(cfg: PolicyRun) -> str | None:
     """Activation offloading needs Transformer Engine's layers."""
     megatron = _offloading(cfg)
     if megatron is not None and megatron.transformer_impl != "transformer_engine":
@@ -99,7 +99,7 @@ def activation_offloading_needs_transformer_engine(cfg: RunConfig) -> str | None
     return None
 
 
-def activation_offloading_excludes_full_recomputation(cfg: RunConfig) -> str | None:
+def activation_offloading_excludes_full_recomputation(cfg: PolicyRun) -> str | None:
     """Activation offloading excludes recomputing whole layers."""
     megatron = _offloading(cfg)
     if megatron is None or not megatron.activation_checkpointing:
@@ -113,7 +113,7 @@ def activation_offloading_excludes_full_recomputation(cfg: RunConfig) -> str | N
     return None
 
 
-def recomputed_modules_are_not_offloaded(cfg: RunConfig) -> str | None:
+def recomputed_modules_are_not_offloaded(cfg: PolicyRun) -> str | None:
     """A module is offloaded or recomputed, not both."""
     megatron = _offloading(cfg)
     if megatron is None or not megatron.activation_checkpointing:
@@ -133,7 +133,7 @@ def recomputed_modules_are_not_offloaded(cfg: RunConfig) -> str | None:
     return None
 
 
-def offload_variable_is_left_alone(cfg: RunConfig) -> str | None:
+def offload_variable_is_left_alone(cfg: PolicyRun) -> str | None:
     """The environment variable that activation offloading needs is not set to something else."""
     megatron = _offloading(cfg)
     if megatron is None or megatron.env_vars is None or OFFLOAD_VARIABLE not in megatron.env_vars:
@@ -147,7 +147,7 @@ def offload_variable_is_left_alone(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_cuda_graphs_are_off(cfg: RunConfig) -> str | None:
+def megatron_cuda_graphs_are_off(cfg: PolicyRun) -> str | None:
     """CUDA graphs are off: the memory that they captured moves."""
     megatron = megatron_section(cfg)
     if megatron is not None and megatron.cuda_graph_impl != "none":
@@ -158,7 +158,7 @@ def megatron_cuda_graphs_are_off(cfg: RunConfig) -> str | None:
     return None
 
 
-def _offloading(cfg: RunConfig) -> MegatronConfig | None:
+def _offloading(cfg: PolicyRun) -> MegatronConfig | None:
     megatron = megatron_section(cfg)
     return megatron if megatron is not None and megatron.fine_grained_activation_offloading else None
 
@@ -176,7 +176,7 @@ def _unknown_name(key: str, names: Sequence[str], known: tuple[str, ...]) -> str
     return None
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
+RULES: tuple[Rule[PolicyRun], ...] = (
     activation_offloading_names_its_modules,
     activation_offloading_knows_its_modules,
     recomputation_knows_its_modules,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule
-from nemo_offload_rl.config.rules.megatron_facts import local_model_config, megatron_section, num_experts
-from nemo_offload_rl.config.schema import RunConfig
+from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.megatron.config import MEGATRON_ADAPTED_LAYERS, MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
+from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 
 KEY = "policy.megatron_cfg"
 PEFT = f"{KEY}.peft"
 
 
-def _section(cfg: RunConfig) -> MegatronConfig | None:
+def _section(cfg: PolicyRun) -> MegatronConfig | None:
     megatron = megatron_section(cfg)
     return megatron if megatron is not None and megatron.peft.enabled else None
 
 
-def megatron_adapters_need_whole_models(cfg: RunConfig) -> str | None:
+def megatron_adapters_need_whole_models(cfg: PolicyRun) -> str | None:
     """Megatron's adapters need layers and models that are not split over devices."""
     megatron = _section(cfg)
     if megatron is None:
@@ -35,10 +35,10 @@ def megatron_adapters_need_whole_models(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_adapters_are_of_dense_models(cfg: RunConfig) -> str | None:
+def megatron_adapters_are_of_dense_models(cfg: PolicyRun) -> str | None:
     """Mixture-of-experts models get no adapters."""
     model = local_model_config(cfg)
-    if _section(cfg) is None or model is None or not num_experts(model):
+    if _section(cfg) is None or model is None or not ModelShape.of(model).num_experts:
         return None
     return (
         f"{PEFT}.enabled is true, but config.json of {cfg.policy.model_name} has experts, which get no adapters; "
@@ -46,7 +46,7 @@ def megatron_adapters_are_of_dense_models(cfg: RunConfig) -> str | None:
     )
 
 
-def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
+def megatron_adapters_stand_alone(cfg: PolicyRun) -> str | None:
     """Adapters are not combined with 8-bit layers or activations that leave the GPU."""
     megatron = _section(cfg)
     if megatron is None:
@@ -64,7 +64,7 @@ def megatron_adapters_stand_alone(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_adapters_have_their_layers(cfg: RunConfig) -> str | None:
+def megatron_adapters_have_their_layers(cfg: PolicyRun) -> str | None:
     """Megatron's adapters name their layers in one way, and at least one layer is left."""
     megatron = _section(cfg)
     if megatron is None or not megatron.peft.exclude_modules:
@@ -86,7 +86,7 @@ def megatron_adapters_have_their_layers(cfg: RunConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
+RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_adapters_need_whole_models,
     megatron_adapters_are_of_dense_models,
     megatron_adapters_stand_alone,

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.rules.base import Rule, world_size
-from nemo_offload_rl.config.rules.megatron_facts import (
-    local_model_config,
-    megatron_section,
-    num_experts,
-)
-from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.models.rope import rope_type
+from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
 from nemo_offload_rl.policy.backends.megatron.supported import YARN, unsupported
+from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 
 KEY = "policy.megatron_cfg"
 
 
-def megatron_sizes_divide_the_world(cfg: RunConfig) -> str | None:
+def megatron_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     """Megatron's tensor, pipeline and context parallel sizes multiply to a divisor of the number of workers."""
-    megatron, world = megatron_section(cfg), world_size(cfg)
+    megatron, world = megatron_section(cfg), cfg.cluster.world_size
     if megatron is not None and world % (size := megatron.model_parallel.ranks_per_copy):
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         return (
@@ -28,9 +24,9 @@ def megatron_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_expert_sizes_divide_the_world(cfg: RunConfig) -> str | None:
+def megatron_expert_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     """Megatron's expert sizes and pipeline size multiply to a divisor of the number of workers."""
-    megatron, world = megatron_section(cfg), world_size(cfg)
+    megatron, world = megatron_section(cfg), cfg.cluster.world_size
     if megatron is None:
         return None
     expert, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
@@ -44,12 +40,12 @@ def megatron_expert_sizes_divide_the_world(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_experts_can_be_dealt_out(cfg: RunConfig) -> str | None:
+def megatron_experts_can_be_dealt_out(cfg: PolicyRun) -> str | None:
     """Expert parallelism needs a mixture-of-experts model whose experts divide."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None:
         return None
-    size, experts = megatron.expert_model_parallel_size, num_experts(model)
+    size, experts = megatron.expert_model_parallel_size, ModelShape.of(model).num_experts
     if size > 1 and experts == 0:
         return (
             f"{KEY}.expert_model_parallel_size is {size}, but config.json of {cfg.policy.model_name} has no "
@@ -63,12 +59,12 @@ def megatron_experts_can_be_dealt_out(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig) -> str | None:
+def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun) -> str | None:
     """Mixture-of-experts models train with tensor parallelism only beside sequence parallelism."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or megatron.sequence_parallel or megatron.tensor_model_parallel_size == 1:
         return None
-    if megatron.expert_model_parallel_size > 1 or (model is not None and num_experts(model)):
+    if megatron.expert_model_parallel_size > 1 or (model is not None and ModelShape.of(model).num_experts):
         return (
             f"{KEY}.tensor_model_parallel_size is {megatron.tensor_model_parallel_size} for a mixture-of-experts "
             "model, which Megatron trains so only beside sequence parallelism; set sequence_parallel to true or the "
@@ -77,7 +73,7 @@ def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: RunConfig) -> s
     return None
 
 
-def megatron_experts_are_not_gathered_over_devices(cfg: RunConfig) -> str | None:
+def megatron_experts_are_not_gathered_over_devices(cfg: PolicyRun) -> str | None:
     """Experts on several devices get their tokens by an all-to-all: devices have different numbers of tokens."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.moe_token_dispatcher_type != "allgather":
@@ -90,7 +86,7 @@ def megatron_experts_are_not_gathered_over_devices(cfg: RunConfig) -> str | None
     return None
 
 
-def megatron_heads_divide_over_devices(cfg: RunConfig) -> str | None:
+def megatron_heads_divide_over_devices(cfg: PolicyRun) -> str | None:
     """Megatron's tensor-parallel size divides the attention heads."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None or "num_attention_heads" not in model:
@@ -104,7 +100,7 @@ def megatron_heads_divide_over_devices(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_layers_divide_over_stages(cfg: RunConfig) -> str | None:
+def megatron_layers_divide_over_stages(cfg: PolicyRun) -> str | None:
     """The pipeline's stages share the layers evenly, but for a first and a last stage of set size."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None:
@@ -129,7 +125,7 @@ def megatron_layers_divide_over_stages(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
+def megatron_takes_the_whole_model(cfg: PolicyRun) -> str | None:
     """The Megatron backend trains only models that it implements completely."""
     model = local_model_config(cfg)
     if megatron_section(cfg) is None or model is None or (reason := unsupported(model)) is None:
@@ -140,7 +136,7 @@ def megatron_takes_the_whole_model(cfg: RunConfig) -> str | None:
     )
 
 
-def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
+def fused_rotary_embeddings_have_no_factor(cfg: PolicyRun) -> str | None:
     """The fused kernel for rotary embeddings leaves YaRN's attention factor out."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None or megatron.transformer_impl == "local":
@@ -153,7 +149,7 @@ def fused_rotary_embeddings_have_no_factor(cfg: RunConfig) -> str | None:
     return None
 
 
-def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | None:
+def megatron_sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
     """Megatron's sequence parallelism needs tensor parallelism."""
     megatron = megatron_section(cfg)
     if megatron is not None and megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
@@ -164,7 +160,7 @@ def megatron_sequence_parallel_needs_tensor_parallel(cfg: RunConfig) -> str | No
     return None
 
 
-def megatron_lengths_can_be_split(cfg: RunConfig) -> str | None:
+def megatron_lengths_can_be_split(cfg: PolicyRun) -> str | None:
     """Lengths are multiples of what Megatron's sequence and context parallelism cut them into."""
     megatron = megatron_section(cfg)
     if megatron is None:
@@ -182,7 +178,7 @@ def megatron_lengths_can_be_split(cfg: RunConfig) -> str | None:
     return None
 
 
-def local_layers_take_padded_batches(cfg: RunConfig) -> str | None:
+def local_layers_take_padded_batches(cfg: PolicyRun) -> str | None:
     """Megatron's local layers do not take packed sequences."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.transformer_impl != "local" or not cfg.policy.sequence_packing.enabled:
@@ -193,7 +189,7 @@ def local_layers_take_padded_batches(cfg: RunConfig) -> str | None:
     )
 
 
-def local_layers_keep_sequences_whole(cfg: RunConfig) -> str | None:
+def local_layers_keep_sequences_whole(cfg: PolicyRun) -> str | None:
     """Megatron's local layers do not split sequences over devices."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.transformer_impl != "local":
@@ -211,7 +207,7 @@ def local_layers_keep_sequences_whole(cfg: RunConfig) -> str | None:
     return None
 
 
-def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig) -> str | None:
+def local_layers_have_no_precision_aware_optimizer(cfg: PolicyRun) -> str | None:
     """The precision-aware optimizer is Transformer Engine's, unless the CPU's."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.transformer_impl != "local":
@@ -225,7 +221,7 @@ def local_layers_have_no_precision_aware_optimizer(cfg: RunConfig) -> str | None
     return None
 
 
-def eight_bit_layers_are_transformer_engines(cfg: RunConfig) -> str | None:
+def eight_bit_layers_are_transformer_engines(cfg: PolicyRun) -> str | None:
     """8-bit layers are Transformer Engine's."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron.fp8_cfg.enabled or megatron.transformer_impl != "local":
@@ -236,7 +232,7 @@ def eight_bit_layers_are_transformer_engines(cfg: RunConfig) -> str | None:
     )
 
 
-def cleared_fp8_caches_exist(cfg: RunConfig) -> str | None:
+def cleared_fp8_caches_exist(cfg: PolicyRun) -> str | None:
     """There are 8-bit caches to clear only in 8-bit training."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.fp8_cfg.enabled or not megatron.fp8_cfg.force_clear_fp8_caches:
@@ -247,7 +243,7 @@ def cleared_fp8_caches_exist(cfg: RunConfig) -> str | None:
     )
 
 
-def deferred_logits_need_chunks(cfg: RunConfig) -> str | None:
+def deferred_logits_need_chunks(cfg: PolicyRun) -> str | None:
     """Deferred float32 logits need a chunk size."""
     megatron = megatron_section(cfg)
     if megatron is None or not megatron.defer_fp32_logits or cfg.policy.logprob_chunk_size is not None:
@@ -258,7 +254,7 @@ def deferred_logits_need_chunks(cfg: RunConfig) -> str | None:
     )
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
+RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_sizes_divide_the_world,
     megatron_expert_sizes_divide_the_world,
     megatron_experts_can_be_dealt_out,

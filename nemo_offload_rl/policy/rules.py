@@ -1,27 +1,37 @@
-"""What Megatron's rules ask of a configuration and of the model's folder."""
+"""What rules between keys share. Those of a backend stand beside it, the others in `config/rules`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import try_to_load_from_cache
 
-from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.models.shape import ModelShape
-from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.model_folder import is_hub_name
+from nemo_offload_rl.policy.config import TrainedPolicyConfig
+from nemo_offload_rl.utils.schema import ClusterConfig
+
+type Rule[Config] = Callable[[Config], str | None]
+"""From a configuration whose keys all have their documented type to one message (fact, reason, fix) or None."""
 
 
-def megatron_section(cfg: RunConfig) -> MegatronConfig | None:
-    """`policy.megatron_cfg` where that backend is the one to run, else None."""
-    policy = cfg.policy
-    return policy.megatron_cfg if policy.megatron_cfg is not None and policy.megatron_cfg.enabled else None
+class PolicyRun(Protocol):
+    """What a backend's rules read of the configuration of a run."""
+
+    @property
+    def policy(self) -> TrainedPolicyConfig:
+        """The section `policy`."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The section `cluster`."""
+        ...
 
 
-def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
+def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
     """The model's config.json with `policy.hf_config_overrides`; None for a broken folder.
 
     Of a hub's model it is known once a run has used it, or it was downloaded otherwise; None before.
@@ -38,8 +48,3 @@ def local_model_config(cfg: RunConfig) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return {**config, **cfg.policy.hf_config_overrides} if isinstance(config, dict) else None
-
-
-def num_experts(model: Mapping[str, Any]) -> int:
-    """Experts of each mixture-of-experts layer, 0 in a dense model."""
-    return ModelShape.of(model).num_experts

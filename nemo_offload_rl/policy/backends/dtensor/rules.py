@@ -1,0 +1,154 @@
+"""Rules of the DTensor backend, all checked before Ray starts."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
+from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
+
+
+def sequences_are_not_split_over_devices(cfg: PolicyRun) -> str | None:
+    """Context parallelism is not available yet."""
+    size = cfg.policy.dtensor_cfg.context_parallel_size
+    if size != 1:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {size}, but context parallelism is not available in this "
+            "version; set it to 1"
+        )
+    return None
+
+
+def sequence_parallelism_is_off(cfg: PolicyRun) -> str | None:
+    """Sequence parallelism is not available yet."""
+    if cfg.policy.dtensor_cfg.sequence_parallel:
+        return _unavailable("policy.dtensor_cfg.sequence_parallel")
+    return None
+
+
+def host_held_training_is_off(cfg: PolicyRun) -> str | None:
+    """FSDP2's CPU offload is not available yet."""
+    if cfg.policy.dtensor_cfg.cpu_offload:
+        return _unavailable("policy.dtensor_cfg.cpu_offload")
+    return None
+
+
+def _unavailable(key: str) -> str:
+    return f"{key} is true, but this is not available in this version; set it to false"
+
+
+def tensor_parallel_size_divides_the_world(cfg: PolicyRun) -> str | None:
+    """The policy's tensor-parallel size divides the number of workers."""
+    size, world = cfg.policy.dtensor_cfg.tensor_parallel_size, cfg.cluster.world_size
+    if world % size:
+        return (
+            f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the {world} policy workers of "
+            "`cluster`, so some would be left over; change one of them"
+        )
+    return None
+
+
+def sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
+    """Sequence parallelism needs tensor parallelism."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.sequence_parallel and dtensor.tensor_parallel_size == 1:
+        return (
+            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
+            "tensor_parallel_size is 1; set one of them otherwise"
+        )
+    return None
+
+
+def sequence_parallel_needs_divisible_lengths(cfg: PolicyRun) -> str | None:
+    """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
+    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
+    multiple, size = policy.make_sequence_length_divisible_by, dtensor.tensor_parallel_size
+    if dtensor.sequence_parallel and multiple % size:
+        return (
+            f"policy.make_sequence_length_divisible_by {multiple} is no multiple of "
+            f"policy.dtensor_cfg.tensor_parallel_size {size}, but sequence_parallel cuts each row into that many "
+            "pieces; set it to ${policy.dtensor_cfg.tensor_parallel_size}"
+        )
+    return None
+
+
+def host_held_training_excludes_offload_keys(cfg: PolicyRun) -> str | None:
+    """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
+    policy = cfg.policy
+    if policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob:
+        return (
+            "policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob are both true, but the "
+            "first keeps the optimizer on the host already; set one of them to false"
+        )
+    return None
+
+
+def compiled_layers_are_whole(cfg: PolicyRun) -> str | None:
+    """Compiled layers are not split."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.torch_compile and dtensor.tensor_parallel_size > 1:
+        return (
+            "policy.dtensor_cfg.torch_compile is true, but layers that tensor_parallel_size splits are not compiled; "
+            "set torch_compile to false"
+        )
+    return None
+
+
+def adapters_need_whole_layers(cfg: PolicyRun) -> str | None:
+    """Low-rank adapters need layers that are not split over devices."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
+            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
+            "set tensor_parallel_size to 1"
+        )
+    return None
+
+
+def adapters_have_their_layers(cfg: PolicyRun) -> str | None:
+    """Low-rank adapters have target layers."""
+    lora = cfg.policy.dtensor_cfg.lora_cfg
+    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
+        return (
+            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
+            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
+        )
+    return None
+
+
+def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
+    """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
+    model = local_model_config(cfg)
+    if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
+        return None
+    return (
+        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
+        "another model, or policy.megatron_cfg if it trains this one (docs/reference/models.md)"
+    )
+
+
+def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+    """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
+        return None
+    return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
+
+
+AVAILABILITY: tuple[Rule[PolicyRun], ...] = (
+    sequences_are_not_split_over_devices,
+    sequence_parallelism_is_off,
+    host_held_training_is_off,
+)
+
+RULES: tuple[Rule[PolicyRun], ...] = (
+    tensor_parallel_size_divides_the_world,
+    sequence_parallel_needs_tensor_parallel,
+    sequence_parallel_needs_divisible_lengths,
+    host_held_training_excludes_offload_keys,
+    compiled_layers_are_whole,
+    adapters_need_whole_layers,
+    adapters_have_their_layers,
+    dtensor_trains_the_model,
+    tensor_parallelism_splits_the_model,
+)
