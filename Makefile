@@ -2,7 +2,7 @@
 #                 SEED=43 make demo for another seed
 # make demo-sft   the same model by SFT and then DPO
 # make test       lint, types and every CPU test, set-up included; two processes at a time, TEST_PROCESSES=4 for four
-# make test-fast  the CPU tests that start neither Ray, vLLM nor other processes, in a minute
+# make test-fast  the CPU tests that start no other processes and train no models, in a minute or two
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
@@ -53,7 +53,7 @@ test-cpu: setup
 	$(PYTEST) -m "not gpu"
 
 test-fast: setup
-	$(PYTEST) -m "not gpu and not processes"
+	$(PYTEST) -m "not gpu and not processes and not trains"
 
 test-gpu:
 	python3 -m pytest -m gpu

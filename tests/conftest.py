@@ -15,14 +15,19 @@ import pytest
 TESTS = Path(__file__).parent
 NUM_CPUS = 6
 OBJECT_STORE_BYTES = 100 * 2**20
-WITH_PROCESSES = [TESTS / name for name in ("functional", "unit/distributed", "unit/generation")]
+# Folders and files in which nearly every test starts Ray, vLLM or other processes, or makes models and trains them.
+MARKED = {
+    "processes": ("functional", "unit/distributed", "unit/generation"),
+    "trains": ("unit/policy", "unit/algorithms/test_grpo.py", "unit/algorithms/test_supervised.py"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of folders where nearly every test starts Ray, vLLM or other processes."""
+    """Mark the tests of folders and files as a whole."""
     for item in items:
-        if any(folder in item.path.parents for folder in WITH_PROCESSES):
-            item.add_marker("processes")
+        for marker, names in MARKED.items():
+            if any(item.path.is_relative_to(TESTS / name) for name in names):
+                item.add_marker(marker)
 
 
 def pytest_collection_finish() -> None:

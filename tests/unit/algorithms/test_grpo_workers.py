@@ -69,7 +69,8 @@ def events() -> list[str]:
 @pytest.fixture
 def start(events):
     def workers(max_restarts: int) -> Any:
-        generation = SimpleNamespace(colocated=True, vllm=SimpleNamespace(max_restarts=max_restarts))
+        colocated, vllm_cfg = SimpleNamespace(enabled=True), SimpleNamespace(max_restarts=max_restarts)
+        generation = SimpleNamespace(colocated=colocated, vllm_cfg=vllm_cfg)
         cluster = SimpleNamespace(settings=SimpleNamespace(device_type="cpu"))
         made = GrpoWorkers(Policy(events), Engine(events), generation, cluster)  # type: ignore[arg-type]
         events.clear()

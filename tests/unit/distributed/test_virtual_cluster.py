@@ -7,6 +7,7 @@ import socket
 import time
 from pathlib import Path
 
+import forked_workers
 import psutil
 import pytest
 from echo_workers import cpu_cluster
@@ -76,7 +77,8 @@ def test_an_exception_in_the_driver_leaves_no_worker(cluster: VirtualCluster) ->
 def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals) -> None:
     ready = tmp_path / "ready"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    environment.pop("RAY_ADDRESS", None)
+    for name in ("RAY_ADDRESS", *forked_workers.variables()):  # Ray starts this driver's workers itself
+        environment.pop(name, None)
     driver = Script([TESTS / "echo_workers.py", ready], tmp_path, cwd=TESTS.parent, env=environment)
     while not ready.exists():
         assert driver.is_running(), driver.stderr.read_text()
