@@ -1,26 +1,21 @@
 """Whether the policy, and an engine beside it, fit the GPU and the host, by the sizes known before anything starts.
 
 Known are the model's parameters (a local folder) and the GPU's memory (from the driver). Activations are not: what is
-refused here cannot work; what passes may still be too tight. Where either is unknown, nothing is said. Megatron's
-parallel ranks are taken to share evenly, which is the least that the fullest of them has.
+refused here cannot work; what passes may still be too tight. Where either is unknown, nothing is said. Each
+backend says what its groups take at least.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-
-import torch
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
-from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
+from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
-from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
@@ -129,12 +124,11 @@ def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
 
 def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
     """Of one worker's state groups; None for a model that is no local folder."""
-    sizes, megatron = read_model_sizes(cfg.policy.model_name), megatron_section(cfg)
+    sizes = read_model_sizes(cfg.policy.model_name)
     if sizes is None:
         return None
-    if megatron is None:
-        return _dtensor_bytes(cfg, sizes.num_parameters)
-    return _megatron_bytes(cfg, megatron, sizes.num_parameters)
+    backend = megatron if isinstance(cfg.policy.backend, MegatronConfig) else dtensor
+    return backend.least_group_bytes(cfg, sizes.num_parameters)
 
 
 def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
@@ -170,42 +164,6 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
         activation_bytes=0,
     )
-
-
-# With adapters the base has neither gradients nor optimizer, and the adapters' are small.
-
-
-def _dtensor_bytes(cfg: RunConfig, num_parameters: int) -> dict[str, int]:
-    """Of one worker's state groups: everything in float32, in as many shards as there are workers."""
-    policy = cfg.policy
-    params_bytes = 4 * num_parameters // cfg.cluster.world_size
-    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
-    optimizer_bytes = 0
-    if policy.optimizer is not None:
-        with suppress(ConfigError):  # of an optimizer that another rule refuses
-            optimizer_bytes = spec_of_optimizer(cfg).bytes_per_element(torch.float32) * (trained_bytes // 4)
-    return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
-
-
-def _megatron_bytes(cfg: RunConfig, megatron: MegatronConfig, num_parameters: int) -> dict[str, int]:
-    """Of one worker's state groups, if all parallel ranks share evenly, expert parallel ones too."""
-    optimizer = megatron.optimizer
-    num_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    num_held = num_parameters // (num_ranks * megatron.expert_model_parallel_size)
-    num_trained = 0 if megatron.peft.enabled else num_held
-    num_updated = num_trained
-    if optimizer.use_distributed_optimizer:
-        num_updated = min(num_updated, num_parameters // cfg.cluster.world_size if num_trained else 0)
-    if optimizer.optimizer_cpu_offload:
-        num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
-    dtype = COMPUTE_DTYPES[cfg.policy.precision]
-    spec = optimizer_spec(optimizer)
-    in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
-    return {
-        "params": dtype.itemsize * num_held,
-        "grads": (4 if in_fp32 else dtype.itemsize) * num_trained,
-        "optimizer": spec.bytes_per_element(dtype) * num_updated,
-    }
 
 
 RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import torch
+
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
+
+_FP32_BYTES = 4
 
 
 def sequences_are_not_split_over_devices(cfg: PolicyRun) -> str | None:
@@ -133,6 +141,22 @@ def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
         return None
     return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
+
+
+def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
+    """Bytes of one worker's state groups: everything in float32, in as many shards as there are workers.
+
+    With adapters the base has neither gradients nor optimizer, and the adapters' are small.
+    """
+    policy = cfg.policy
+    params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
+    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
+    optimizer_bytes = 0
+    if policy.optimizer is not None:
+        with suppress(ConfigError):  # of an optimizer that another rule refuses
+            spec = optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
+            optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
+    return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
 
 
 AVAILABILITY: tuple[Rule[PolicyRun], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nemo_offload_rl.policy.backends.megatron.rules import activations, adapters, model, optimizer
 from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
+from nemo_offload_rl.policy.backends.megatron.rules.sizes import least_group_bytes as least_group_bytes
 from nemo_offload_rl.policy.rules import PolicyRun, Rule
 
 

@@ -1,0 +1,33 @@
+"""What a worker's state takes at least, by the settings and the number of parameters alone."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
+from nemo_offload_rl.policy.rules import PolicyRun
+
+
+def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
+    """Bytes of one worker's state groups if all parallel ranks share evenly, expert parallel ones too.
+
+    That is the least that the fullest rank has. With adapters the base has neither gradients nor optimizer, and the
+    adapters' are small.
+    """
+    megatron = cfg.policy.megatron_cfg
+    assert megatron is not None
+    optimizer = megatron.optimizer
+    num_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    num_held = num_parameters // (num_ranks * megatron.expert_model_parallel_size)
+    num_trained = 0 if megatron.peft.enabled else num_held
+    num_updated = num_trained
+    if optimizer.use_distributed_optimizer:
+        num_updated = min(num_updated, num_parameters // cfg.cluster.world_size if num_trained else 0)
+    if optimizer.optimizer_cpu_offload:
+        num_updated = int((1 - optimizer.optimizer_offload_fraction) * num_updated)
+    dtype = COMPUTE_DTYPES[cfg.policy.precision]
+    in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
+    return {
+        "params": dtype.itemsize * num_held,
+        "grads": (4 if in_fp32 else dtype.itemsize) * num_trained,
+        "optimizer": optimizer_spec(optimizer).bytes_per_element(dtype) * num_updated,
+    }
