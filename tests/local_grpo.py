@@ -15,8 +15,9 @@ from rich.console import Console
 from tiny_models import make_qwen3, make_tokenizer
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.algorithms.grpo import GrpoParts, GrpoTrainer
+from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -188,7 +189,7 @@ class LocalGrpo:
         console = Console(file=io.StringIO(), width=200)
         stack.callback(lambda: setattr(self, "shown", console.file.getvalue()))  # type: ignore[attr-defined]
         progress = stack.enter_context(RunProgress(last_step, resume_from.step if resume_from else 0, console))
-        parts = GrpoParts(
+        parts = RolloutParts(
             policy=policy,
             engine=self.engine,
             restart_engine=refuse_restart,

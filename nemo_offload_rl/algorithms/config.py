@@ -31,8 +31,8 @@ class RewardScalingConfig:
 
 
 @section
-class GrpoSectionConfig:
-    """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
+class RolloutSectionConfig:
+    """What algorithms with rollouts have in common: prompts, responses, steps and validation."""
 
     num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
     num_generations_per_prompt: Annotated[int, doc("Responses sampled for each prompt: the group size.", ge=1)]
@@ -47,12 +47,6 @@ class GrpoSectionConfig:
         ),
     ]
     max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
-    normalize_rewards: Annotated[
-        bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
-    ]
-    use_leave_one_out_baseline: Annotated[
-        bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
-    ]
     val_period: Annotated[int, doc("Steps from one validation to the next; 0 disables validation.", ge=0)]
     val_at_start: Annotated[bool, doc("Validate before the first step.")]
     val_at_end: Annotated[bool, doc("Validate after the last step.")]
@@ -60,6 +54,35 @@ class GrpoSectionConfig:
     val_batch_size: Annotated[int, doc("Validation prompts that the engine gets at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
         int, doc("Responses to each validation prompt; accuracy is their mean.", ge=1)
+    ]
+    max_token_mult_prob_error: Annotated[
+        float | None,
+        doc(
+            "Limit of `train/token_mult_prob_error`, which measures how far engine and policy disagree about "
+            "the probabilities of sampled tokens (1 is agreement): a step above it ends the run. null for no "
+            "limit.",
+            gt=1,
+        ),
+    ]
+    log_rollouts: Annotated[
+        bool,
+        doc(
+            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file a "
+            "step: about 60 bytes a token."
+        ),
+    ]
+    seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
+
+
+@section
+class GrpoSectionConfig(RolloutSectionConfig):
+    """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
+
+    normalize_rewards: Annotated[
+        bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
+    ]
+    use_leave_one_out_baseline: Annotated[
+        bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
     ]
     overlong_filtering: Annotated[
         bool, doc("Leave responses that were cut at the token limit out of the loss (DAPO); their rewards still count.")
@@ -79,23 +102,6 @@ class GrpoSectionConfig:
     ]
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
-    max_token_mult_prob_error: Annotated[
-        float | None,
-        doc(
-            "Limit of `train/token_mult_prob_error`, which measures how far engine and policy disagree about "
-            "the probabilities of sampled tokens (1 is agreement): a step above it ends the run. null for no "
-            "limit.",
-            gt=1,
-        ),
-    ]
-    log_rollouts: Annotated[
-        bool,
-        doc(
-            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file a "
-            "step: about 60 bytes a token."
-        ),
-    ]
-    seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
 
 
 @section

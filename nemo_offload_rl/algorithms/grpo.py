@@ -1,82 +1,36 @@
-"""GRPO (arXiv 2402.03300) with colocated generation.
+"""GRPO (arXiv 2402.03300) with colocated generation: the loop of `rollout_trainer.py`.
 
-One step, in order (docs/design/step.md has the memory side of it):
-1. refit: where the policy was trained since the last one, its weights go to the engine;
-2. generation and reward: a group of responses to each prompt, which the environments score, or answer, so that another
-   turn follows; while the last is scored the engine goes to sleep and the policy comes back;
-3. logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
-4. advantages: within each group;
-5. training: one optimizer step for each global batch;
-6. validation, when due: refit, answers to held-out prompts; a checkpoint, when due.
+Between its rollouts and its training come
+- logprobs: of the policy before the update, and of the frozen reference, where the loss reads them;
+- advantages: within each group.
+There is one optimizer step for each global batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import group_advantages, overlong_sample_mask, scale_rewards, shape_rewards
-from nemo_offload_rl.algorithms.agreement import disagreement
-from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.metrics import (
-    dynamic_sampling_metrics,
-    residency_metrics,
-    train_metrics,
-    validation_metrics,
-)
-from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
-from nemo_offload_rl.algorithms.rollout_log import rollout_records, sample_lines
+from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
+from nemo_offload_rl.algorithms.rollout_log import rollout_records
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_offload_rl.data.batch import TrainBatch
-from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.errors import AgreementError, DataError, UserError
-from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
+from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
-from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
-from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.flops import ModelSpeed
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
-from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrpoParts:
-    """What a GRPO run is made of; `algorithms/grpo_setup.py` builds it.
-
-    `restart_engine` takes the error after which the engine is needed again; it raises that error if no restart is left,
-    and otherwise returns the owner of each process from then on.
-    """
-
-    policy: Policy
-    engine: GenerationEngine
-    restart_engine: Callable[[UserError], Mapping[int, str]]
-    environments: Mapping[str, Environment]
-    loader: ShuffledLoader[Prompt]
-    validation_prompts: Sequence[Prompt]
-    decode: Decode
-    turns: Turns
-    pad_id: int
-    width_multiple: int
-    checkpoints: CheckpointKeeper
-    num_samples_to_print: int
-    memory: MemorySampler
-    speed: ModelSpeed | None
-
-
-class GrpoTrainer:
+class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
     """Runs the steps.
 
     Args:
@@ -93,122 +47,30 @@ class GrpoTrainer:
         settings: GrpoSectionConfig,
         loss: ClippedPGLossConfig,
         generation: GenerationConfig,
-        parts: GrpoParts,
+        parts: RolloutParts,
         run_logger: RunLogger,
         progress: RunProgress,
     ) -> None:
-        self._settings = settings
+        super().__init__(settings, generation, parts, run_logger, progress)
         self._loss = ClippedPGLoss(loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
-        self._generation = generation
-        self._parts = parts
-        self._logger = run_logger
-        self._progress = progress
-        self._timer = PhaseTimer()
-        self._engine = RolloutEngine(
-            parts.policy,
-            parts.engine,
-            colocated=generation.colocated.enabled,
-            restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
-            timer=self._timer,
-        )
-        self._total_tokens = 0.0
-        self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
-        parts.memory.follow(self._timer.current)
-
-    def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
-        """Train until `last_step`.
-
-        Args:
-            last_step: Number of the last step, from 1.
-            resume_from: Where to go on; None starts with the first step.
-        """
-        settings, step = self._settings, 0
-        if resume_from is not None:
-            self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
-            step, self._total_tokens = resume_from.step, resume_from.total_tokens
-        elif settings.val_at_start:
-            accuracy = self.validate(0)["accuracy"]
-            self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
-            self._logger.commit()
-            self._progress.note(f"held-out accuracy before training: {accuracy:.1%}")
-        while step < last_step and self._parts.loader.num_batches_left:
-            if not self.step(step + 1, last_step):
-                self._end_early(step)
-                break
-            step += 1
-            self._parts.checkpoints.poll()
-        self._parts.checkpoints.finish()
-
-    def step(self, step: int, last_step: int) -> bool:
-        """One step of the file header; False, and nothing is trained, where the data ended before the step was full."""
-        parts, timer, where = self._parts, self._timer, self._parts.loader.state_dict()
-        groups = self._sample(step)
-        if groups is None:
-            parts.loader.load_state_dict(where)  # a longer run begins this step anew
-            return False
-        is_last = step == last_step or not parts.loader.num_batches_left
-        about_step = self._train(step, groups)
-        self._logger.log(step, about_step, "train")
-        self._check_agreement(step, about_step["token_mult_prob_error"])
-        validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
-        self._about_last_step = {"train": about_step, "val": validation}
-        try:
-            if parts.checkpoints.is_due(step, is_last):
-                self._save(step)
-        finally:  # the metrics of the step are there to find the cause of a save that fails
-            seconds = timer.drain()
-            self._logger.log(step, timing_metrics(seconds), "timing")
-            self._logger.log(step, parts.memory.drain(step + 1), "memory")
-        self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
-        self._logger.commit()
-        figures = {"reward": f"{about_step['reward_mean']:.3f}"}
-        if validation:
-            figures["accuracy"] = f"{validation['accuracy']:.1%}"
-        self._progress.step_done(step, figures, seconds)
-        return True
-
-    def validate(self, step: int) -> dict[str, float]:
-        """Answer held-out prompts with the present weights; logs the metrics, shows samples, returns the metrics."""
-        settings = self._settings
-        prompts = self._parts.validation_prompts[: settings.max_val_samples]
-        batches = []
-        for start in range(0, len(prompts), settings.val_batch_size):
-            call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
-            size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling
-            batches.append(self._rollouts(chunk, size, sampling, call, "validation"))
-        rollouts = RolloutBatch.concatenate(batches)
-        metrics = validation_metrics(rollouts)
-        self._logger.log(step, metrics, "validation")
-        samples = sample_lines(rollouts, self._parts.num_samples_to_print)
-        self._logger.log_samples(step, samples)
-        for line in samples:
-            self._progress.note(line)
-        return metrics
-
-    # -- parts of a step -------------------------------------------------------------------------------------------
 
     def _sample(self, step: int) -> SampledGroups | None:
-        """Rollouts to train on, the handover to the policy started; None if the data ended before a step was full."""
         settings = self._settings
-        draws_once = not settings.use_dynamic_sampling
+        if not settings.use_dynamic_sampling:
+            return super()._sample(step)
 
         def batches() -> Iterator[RolloutBatch]:
             for draw, prompts in enumerate(self._parts.loader):
-                call, size = f"{step}:{draw}", settings.num_generations_per_prompt
-                yield self._rollouts(prompts, size, self._generation.sampling, call, "generation", is_last=draws_once)
+                yield self._draw(step, draw, prompts, is_last=False)
 
-        if draws_once:
-            groups = SampledGroups.all_of(next(batches()))
-        else:
-            max_batches = settings.dynamic_sampling_max_gen_batches
-            groups = sample_until_full(batches(), num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
+        max_batches = settings.dynamic_sampling_max_gen_batches
+        groups = sample_until_full(batches(), num_prompts=settings.num_prompts_per_step, max_batches=max_batches)
         if groups is not None:
             self._engine.start_handover()
         return groups
 
     def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
-        """Logprobs, advantages and training; the step's metrics."""
         parts, timer, rollouts = self._parts, self._timer, groups.trained
         rewards = self._training_rewards(rollouts)
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
@@ -239,25 +101,9 @@ class GrpoTrainer:
         metrics = train_metrics(groups, rewards, advantages, result, timer.seconds(), parts.speed)
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
-        self._total_tokens += metrics["num_tokens"]
-        return metrics | {"total_tokens": self._total_tokens}
-
-    def _check_agreement(self, step: int, error: float) -> None:
-        """End a run whose engine and policy are two different models; the checkpoints that there are stay."""
-        message = disagreement(step, error, self._settings.max_token_mult_prob_error)
-        if message is not None:
-            self._parts.checkpoints.finish()
-            raise AgreementError(message)
-
-    def _save(self, step: int) -> None:
-        parts = self._parts
-        with self._timer.phase("checkpoint"):
-            if parts.checkpoints.exports_weights:
-                self._engine.sleep()
-            parts.checkpoints.save(step, parts.policy, parts.loader, self._about_last_step)
+        return metrics
 
     def _end_early(self, step: int) -> None:
-        """The data ended within the step after `step`: what belongs to a run's last step is done for `step`."""
         if step == 0:
             raise DataError(
                 "the training data ended before dynamic sampling had filled the first step; raise grpo.max_num_epochs, "
@@ -270,48 +116,7 @@ class GrpoTrainer:
             step + 1,
             step,
         )
-        if not self._about_last_step:
-            return  # a resumed run that trained nothing
-        if self._validation_is_due(step, True) and not self._validation_is_due(step, False):
-            self._about_last_step = {**self._about_last_step, "val": self.validate(step)}
-            self._logger.commit()
-        checkpoints = self._parts.checkpoints
-        if checkpoints.is_due(step, True) and not checkpoints.is_due(step, False):
-            self._save(step)
-
-    def _rollouts(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: SamplingSettings,
-        call: str,
-        phase: str,
-        is_last: bool = False,
-    ) -> RolloutBatch:
-        """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward.
-
-        With `is_last` the handover to the policy starts after the last turn, before that turn is scored.
-        """
-        parts = self._parts
-        rollouts = Rollouts(
-            prompts, group_size=group_size, environments=parts.environments, decode=parts.decode, turns=parts.turns
-        )
-
-        while rollouts.under_way:
-            token_ids, num_samples = rollouts.prompts()
-            turn = f":turn {rollouts.num_turns}" if rollouts.num_turns else ""
-            seeded = self._seeded(sampling, call + turn)
-            completions = self._engine.generate(token_ids, seeded, num_samples, phase=phase)
-            if is_last and rollouts.in_last_turn:
-                self._engine.start_handover()
-            with self._timer.phase("reward"):
-                rollouts.step(completions)
-        return rollouts.batch()
-
-    def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
-        """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""
-        digest = hashlib.blake2b(f"{self._settings.seed}:{call}".encode(), digest_size=8).digest()
-        return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
+        super()._end_early(step)
 
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
         """[B] rewards after scaling and shaping."""
@@ -330,8 +135,3 @@ class GrpoTrainer:
         if not self._needs_reference:
             return None
         return self._parts.policy.get_reference_logprobs(batch, counted_only=True)
-
-    def _validation_is_due(self, step: int, is_last: bool) -> bool:
-        settings = self._settings
-        periodic = settings.val_period > 0 and step % settings.val_period == 0
-        return bool(self._parts.validation_prompts) and (periodic or (is_last and settings.val_at_end))

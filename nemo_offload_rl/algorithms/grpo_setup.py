@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.algorithms.grpo import GrpoParts, GrpoTrainer
+from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.config import EnvConfig
 from nemo_offload_rl.data.datasets import load_prompts
@@ -76,7 +77,7 @@ def run_grpo(config: GrpoConfig) -> None:
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
-        parts = GrpoParts(
+        parts = RolloutParts(
             policy=workers.policy,
             engine=workers.engine,
             restart_engine=workers.restart_engine,
