@@ -34,3 +34,7 @@ class CheckpointError(UserError):
 
 class AgreementError(UserError):
     """Engine and policy give the same tokens different probabilities: they are not the same model."""
+
+
+class UserCodeError(UserError):
+    """Code from outside of the package cannot be used, or has failed; the message has its file and line."""

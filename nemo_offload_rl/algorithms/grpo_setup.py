@@ -6,28 +6,24 @@ Everything that can be wrong in the user's input is found before Ray starts; `gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
+from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
 from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
 from nemo_offload_rl.config.convert import GrpoConfig
-from nemo_offload_rl.data.config import EnvConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
-from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
-from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.environments.math import MathEnvironment
-from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.backends.factory import check_model
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MATH_TIMEOUT_S = 5.0
-
 
 def run_grpo(config: GrpoConfig) -> None:
     """Run GRPO from a checked configuration.
@@ -51,6 +45,7 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
+    code = load_code(config.env)
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
@@ -70,8 +65,8 @@ def run_grpo(config: GrpoConfig) -> None:
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
+        environments = stack.enter_context(open_environments(config.env, code, prompts))
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
-        environments = stack.enter_context(_environments(config.env))
         workers = stack.enter_context(grpo_workers(config))
         memory_file, period_s = Path(config.logger.log_dir) / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
@@ -109,6 +104,8 @@ def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
     encode = TurnEncoder(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     max_turns, max_tokens = config.grpo.max_rollout_turns, config.engine.max_model_len
     messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
+    if max_turns > 1 and any(section.target is not None for section in config.env.values()):
+        messages.append("?")  # what an environment of the user's says is not known yet
     if messages:
         longest = max(len(encode(message, ())) for message in messages)
         response = config.policy.generation.sampling.max_new_tokens
@@ -122,30 +119,6 @@ def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
                 max_tokens,
             )
     return Turns(max_turns=max_turns, max_tokens=max_tokens, encode=encode)
-
-
-@contextmanager
-def _environments(settings: Mapping[str, EnvConfig]) -> Iterator[dict[str, Environment]]:
-    environments: dict[str, Environment] = {}
-    try:
-        for name, section in settings.items():
-            environment = _environment(name, section)
-            message = section.retry_message
-            environments[name] = environment if message is None else RetryEnvironment(environment, message)
-        yield environments
-    finally:
-        for environment in environments.values():
-            environment.close()
-
-
-def _environment(name: str, settings: EnvConfig) -> Environment:
-    match name:
-        case "arithmetic":
-            return ArithmeticEnvironment()
-        case "math":
-            return MathEnvironment(num_workers=settings.num_workers, timeout_s=MATH_TIMEOUT_S)
-        case _:
-            raise ConfigError(f"env.{name} is not an environment of this package; choose arithmetic or math")
 
 
 def _check_validation(config: GrpoConfig, prompts: Splits[Prompt]) -> None:

@@ -74,6 +74,7 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
 def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: type) -> Mapping[str, Any]:
     from nemo_offload_rl.config.validate import missing_key_message
     from nemo_offload_rl.migrate import is_nemo_rl, migrate
+    from nemo_offload_rl.targets import with_whole_paths
     from nemo_offload_rl.utils.config import load_config
 
     raw = load_config(path, overrides, partial(missing_key_message, schema))
@@ -88,7 +89,7 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
             f"{path} configures {others[0]}, not {algorithm}; start it with examples/run_{others[0]}.py, or give the "
             f"configuration of a run of {algorithm}"
         )
-    return _with_home(raw)
+    return with_whole_paths(_with_home(raw), Path(path).parent)
 
 
 def _with_home(node: Any) -> Any:

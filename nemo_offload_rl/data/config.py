@@ -302,7 +302,7 @@ class DpoDataConfig(SupervisedDataKeys):
 
 @section
 class EnvConfig:
-    """`env.NAME`: one environment."""
+    """`env.NAME`: one environment: `arithmetic`, `math`, or with `target` one of your own under any name."""
 
     num_workers: Annotated[int, doc("Processes that score responses; 0 scores in the driver.", ge=0)]
     retry_message: Annotated[
@@ -312,6 +312,27 @@ class EnvConfig:
             "null or absent: a rollout has one turn."
         ),
     ] = None
+    target: Annotated[
+        str | tuple[str, ...] | None,
+        doc(
+            "Code of your own (docs/guides/your-own-reward.md): `package.module.Name` or `path/to/file.py:name` of a "
+            "reward function, a list of such functions, or an environment class. null or absent: NAME is built in."
+        ),
+    ] = None
+    weights: Annotated[
+        tuple[float, ...] | None,
+        doc("Factors of the rewards of a list of functions, whose sum is the reward; null or absent: 1 each."),
+    ] = None
+    kwargs: Annotated[
+        dict[str, Any] | None, doc("Further arguments of the function, or those of the class; null or absent: none.")
+    ] = None
+    timeout_s: Annotated[
+        float,
+        doc(
+            "Seconds in which a worker process scores a response; one that takes longer has reward 0. Left out: 5.",
+            gt=0,
+        ),
+    ] = 5.0
 
 
 @section

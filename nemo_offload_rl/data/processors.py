@@ -135,6 +135,7 @@ class PromptEncoder:
             metadata=row.metadata,
             data_set=self.data_set,
             loss_multiplier=0.0 if is_overlong else 1.0,
+            question=row.question,
         )
 
 

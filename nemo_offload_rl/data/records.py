@@ -45,6 +45,7 @@ class Prompt:
         data_set: Where the row comes from, as metrics name it.
         loss_multiplier: 0 for a prompt that is too long: `token_ids` are its first ones, and no response to it is
             trained on.
+        question: The row's prompt, without prompt file and chat template.
     """
 
     token_ids: tuple[int, ...]
@@ -54,6 +55,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     data_set: str = ""
     loss_multiplier: float = 1.0
+    question: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,19 +11,27 @@ alarm that the kernel delivers.
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import os
+import pickle
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from nemo_offload_rl.errors import WorkerDiedError
+from nemo_offload_rl.errors import UserCodeError, UserError, WorkerDiedError
 
 _ALARM_SLACK_S = 30.0  # how much later than the pool's deadline a worker's own alarm goes off
 _START_TIMEOUT_S = 120.0  # interpreter, imports and warm-up, on a busy machine
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from nemo_offload_rl.environments.grading_pool import work; work(int(sys.argv[1]))"
+)
 
 # What sympy and LaTeX parsers raise about text that is no formula. Anything else is a bug and ends the worker loudly.
 _GRADING_ERRORS = (
@@ -49,9 +57,16 @@ class Failed:
     reason: str
 
 
+@dataclass(frozen=True)
+class Refused:
+    """The job raised a `UserError`, whose message this is."""
+
+    message: str
+
+
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: subprocess.Popen[bytes]
     pipe: Connection
     is_ready: bool = False
     job: int | None = None
@@ -62,7 +77,7 @@ class GradingPool:
     """Runs `grade(*job)` for many jobs in worker processes, each with a time limit.
 
     Args:
-        grade: A function that can be imported by name. Whatever it imports is imported in the workers.
+        grade: A function or object that can be pickled. Whatever it imports is imported in the workers.
         num_workers: Processes; they start at once, and stay.
         timeout_s: Seconds for one job.
         warm_up: A job that each worker does first, without this limit; None for none.
@@ -76,17 +91,25 @@ class GradingPool:
         timeout_s: float,
         warm_up: tuple[Any, ...] | None = None,
     ) -> None:
-        # Spawned, not forked: the driver has threads (Ray, vLLM), and a fork may copy a lock that one of them holds.
-        self._context = multiprocessing.get_context("spawn")
-        self._grade = grade
         self._timeout_s = timeout_s
-        self._warm_up = warm_up
+        self._task = pickle.dumps((grade, warm_up, timeout_s + _ALARM_SLACK_S))
         self._workers = [self._start_worker() for _ in range(num_workers)]
 
-    def map(self, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The outcome of each job in order: what `grade` returned, `TimedOut`, or `Failed`.
+    def wait_until_ready(self) -> None:
+        """Return when every worker has done its warm-up.
 
         Raises:
+            UserCodeError: Code from outside of the package failed in the warm-up.
+            WorkerDiedError: A worker process did not start.
+        """
+        for worker in self._workers:
+            self._wait_until_ready(worker)
+
+    def map(self, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The outcome of each job in order: what `grade` returned, `TimedOut`, `Failed` or `Refused`.
+
+        Raises:
+            UserCodeError: Code from outside of the package failed in the warm-up of a new worker.
             WorkerDiedError: A worker process did not start.
         """
         outcomes: list[Any] = [None] * len(jobs)
@@ -105,7 +128,7 @@ class GradingPool:
         self._workers = []
 
     def _hand_out(self, worker: _Worker, job: int, jobs: Sequence[tuple[Any, ...]]) -> _Worker:
-        if not worker.process.is_alive():  # died while idle: nothing is lost
+        if worker.process.poll() is not None:  # died while idle: nothing is lost
             self._kill(worker)
             worker = self._start_worker()
         self._wait_until_ready(worker)
@@ -123,12 +146,14 @@ class GradingPool:
                 f"lower num_workers of the environment"
             )
         try:
-            worker.pipe.recv()
-        except EOFError as error:
-            worker.process.join(timeout=1.0)
+            refused = worker.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            status = _exit_code(worker.process)
             raise WorkerDiedError(
-                f"a grading process ended while it started (exit code {worker.process.exitcode}); its output says why"
+                f"a grading process ended while it started (exit code {status}); its output says why"
             ) from error
+        if refused is not None:
+            raise UserCodeError(refused.message)
         worker.is_ready = True
 
     def _collect(self, outcomes: list[Any]) -> None:
@@ -151,35 +176,55 @@ class GradingPool:
         try:
             return worker.pipe.recv()
         except (EOFError, ConnectionResetError):
-            worker.process.join(timeout=1.0)
-            return Failed(f"the grading process ended with exit code {worker.process.exitcode}")
+            return Failed(f"the grading process ended with exit code {_exit_code(worker.process)}")
 
     def _replace(self, index: int) -> None:
         self._kill(self._workers[index])
         self._workers[index] = self._start_worker()
 
     def _start_worker(self) -> _Worker:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_work, args=(theirs, self._grade, self._warm_up, self._timeout_s + _ALARM_SLACK_S), daemon=True
-        )
-        process.start()
-        theirs.close()
-        return _Worker(process=process, pipe=ours)
+        # A new interpreter, not a fork: the driver has threads (Ray, vLLM), and a fork may copy a lock that one holds.
+        # Nor multiprocessing's, which would run the user's script again in each worker.
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        pipe = Connection(ours.detach())
+        pipe.send_bytes(self._task)
+        return _Worker(process=process, pipe=pipe)
 
     @staticmethod
     def _kill(worker: _Worker) -> None:
         worker.process.kill()
-        worker.process.join()
+        worker.process.wait()
         worker.pipe.close()
 
 
-def _work(pipe: Connection, grade: Callable[..., Any], warm_up: tuple[Any, ...] | None, alarm_s: float) -> None:
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Of a process whose pipe is closed: it has ended, or ends now."""
+    try:
+        return process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def work(descriptor: int) -> None:
     """The life of one worker: one job after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if warm_up is not None:
-        grade(*warm_up)
+    os.set_inheritable(descriptor, False)  # processes that a job starts do not keep the pipe open
+    pipe = Connection(descriptor)
+    try:
+        grade, warm_up, alarm_s = pickle.loads(pipe.recv_bytes())
+        if warm_up is not None:
+            grade(*warm_up)
+    except UserError as error:
+        pipe.send(Refused(str(error)))
+        return
     pipe.send(None)  # ready
     while True:
         try:
@@ -194,5 +239,7 @@ def _work(pipe: Connection, grade: Callable[..., Any], warm_up: tuple[Any, ...] 
 def _outcome(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:
     try:
         return grade(*job)
+    except UserError as error:
+        return Refused(str(error))
     except _GRADING_ERRORS as error:
         return Failed(f"{type(error).__name__}: {error}")

@@ -27,6 +27,7 @@ class Response:
         metadata: The problem's metadata.
         earlier: The turns before this one, in their order.
         may_go_on: The policy may have another turn; otherwise this response is the last.
+        question: The row's prompt, without prompt file and chat template.
     """
 
     prompt_text: str
@@ -36,6 +37,7 @@ class Response:
     metadata: Mapping[str, Any]
     earlier: tuple[Turn, ...] = ()
     may_go_on: bool = False
+    question: str = ""
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ class Rollouts:
             metadata=rollout.prompt.metadata,
             earlier=tuple(rollout.earlier),
             may_go_on=not rollout.truncated and self._num_turns < self._turns.max_turns,
+            question=rollout.prompt.question,
         )
 
     def _ask(self, responses: Sequence[Response]) -> list[Score | Observation]:

@@ -18,7 +18,7 @@ ALLOWED = {
     "models": set(),
     "utils": {"errors", "models", "schema"},
     "data": {"errors", "schema"},
-    "environments": {"data", "errors"},
+    "environments": {"data", "errors", "targets"},
     "weight_sync": {"errors", "generation", "policy", "utils"},
     "generation": {"weight_sync", "data", "errors", "schema", "utils"},
     "policy/backends": {"residency", "data", "errors", "models", "policy", "schema", "utils"},

@@ -47,8 +47,9 @@ def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
     """Rollouts of several turns have an environment that answers between them, and only those have one."""
     turns, data = cfg.grpo.max_rollout_turns, cfg.data
     retrying = sorted(name for name, section in cfg.env.items() if section.retry_message is not None)
+    answering = {*retrying, *(name for name, section in cfg.env.items() if section.target is not None)}
     named = {source.env_name or data.default.env_name for _, source in sources(data.train, "data.train")}
-    if turns > 1 and not named.intersection(retrying):
+    if turns > 1 and not named.intersection(answering):
         return (
             f"grpo.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; set "
             f"env.{min(named)}.retry_message, or max_rollout_turns to 1"
@@ -137,6 +138,23 @@ def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def weights_belong_to_a_list_of_rewards(cfg: GrpoMasterConfig) -> str | None:
+    """Weights of rewards are as many as the functions that they are for; only code from outside has arguments."""
+    for name, section in cfg.env.items():
+        if section.target is None and (section.weights is not None or section.kwargs is not None):
+            key = "weights" if section.weights is not None else "kwargs"
+            return f"env.{name}.{key} is set, but target, whose it is, is not; set env.{name}.target, or {key} to null"
+        targets = (section.target,) if isinstance(section.target, str) else section.target or ()
+        if section.target == ():
+            return f"env.{name}.target is an empty list, so there is no reward; name at least one function"
+        if section.weights is not None and len(section.weights) != len(targets):
+            return (
+                f"env.{name}.weights has {len(section.weights)} numbers, but target names {len(targets)} "
+                "functions; write one weight for each"
+            )
+    return None
+
+
 def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
     """A run that validates has prompts to validate on."""
     return no_validation_rows_problem(cfg.data, "grpo", cfg.grpo)
@@ -189,6 +207,7 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     engines_have_devices,
     engine_fits_a_host_of_its_own,
     every_environment_exists,
+    weights_belong_to_a_list_of_rewards,
     validation_has_prompts,
     validation_sets_are_used_whole,
     mixtures_of_prompts_have_their_weights,

@@ -134,6 +134,14 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["+policy.generation.vllm_kwargs.max_num_seq=2"], "did you mean max_num_seqs?"),
     ],
     "every_environment_exists": [(["data.default.env_name=math"], "use one of arithmetic")],
+    "weights_belong_to_a_list_of_rewards": [
+        (["+env.arithmetic.kwargs={a: 1}"], "env.arithmetic.kwargs is set, but target, whose it is, is not"),
+        (["+env.arithmetic.target=[]"], "env.arithmetic.target is an empty list"),
+        (
+            ["+env.arithmetic.target=a.b", "+env.arithmetic.weights=[1]"],
+            "weights has 1 numbers, but target is a list of 0",
+        ),
+    ],
     "validation_has_prompts": [
         (["data.train.holdout=0"], "data.train.holdout is 0, so there is nothing to validate on"),
         (

@@ -1,0 +1,85 @@
+"""The environments of a GRPO run: those of this package by their names, and those of a user's by `target`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from nemo_offload_rl.data.config import EnvConfig
+from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
+from nemo_offload_rl.environments.custom import custom_environment
+from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.environments.math import MathEnvironment
+from nemo_offload_rl.environments.retry import RetryEnvironment
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.targets import UserCode
+
+type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
+"""What each environment of a user's consists of, by name."""
+
+_BUILT_IN = ("arithmetic", "math")
+
+
+def load_code(settings: Mapping[str, EnvConfig]) -> dict[str, Sequence[UserCode]]:
+    """Import what `env.*.target` names.
+
+    Raises:
+        UserCodeError: An import failed.
+        ConfigError: An environment is neither built in nor a user's.
+    """
+    code: dict[str, Sequence[UserCode]] = {}
+    for name, section in settings.items():
+        if section.target is not None:
+            targets = (section.target,) if isinstance(section.target, str) else section.target
+            code[name] = [UserCode.named(f"env.{name}.target", target, section.kwargs) for target in targets]
+        elif name not in _BUILT_IN:
+            raise ConfigError(
+                f"env.{name} is not an environment of this package ({', '.join(_BUILT_IN)}); set env.{name}.target to "
+                "your own, or correct the name"
+            )
+    return code
+
+
+@contextmanager
+def open_environments(
+    settings: Mapping[str, EnvConfig], code: CodeOfEnvironments, prompts: Splits[Prompt]
+) -> Iterator[dict[str, Environment]]:
+    """The environments by name, for the `with` block.
+
+    Args:
+        settings: The keys `env.*`.
+        code: From `load_code`.
+        prompts: All that will be asked: a user's reward may ask for the columns of their rows.
+
+    Raises:
+        UserCodeError: A user's environment cannot be made, or asks for what it does not get.
+    """
+    environments: dict[str, Environment] = {}
+    try:
+        for name, section in settings.items():
+            if name in code:
+                environment = custom_environment(
+                    name,
+                    code[name],
+                    weights=section.weights,
+                    columns=_columns(name, prompts),
+                    num_workers=section.num_workers,
+                    timeout_s=section.timeout_s,
+                )
+            elif name == "arithmetic":
+                environment = ArithmeticEnvironment()
+            else:
+                environment = MathEnvironment(num_workers=section.num_workers, timeout_s=section.timeout_s)
+            message = section.retry_message
+            environments[name] = environment if message is None else RetryEnvironment(environment, message)
+        yield environments
+    finally:
+        for environment in environments.values():
+            environment.close()
+
+
+def _columns(name: str, prompts: Splits[Prompt]) -> set[str]:
+    """Those that all rows have whose responses an environment scores."""
+    rows = [prompt.metadata for prompt in (*prompts.train, *prompts.validation) if prompt.env_name == name]
+    return set(rows[0]).intersection(*rows[1:]) if rows else set()

@@ -1,0 +1,195 @@
+"""Rewards and environments from outside of the package."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+
+import pytest
+
+from nemo_offload_rl.environments.custom import custom_environment
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score
+from nemo_offload_rl.errors import UserCodeError
+from nemo_offload_rl.targets import UserCode
+
+COLUMNS = {"level": 3, "tags": ["a"]}
+
+
+def response(text: str, **about) -> Response:
+    return Response(
+        prompt_text="<user>q<assistant>", text=text, truncated=False, reference_answer="4", metadata=COLUMNS,
+        question="q", **about,
+    )  # fmt: skip
+
+
+def open_one(*values, num_workers: int = 0, weights=None, timeout_s: float = 20.0, columns=COLUMNS, **kwargs):
+    parts = [UserCode("env.mine.target", value, kwargs=kwargs) for value in values]
+    return custom_environment(
+        "mine", parts, weights=weights, columns=columns, num_workers=num_workers, timeout_s=timeout_s
+    )
+
+
+def scores(*values, texts=("4", "5"), **settings):
+    environment = open_one(*values, **settings)
+    try:
+        return environment.step([response(text) for text in texts])
+    finally:
+        environment.close()
+
+
+def right(response, answer):
+    return response == answer
+
+
+def test_a_function_gets_question_response_answer_and_the_rows_columns_by_name():
+    seen = {}
+
+    def score(prompt, response, answer, level, rendered_prompt, **row):
+        seen.update(row, prompt=prompt, response=response, answer=answer, level=level, rendered_prompt=rendered_prompt)
+        return 0.5
+
+    assert scores(score, texts=["4"]) == [Score(0.5, correct=False)]
+    assert seen == {
+        "prompt": "q", "response": "4", "answer": "4", "level": 3, "tags": ["a"],
+        "rendered_prompt": "<user>q<assistant>",
+    }  # fmt: skip
+
+
+def test_numbers_booleans_and_scores_are_rewards_and_full_marks_are_correct():
+    import numpy as np
+    import torch
+
+    for value, expected in [
+        (True, Score(1.0, True)), (False, Score(0.0, False)), (2, Score(2.0, True)), (0.99, Score(0.99, False)),
+        (np.float32(0.5), Score(0.5, False)), (torch.tensor(1.0), Score(1.0, True)),
+        (Score(0.1, correct=True), Score(0.1, correct=True)),
+    ]:  # fmt: skip
+        assert scores(lambda value=value: value, texts=["x"]) == [expected]
+
+
+@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, [1.0], object()])
+def test_anything_else_ends_the_run_with_the_response_and_the_place_of_the_function(value):
+    with pytest.raises(
+        UserCodeError, match=r"test_custom\.py:\d+\): it returned .* for the response 'x'; return a fin"
+    ):
+        scores(lambda: value, texts=["x"])
+
+
+def test_several_functions_are_added_with_their_weights_and_the_first_says_what_is_correct():
+    def short(response):
+        return 1.0 if len(response) < 2 else 0.0
+
+    assert scores(right, short, weights=[1.0, 0.25], texts=["4", "5", "55"]) == [
+        Score(1.25, True), Score(0.25, False), Score(0.0, False),
+    ]  # fmt: skip
+    assert scores(right, short, texts=["4"]) == [Score(2.0, True)]
+
+
+def test_a_column_that_not_all_rows_have_is_told_before_anything_is_scored():
+    with pytest.raises(
+        UserCodeError, match="it asks for colour, but is given, by name, prompt, response, answer, level, tags"
+    ):
+        open_one(lambda response, colour: 0.0)
+
+
+async def slowly(response, answer):
+    await asyncio.sleep(0.2 if response != "never" else 600)
+    return response == answer
+
+
+def test_async_functions_wait_together_and_one_that_is_late_has_reward_0(caplog):
+    begin = time.monotonic()
+    assert [score.correct for score in scores(slowly, texts=["4"] * 20 + ["never"], timeout_s=1.0)] == [True] * 20 + [
+        False
+    ]
+    assert time.monotonic() - begin < 3.0  # not 20 times 0.2 s
+    assert "env.mine: 1 of 21 responses could not be scored in time: reward 0; raise env.mine.timeout_s" in caplog.text
+
+
+def test_async_functions_work_where_an_event_loop_runs_already():
+    async def notebook():
+        return scores(slowly)
+
+    assert [score.correct for score in asyncio.run(notebook())] == [True, False]
+
+
+class Calculator:
+    """Answers a sum once, then scores; remembers how often it was made."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.pid, self.closed = factor, os.getpid(), False
+
+    def step(self, responses):
+        return [
+            Observation("= 4") if one.may_go_on and "+" in one.text else Score(self.factor * (one.text == "4"), False)
+            for one in responses
+        ]
+
+
+def test_an_environment_class_is_made_with_its_kwargs_and_may_answer():
+    environment = open_one(Calculator, factor=0.5)
+    first, second = environment.step([response("2+2", may_go_on=True), response("4")])
+    assert first == Observation("= 4")
+    assert second == Score(0.5, False)
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (type("Empty", (), {}), "the class has no method `step`"),
+        (type("Few", (), {"step": lambda self, responses: []}), "step returned 0 outcomes for 2 responses"),
+        (type("Odd", (), {"step": lambda self, responses: ["x"] * 2}), "it returned 'x' for the response"),
+        (type("Bare", (), {"step": lambda self: []}), r"step .* cannot be called as .*\(self, responses\)"),
+        (type("Numb", (), {"step": lambda self, r: [Observation(3)] * 2}), "an Observation's text is 3"),
+    ],
+)
+def test_an_environment_that_does_not_do_its_part_is_told(value, message):
+    with pytest.raises(UserCodeError, match=message):
+        scores(value)
+
+
+@pytest.mark.processes
+def test_in_worker_processes_failures_late_responses_and_deaths_are_told_apart(caplog):
+    def score(response):
+        if response == "dies":
+            os._exit(7)
+        if response == "late":
+            time.sleep(600)
+        return 1.0 / len(response)
+
+    environment = open_one(score, num_workers=2, timeout_s=1.5)
+    try:
+        found = environment.step([response(text) for text in ("1", "late", "dies", "22")])
+        assert [one.reward for one in found] == [1.0, 0.0, 0.0, 0.5]
+        assert "1 of 4 responses could not be scored in time" in caplog.text
+        assert "exit code 7: reward 0" in caplog.text
+        with pytest.raises(
+            UserCodeError, match=r"ZeroDivisionError: .* at .*test_custom\.py:\d+ in score: return 1\.0 /"
+        ):
+            environment.step([response("")])
+    finally:
+        environment.close()
+
+
+@pytest.mark.processes
+def test_worker_processes_make_an_environment_once_each_and_its_failing_constructor_is_told_at_once():
+    environment = open_one(Calculator, num_workers=1)
+    try:
+        assert environment.step([response("4")] * 3) == [Score(1.0, False)] * 3
+    finally:
+        environment.close()
+
+    class Broken:
+        def __init__(self):
+            raise RuntimeError("no such judge")
+
+        def step(self, responses):
+            return []
+
+    with pytest.raises(UserCodeError, match=r"RuntimeError: no such judge, at .*test_custom\.py:\d+ in __init__"):
+        open_one(Broken, num_workers=2)
+    assert threading.active_count() < 50
