@@ -138,8 +138,8 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["+env.arithmetic.kwargs={a: 1}"], "env.arithmetic.kwargs is set, but target, whose it is, is not"),
         (["+env.arithmetic.target=[]"], "env.arithmetic.target is an empty list"),
         (
-            ["+env.arithmetic.target=a.b", "+env.arithmetic.weights=[1]"],
-            "weights has 1 numbers, but target is a list of 0",
+            ["+env.arithmetic.target=a.b", "+env.arithmetic.weights=[1,2]"],
+            "weights has 2 numbers, but target names 1 functions",
         ),
     ],
     "validation_has_prompts": [
