@@ -70,7 +70,9 @@ def open_environments(
             elif name == "arithmetic":
                 environment = ArithmeticEnvironment()
             else:
-                environment = MathEnvironment(num_workers=section.num_workers, timeout_s=section.timeout_s)
+                environment = MathEnvironment(
+                    num_workers=section.num_workers, timeout_s=section.timeout_s, verifier=section.math_verify_impl
+                )
             message = section.retry_message
             environments[name] = environment if message is None else RetryEnvironment(environment, message)
         yield environments

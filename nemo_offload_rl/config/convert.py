@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
-from nemo_offload_rl.data.config import TaskKeys
+from nemo_offload_rl.data.source_keys import TaskKeys
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.settings import PolicySettings

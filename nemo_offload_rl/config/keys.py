@@ -123,4 +123,4 @@ def _variant_of(section: Any) -> str | None:
     if "dataset_name" not in keys:
         return None
     name, _ = keys["dataset_name"]
-    return str(get_args(_unwrap(name)[0])[0])
+    return ", ".join(get_args(_unwrap(name)[0]))

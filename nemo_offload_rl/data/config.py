@@ -6,20 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nemo_offload_rl.data.published_config import (
+    Gsm8kConfig,
+    MathConfig,
+    MathProblemsConfig,
+    OpenMathInstruct2Config,
+    PublishedPairsConfig,
+    SquadConfig,
+    Tulu3SftConfig,
+)
+from nemo_offload_rl.data.source_keys import FileKeys, TaskKeys, ToolKeys
 from nemo_offload_rl.schema import doc, section
-
-
-@section
-class TaskKeys:
-    """Keys of `data.default` that a data set may set for itself: how a row becomes a prompt, and who scores it.
-
-    `config.convert.with_task_keys` fills in what it leaves out; what an algorithm has no use for is None.
-    """
-
-    prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
-    system_prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
-    processor: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
-    env_name: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
 
 
 @section
@@ -37,57 +34,14 @@ class ArithmeticConfig(TaskKeys):
 
 
 @section
-class FileKeys:
-    """Keys of a data set that is read from disk."""
-
-    path: Annotated[
-        str,
-        doc(
-            "A .jsonl, .json or .parquet file, a folder of such files, or a folder that `datasets` saved.",
-            min_length=1,
-        ),
-    ]
-    split: Annotated[
-        str | None, doc("Split of a folder that has several; in a folder of files, how their names begin.")
-    ] = None
-    split_validation_size: Annotated[
-        float, doc("Share of the rows kept for validation; 0 in `data.validation`.", ge=0, lt=1)
-    ]
-    seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
-
-
-@section
-class ToolKeys:
-    """Of a data set with conversations."""
-
-    tool_key: Annotated[
-        str | None,
-        doc(
-            "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
-            "`tools`. null leaves tools out. Rows without the field have none."
-        ),
-    ] = "tools"
-
-
-@section
-class ResponseDatasetConfig(FileKeys, TaskKeys):
+class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: ResponseDataset`: a prompt and its answer or completion in each row."""
 
     dataset_name: Annotated[Literal["ResponseDataset"], doc("This data set.")]
-    input_key: Annotated[str, doc("Field of a row that holds the prompt.")]
-    output_key: Annotated[str, doc("Field of a row that holds the answer.")]
-
-
-@section
-class OpenMathInstruct2Config(TaskKeys):
-    """`dataset_name: OpenMathInstruct-2`: nvidia/OpenMathInstruct-2 from the Hugging Face hub."""
-
-    dataset_name: Annotated[Literal["OpenMathInstruct-2"], doc("This data set.")]
-    split: Annotated[Literal["train", "train_1M", "train_2M", "train_5M"], doc("Split of the published data set.")]
-    split_validation_size: Annotated[
-        float, doc("Share of the rows kept for validation; 0 in `data.validation`.", ge=0, lt=1)
+    input_key: Annotated[
+        str, doc("Field of a row that holds the prompt; `a.b.0` is a field inside of others, 0 the first of a list.")
     ]
-    seed: Annotated[int, doc("Seed that picks those rows.", ge=0)]
+    output_key: Annotated[str, doc("Field of a row that holds the answer, likewise.")]
 
 
 @section
@@ -121,14 +75,16 @@ class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     dataset_name: Annotated[Literal["PreferenceDataset"], doc("This data set.")]
 
 
-GrpoSource = Annotated[
-    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config, Field(discriminator="dataset_name")
-]
-SftSource = Annotated[
-    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | OpenAIFormatConfig,
-    Field(discriminator="dataset_name"),
-]
-DpoSource = Annotated[BinaryPreferenceConfig | PreferenceConfig, Field(discriminator="dataset_name")]
+Questions = (
+    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | MathProblemsConfig | Gsm8kConfig | MathConfig
+)
+Conversations = OpenAIFormatConfig | SquadConfig | Tulu3SftConfig
+Pairs = BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig
+DataSource = Questions | Conversations | Pairs
+
+GrpoSource = Annotated[Questions, Field(discriminator="dataset_name")]
+SftSource = Annotated[Questions | Conversations, Field(discriminator="dataset_name")]
+DpoSource = Annotated[Pairs, Field(discriminator="dataset_name")]
 
 
 @section
@@ -137,9 +93,10 @@ class MixtureKeys:
 
     dataset_name: Annotated[Literal["mixture"], doc("This data set.")]
     weights: Annotated[
-        tuple[Annotated[float, Field(gt=0)], ...],
+        tuple[Annotated[float, Field(gt=0)], ...] | None,
         doc(
-            "Share of each data set in the rows, in proportion to the others. Small data sets are repeated more often."
+            "Share of each data set in the rows, in proportion to the others. Small data sets are repeated more often. "
+            "null: by their sizes, every row once in an epoch."
         ),
     ]
 
@@ -165,27 +122,10 @@ class DpoMixtureConfig(MixtureKeys):
     datasets: Annotated[tuple[DpoSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
 
 
-DatasetConfig = Annotated[
-    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | GrpoMixtureConfig,
-    Field(discriminator="dataset_name"),
-]
-SftDatasetConfig = Annotated[
-    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | OpenAIFormatConfig | SftMixtureConfig,
-    Field(discriminator="dataset_name"),
-]
-DpoDatasetConfig = Annotated[
-    BinaryPreferenceConfig | PreferenceConfig | DpoMixtureConfig, Field(discriminator="dataset_name")
-]
+DatasetConfig = Annotated[Questions | GrpoMixtureConfig, Field(discriminator="dataset_name")]
+SftDatasetConfig = Annotated[Questions | Conversations | SftMixtureConfig, Field(discriminator="dataset_name")]
+DpoDatasetConfig = Annotated[Pairs | DpoMixtureConfig, Field(discriminator="dataset_name")]
 
-
-type DataSource = (
-    ArithmeticConfig
-    | ResponseDatasetConfig
-    | OpenMathInstruct2Config
-    | OpenAIFormatConfig
-    | BinaryPreferenceConfig
-    | PreferenceConfig
-)
 type MixtureConfig = GrpoMixtureConfig | SftMixtureConfig | DpoMixtureConfig
 
 
@@ -333,6 +273,13 @@ class EnvConfig:
             gt=0,
         ),
     ] = 5.0
+    math_verify_impl: Annotated[
+        Literal["hf_math_verify", "dapo_math_verify"],
+        doc(
+            "Of `math`: `hf_math_verify` compares answers as mathematics; `dapo_math_verify` compares the text after "
+            "the last `Answer:`, which the prompts of DAPOMath17K ask for. Left out: hf_math_verify."
+        ),
+    ] = "hf_math_verify"
 
 
 @section

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_offload_rl.data.config import ArithmeticConfig, DataSource, OpenMathInstruct2Config
+from nemo_offload_rl.data.config import DataSource
+from nemo_offload_rl.data.source_keys import FileKeys
 
 
 def data_set_names(sources: Sequence[DataSource]) -> list[str]:
     """A name for each data set: of a file or folder its own, with that of the folder around it where two are alike.
+
+    One of the hub is called by the second part of its name there, one that is known by name by that.
 
     The same data set twice, or two that are alike even so, are told apart by a number.
     """
@@ -27,11 +30,8 @@ def data_set_names(sources: Sequence[DataSource]) -> list[str]:
 
 
 def _name(source: DataSource, *, with_folder: bool) -> str:
-    match source:
-        case ArithmeticConfig():
-            return "arithmetic"
-        case OpenMathInstruct2Config():
-            return "OpenMathInstruct-2"
+    if not isinstance(source, FileKeys):
+        return source.dataset_name
     path = Path(source.path)
     name = f"{path.parent.name}_{path.stem}" if with_folder else path.stem
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)

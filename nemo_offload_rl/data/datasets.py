@@ -17,7 +17,6 @@ from nemo_offload_rl.data.config import (
     MixtureConfig,
     MixtureKeys,
     OpenAIFormatConfig,
-    OpenMathInstruct2Config,
     PreferenceConfig,
     ResponseDatasetConfig,
     SftDataConfig,
@@ -25,14 +24,24 @@ from nemo_offload_rl.data.config import (
 )
 from nemo_offload_rl.data.data_set_names import data_set_names
 from nemo_offload_rl.data.encoding import ChatEncoder
-from nemo_offload_rl.data.hub import load_open_math_instruct_2
 from nemo_offload_rl.data.processors import (
     PromptEncoder,
     PromptTemplates,
     encode_prompts,
     load_templates,
     processor_named,
+    with_prompt_files,
     with_system_prompt,
+)
+from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
+from nemo_offload_rl.data.published_config import (
+    Gsm8kConfig,
+    MathConfig,
+    MathProblemsConfig,
+    OpenMathInstruct2Config,
+    PublishedPairsConfig,
+    SquadConfig,
+    Tulu3SftConfig,
 )
 from nemo_offload_rl.data.records import (
     Conversation,
@@ -45,6 +54,7 @@ from nemo_offload_rl.data.records import (
     Splits,
 )
 from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
+from nemo_offload_rl.data.source_keys import FileKeys
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,9 +74,10 @@ def load_rows(settings: DataSource) -> Splits[Row]:
             return load_arithmetic(settings)
         case ResponseDatasetConfig():
             return load_responses(settings)
-        case OpenMathInstruct2Config():
-            return load_open_math_instruct_2(settings)
-    raise DataError(f"{type(settings).__name__} has no questions with answers; name a data set that has")
+        case OpenMathInstruct2Config() | MathProblemsConfig() | Gsm8kConfig() | MathConfig():
+            return load_questions(settings)
+        case _:
+            raise DataError(f"{settings.dataset_name} has no questions with answers; name a data set that has")
 
 
 def load_prompts(
@@ -146,14 +157,15 @@ def load_example_pairs(
     def load(
         source: DataSource, name: str
     ) -> tuple[Splits[PreferencePair], Callable[[Sequence[PreferencePair]], tuple[ExamplePair, ...]]]:
-        assert isinstance(source, BinaryPreferenceConfig | PreferenceConfig), type(source)
+        assert isinstance(source, BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig), type(source)
         templates = load_templates(source)
 
         def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
             pairs = ((row, _encode_pair(encoder, row, templates, name)) for row in rows)
             return tuple(pair for row, pair in pairs if limit.holds(row.origin, pair.chosen, pair.rejected))
 
-        return load_pairs(source), encode
+        loaded = load_published_pairs(source) if isinstance(source, PublishedPairsConfig) else load_pairs(source)
+        return loaded, encode
 
     splits = _load_splits(settings, load)
     limit.log_dropped()
@@ -187,7 +199,7 @@ def _load_splits[R, T](
                 f"data.train has no rows to train on{_where(source)}; lower split_validation_size or add rows"
             )
         train.append(encoded)
-        weights.append(weight)
+        weights.append(len(encoded) if weight is None else weight)
         validation.append(encode(rows.validation))
     for source, _ in more:
         rows, encode = load(source, next(names))
@@ -204,11 +216,12 @@ def _load_splits[R, T](
     )
 
 
-def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float], ...]:
-    """The data sets of a mixture with their weights; another data set is its own only part."""
+def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float | None], ...]:
+    """The data sets of a mixture with their weights, None for their sizes; another data set is its own only part."""
     if isinstance(source, MixtureKeys):
-        return tuple(zip(source.datasets, source.weights, strict=True))
-    return ((source, 1.0),)
+        weights = source.weights if source.weights is not None else [None] * len(source.datasets)
+        return tuple(zip(source.datasets, weights, strict=True))
+    return ((source, None),)
 
 
 def _in_turn[T](parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
@@ -218,17 +231,21 @@ def _in_turn[T](parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
 
 
 def _where(source: DataSource) -> str:
-    return "" if isinstance(source, ArithmeticConfig | OpenMathInstruct2Config) else f" in {source.path}"
+    return f" in {source.path if isinstance(source, FileKeys) else source.dataset_name}"
 
 
 def _conversations(source: DataSource) -> Splits[Conversation]:
     """Any data set of SFT as conversations."""
     templates = load_templates(source)
-    if isinstance(source, OpenAIFormatConfig):
-        loaded = load_conversations(source)
+    if isinstance(source, OpenAIFormatConfig | SquadConfig | Tulu3SftConfig):
+        loaded = (
+            load_conversations(source)
+            if isinstance(source, OpenAIFormatConfig)
+            else load_published_conversations(source)
+        )
 
         def finish(row: Conversation) -> Conversation:
-            return replace(row, messages=tuple(with_system_prompt(row.messages, templates)))
+            return replace(row, messages=tuple(with_prompt_files(row.messages, templates)))
 
         return Splits(
             train=tuple(finish(row) for row in loaded.train), validation=tuple(finish(row) for row in loaded.validation)
@@ -237,7 +254,7 @@ def _conversations(source: DataSource) -> Splits[Conversation]:
 
     def answered(row: Row) -> Conversation:
         messages = (*process(row, templates), {"role": "assistant", "content": row.answer})
-        return Conversation(messages=messages, origin=row.origin)
+        return Conversation(messages=messages, origin=row.origin, tools=row.tools)
 
     return Splits(
         train=tuple(answered(row) for row in rows.train), validation=tuple(answered(row) for row in rows.validation)

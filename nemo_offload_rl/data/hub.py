@@ -1,32 +1,63 @@
-"""Data sets of the Hugging Face hub."""
+"""Rows of the Hugging Face hub, or of its local cache where there is no network; `datasets` does the work."""
 
 from __future__ import annotations
 
-from nemo_offload_rl.data.config import OpenMathInstruct2Config
-from nemo_offload_rl.data.records import Row, Splits
-from nemo_offload_rl.data.rows import split_by
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 from nemo_offload_rl.errors import DataError
 
-_OPEN_MATH = "nvidia/OpenMathInstruct-2"
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
-def load_open_math_instruct_2(settings: OpenMathInstruct2Config) -> Splits[Row]:
-    """Problems and expected answers of nvidia/OpenMathInstruct-2 (arXiv 2410.01560), from the hub or its local cache.
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist may be the name of a data set: `owner/name`, or `name` of a very old one."""
+    return _NAME.fullmatch(path) is not None and not path.endswith((".json", ".jsonl", ".parquet"))
+
+
+def read_table(
+    path: str, subset: str | None, split: str | None, columns: Sequence[str] | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Rows of a data set, all of them or some of their columns.
+
+    Args:
+        path: A name on the hub, or a folder with the files of one.
+        subset: The part of it; None for the only one, or the one that it has as a default.
+        split: Its split; None for the only one.
+        columns: None for all.
 
     Raises:
-        DataError: Neither the hub nor the cache has it.
+        DataError: Neither the hub nor the cache has it, or it has no such part, split or column.
     """
-    import datasets  # heavy: only when this data set is asked for
+    import datasets  # heavy: only when it is needed
 
+    said = f"{path}{f' ({subset})' if subset else ''}"
     try:
-        table = datasets.load_dataset(_OPEN_MATH, split=settings.split)
-    except (OSError, ValueError) as error:  # offline and not cached; the hub's own error classes are OSErrors
+        # The split is asked for by name, since it is then the only one that is prepared.
+        loaded = datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # the hub's own errors are OSErrors
+        reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
         raise DataError(
-            f"data set {_OPEN_MATH} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); connect "
-            f"to the Hugging Face hub once, or use dataset_name=ResponseDataset with a local file"
+            f"data set {said} is no file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
+            f"{reason}); correct `path`, `subset` or `split`, connect to the Hugging Face hub once, or set `path` to a "
+            "file or folder with the same columns"
         ) from error
-    rows = [
-        Row(question=problem, answer=answer, origin=f"{_OPEN_MATH}:{index}")
-        for index, (problem, answer) in enumerate(zip(table["problem"], table["expected_answer"], strict=True))
-    ]
-    return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
+    if isinstance(loaded, datasets.DatasetDict):
+        if len(loaded) > 1:
+            known = ", ".join(map(str, loaded))
+            raise DataError(
+                f"data set {said} has the splits {known}, and no split is named; set `split` to one of them"
+            )
+        (loaded,) = loaded.values()
+    assert isinstance(loaded, datasets.Dataset), type(loaded)
+    if columns is not None:
+        if absent := [column for column in columns if column not in loaded.column_names]:
+            raise DataError(
+                f"data set {said} has no column {absent[0]!r} (columns: {', '.join(loaded.column_names)}); set `path` "
+                "to one that has"
+            )
+        loaded = loaded.select_columns(list(columns))
+    for batch in loaded.iter(batch_size=1000):
+        names = list(batch)
+        yield from (dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True))

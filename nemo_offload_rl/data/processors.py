@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.data.config import TaskKeys
 from nemo_offload_rl.data.encoding import missing_bos, render
 from nemo_offload_rl.data.prompt_file import PromptFile, read_prompt_file, read_text_file
 from nemo_offload_rl.data.records import Message, Prompt, Row
+from nemo_offload_rl.data.source_keys import TaskKeys
+from nemo_offload_rl.data.tools import check_shown
 from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ def with_system_prompt(messages: Sequence[Message], templates: PromptTemplates) 
     if templates.system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": templates.system}, *messages]
+
+
+def with_prompt_files(messages: Sequence[Message], templates: PromptTemplates) -> list[Message]:
+    """A conversation with the system prompt as above, and its first message of the user put into the prompt file."""
+    changed = with_system_prompt(messages, templates)
+    first = next((index for index, message in enumerate(changed) if message["role"] == "user"), None)
+    if templates.prompt is not None and first is not None:
+        changed[first] = {**changed[first], "content": templates.prompt.fill(changed[first]["content"])}
+    return changed
 
 
 PROCESSORS: Mapping[str, Processor] = {
@@ -110,12 +120,14 @@ class PromptEncoder:
         """Render and tokenize one row. One that is too long has `loss_multiplier` 0 and only its first tokens.
 
         Raises:
-            DataError: The chat template fails, or the prompt is longer than the limit and that is an error.
+            DataError: The chat template fails or leaves a tool out, or the prompt is longer than the limit and that is
+                an error.
         """
         messages = processor_named(self.task.processor)(row, self.templates)
-        text = render(
-            self.tokenizer, messages, row.origin, add_generation_prompt=True, kwargs=self.chat_template_kwargs
-        )
+        kwargs = self.chat_template_kwargs if row.tools is None else {**self.chat_template_kwargs, "tools": row.tools}
+        text = render(self.tokenizer, messages, row.origin, add_generation_prompt=True, kwargs=kwargs)
+        if row.tools is not None:
+            check_shown(text, messages, row.tools, row.origin)
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids)):
             token_ids, text = (*bos, *token_ids), f"{self.tokenizer.bos_token}{text}"
@@ -145,7 +157,9 @@ def encode_prompts(encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[Prompt,
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
-    prompts = [encoder.prompt(row) for row in rows]
+    unique = {id(row): row for row in rows}  # published data sets have the same row up to a hundred times
+    encoded = {key: encoder.prompt(row) for key, row in unique.items()}
+    prompts = [encoded[id(row)] for row in rows]
     overlong = [row.origin for row, prompt in zip(rows, prompts, strict=True) if not prompt.loss_multiplier]
     if not overlong:
         return tuple(prompts)

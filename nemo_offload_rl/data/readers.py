@@ -1,17 +1,18 @@
-"""Rows of files on disk, whatever their format, each with the place where it stands.
+"""Rows of files on disk or of the hub, whatever their format, each with the place where it stands.
 
-JSONL and JSON are read as they are, Parquet through pyarrow, and folders that `datasets` saved through `datasets`. A
-folder of files is read in the order of their names.
+JSONL and JSON are read as they are, Parquet through pyarrow, and folders that `datasets` saved, copies of what is on
+the hub and the hub itself through `datasets`. A folder of files is read in the order of their names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.data.hub import is_hub_name, read_table
 from nemo_offload_rl.errors import DataError
 
 _BYTE_ORDER_MARK = "\ufeff"
@@ -25,26 +26,47 @@ class Record:
     origin: str
 
 
-def read_records(path: Path, split: str | None = None) -> list[Record]:
-    """All rows of a file or folder.
+def read_records(
+    path: Path, split: str | None = None, *, subset: str | None = None, columns: Sequence[str] | None = None
+) -> list[Record]:
+    """All rows of a file, a folder, or a data set of the hub.
 
     Args:
-        path: A .jsonl, .json or .parquet file, a folder of such files, or one that `datasets` saved.
-        split: Of a folder: the split of a saved `DatasetDict`, or how the names of the files begin; None for all.
+        path: A .jsonl, .json or .parquet file, a folder of such files, one that `datasets` saved, a copy of what is on
+            the hub, or where there is no such file a name on the hub.
+        split: Of the hub and of a saved `DatasetDict`: the split; of a folder: how the names of the files begin; None
+            for all of a folder, or the only split.
+        subset: Of the hub or a copy of it: the part; None for the only one.
+        columns: Of the hub: the columns that are needed, of a large data set; None for all.
 
     Raises:
         DataError: Nothing can be read, or a row is no object; the message names file and line.
     """
-    if path.is_dir():
+    if path.is_dir() and not _is_copy_of_hub(path, subset):
         is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
         records = _read_saved(path, split) if is_saved else _read_files(path, split)
+    elif path.is_dir() or (not path.exists() and is_hub_name(str(path))):
+        said = ", ".join(name for name in (subset, split) if name is not None)
+        where = f"{path} ({said})" if said else str(path)
+        rows = read_table(str(path), subset, split, columns)
+        records = [_table_record(row, f"{where}, row {number}") for number, row in enumerate(rows, start=1)]
     else:
-        if split is not None:
-            raise DataError(f"{path} is a file and has no split {split!r}; set `split` to null")
+        for name, value in (("split", split), ("subset", subset)):
+            if value is not None:
+                raise DataError(f"{path} is a file and has no {name} {value!r}; set `{name}` to null")
         records = list(_reader_of(path)(path))
     if not records:
         raise DataError(f"data file {path} has no rows; add some, or name another `path`")
     return records
+
+
+def _is_copy_of_hub(folder: Path, subset: str | None) -> bool:
+    """Whether a folder has its files in others below it, or has parts."""
+    if subset is not None:
+        return True
+    files = [path for path in folder.rglob("*") if path.suffix in _READERS and path.is_file()]
+    is_saved = any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+    return bool(files) and not is_saved and all(path.parent != folder for path in files)
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:

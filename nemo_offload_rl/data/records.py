@@ -24,12 +24,14 @@ class Row:
         answer: The reference answer: what an environment compares with, or what SFT imitates.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
         metadata: Anything else that an environment reads.
+        tools: What the assistant may call, for the chat template; None where there is nothing.
     """
 
     question: str
     answer: str
     origin: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,21 +26,26 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     Raises:
         DataError: The data cannot be read, or a row is not what it should be; the message names file and line.
     """
-    records = read_records(Path(settings.path), settings.split)
-    rows = [response_row(record, settings.input_key, settings.output_key) for record in records]
+    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
+    rows = [
+        replace(
+            response_row(record, settings.input_key, settings.output_key), tools=tools_of(record, settings.tool_key)
+        )
+        for record in records
+    ]
     return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
 
 
 def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
     """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
-    records = read_records(Path(settings.path), settings.split)
+    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
     rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
-    return split_by(rows, lambda row: _opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
 
 
 def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
     """Pairs; those with the same prompt stay on one side of the split. Errors as above."""
-    records = read_records(Path(settings.path), settings.split)
+    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
     if isinstance(settings, PreferenceConfig):
         rows = [ranked_pair(record) for record in records]
     else:
@@ -66,8 +71,8 @@ def response_row(record: Record, input_key: str, output_key: str) -> Row:
     """A question and its answer, text or number, and every other field as metadata."""
     rest = {key: value for key, value in record.fields.items() if key not in (input_key, output_key)}
     return Row(
-        question=_text(record, input_key, "input_key"),
-        answer=_text(record, output_key, "output_key"),
+        question=text_of(record, input_key, "input_key"),
+        answer=text_of(record, output_key, "output_key"),
         origin=record.origin,
         metadata=rest,
     )
@@ -75,7 +80,7 @@ def response_row(record: Record, input_key: str, output_key: str) -> Row:
 
 def conversation(record: Record, chat_key: str, tool_key: str | None) -> Conversation:
     """Messages of which at least one is the assistant's, and the tools of the row where it has some."""
-    messages = _messages(_field(record, chat_key, "chat_key"), chat_key, record.origin)
+    messages = _messages(field_of(record, chat_key, "chat_key"), chat_key, record.origin)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{record.origin}: no message is the assistant's, so there is nothing to learn; take the row out"
@@ -89,8 +94,8 @@ def binary_pair(record: Record, prompt_key: str | None, chosen_key: str, rejecte
     Prompts are text or messages, responses too. Responses that repeat the prompt's messages, as published data often
     has them, are taken without these; without a `prompt_key` the prompt is what both begin with.
     """
-    chosen = _as_messages(_field(record, chosen_key, "chosen_key"), chosen_key, "assistant", record.origin)
-    rejected = _as_messages(_field(record, rejected_key, "rejected_key"), rejected_key, "assistant", record.origin)
+    chosen = _as_messages(field_of(record, chosen_key, "chosen_key"), chosen_key, "assistant", record.origin)
+    rejected = _as_messages(field_of(record, rejected_key, "rejected_key"), rejected_key, "assistant", record.origin)
     if prompt_key is None:
         shared = _num_shared(chosen, rejected)
         prompt = chosen[:shared]
@@ -100,14 +105,14 @@ def binary_pair(record: Record, prompt_key: str | None, chosen_key: str, rejecte
                 "prompt; set prompt_key to the field that holds it"
             )
     else:
-        prompt = _as_messages(_field(record, prompt_key, "prompt_key"), prompt_key, "user", record.origin)
+        prompt = _as_messages(field_of(record, prompt_key, "prompt_key"), prompt_key, "user", record.origin)
     return _pair(prompt, chosen, rejected, record.origin)
 
 
 def ranked_pair(record: Record) -> PreferencePair:
     """A pair from `context` and ranked `completions`: the lowest rank is the better response, the highest the worse."""
-    prompt = _as_messages(_field(record, "context", None), "context", "user", record.origin)
-    completions = _field(record, "completions", None)
+    prompt = _as_messages(field_of(record, "context", None), "context", "user", record.origin)
+    completions = field_of(record, "completions", None)
     is_list = isinstance(completions, list) and all(isinstance(entry, Mapping) for entry in completions)
     if not is_list or len(completions) < 2:
         raise DataError(f"{record.origin}: field 'completions' is no list of two or more objects; write it as one")
@@ -136,16 +141,24 @@ def _pair(
     return PreferencePair(prompt=prompt, chosen=chosen, rejected=rejected, origin=origin)
 
 
-def _field(record: Record, key: str, setting: str | None) -> Any:
-    if key not in record.fields:
-        known = ", ".join(sorted(record.fields)) or "none"
-        fix = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
-        raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {fix}")
-    return record.fields[key]
+def field_of(record: Record, key: str, setting: str | None) -> Any:
+    """A field by its name, or one inside of others by their names with dots between; of a list by its index."""
+    if key in record.fields:
+        return record.fields[key]
+    value: Any = record.fields
+    for part in key.split("."):
+        is_index = isinstance(value, list) and part.isdigit() and int(part) < len(value)
+        if not is_index and not (isinstance(value, Mapping) and part in value):
+            known = ", ".join(sorted(record.fields)) or "none"
+            fix = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
+            raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {fix}")
+        value = value[int(part) if is_index else part]
+    return value
 
 
-def _text(record: Record, key: str, setting: str) -> str:
-    value = _field(record, key, setting)
+def text_of(record: Record, key: str, setting: str) -> str:
+    """A field as `field_of` finds it, text or a number, as text."""
+    value = field_of(record, key, setting)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{record.origin}: field {key!r} is a {type(value).__name__}; write text or a number")
     return str(value)
@@ -173,7 +186,7 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _opening(messages: Sequence[Message]) -> str:
+def opening(messages: Sequence[Message]) -> str:
     """What comes before the assistant's first turn."""
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     return repr(messages[:first])

@@ -1,10 +1,11 @@
-"""Mathematical answers, compared as mathematics by the library math-verify in killable processes."""
+"""Mathematical answers, compared in killable processes: as mathematics by the library math-verify, or as DAPO does."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from nemo_offload_rl.environments.dapo_math import is_same_answer
 from nemo_offload_rl.environments.grading_pool import GradingPool, TimedOut
 from nemo_offload_rl.environments.interfaces import Response, Score
 
@@ -24,24 +25,32 @@ def is_equivalent(response_text: str, reference_answer: str) -> bool:
     return bool(math_verify.verify(reference, answer, timeout_seconds=0))
 
 
+VERIFIERS: Mapping[str, Callable[[str, str], bool]] = {
+    "hf_math_verify": is_equivalent,
+    "dapo_math_verify": is_same_answer,
+}
+
+
 class MathEnvironment:
     """Reward 1 for an answer equivalent to the reference, else 0, also when grading took too long or failed.
 
     Args:
         num_workers: Processes that grade; 0 grades in this process, without a time limit.
         timeout_s: Seconds that one response may take.
+        verifier: What decides, a name of `VERIFIERS`.
     """
 
-    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, *, num_workers: int, timeout_s: float, verifier: str = "hf_math_verify") -> None:
+        self._verify = VERIFIERS[verifier]
         self._pool = None
         if num_workers:
-            self._pool = GradingPool(is_equivalent, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
+            self._pool = GradingPool(self._verify, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
 
     def step(self, responses: Sequence[Response]) -> list[Score]:
         """One score for each response, in their order."""
         jobs = [(response.text, response.reference_answer) for response in responses]
         if self._pool is None:
-            return [_score(is_equivalent(*job)) for job in jobs]
+            return [_score(self._verify(*job)) for job in jobs]
         outcomes = self._pool.map(jobs)
         num_timed_out = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
         if num_timed_out:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.draft import Draft
@@ -15,7 +15,7 @@ _TASK = ("prompt_file", "system_prompt_file", "processor", "env_name")
 _PROCESSORS = {"grpo": ("math_hf_data_processor",), "sft": ("sft_processor",), "dpo": ()}
 _ENVIRONMENTS = ("math",)
 _GYM = ("should_use_nemo_gym", "should_log_nemo_gym_responses")
-_VERIFIERS = (None, "hf_math_verify")
+_VERIFIERS = (None, "hf_math_verify", "dapo_math_verify")
 
 
 @dataclass(frozen=True)
@@ -25,35 +25,44 @@ class _DataSet:
     Attributes:
         name: Its name here.
         algorithms: That can read it.
-        keys: Its keys with NeMo-RL's defaults.
-        splits_off: Whether it keeps `split_validation_size` of its rows for validation; others do not read the key.
+        keys: Its keys with NeMo-RL's defaults, which null means too.
+        share: Of its rows that it keeps for validation by default; None for one that does not read the key.
     """
 
     name: str
     algorithms: tuple[str, ...]
-    keys: Mapping[str, Any]
-    splits_off: bool
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    share: float | None = None
 
 
+_ANSWERED = ("grpo", "sft")
+_MATH = {"split": "train_1M", "output_key": "expected_answer"}
+_GSM8K = {"subset": "main", "split": "train", "extract_answer": True}
 _DATA_SETS: Mapping[str, _DataSet] = {
-    "OpenMathInstruct-2": _DataSet("OpenMathInstruct-2", ("grpo", "sft"), {"split": "train_1M"}, True),
-    "ResponseDataset": _DataSet(
-        "ResponseDataset", ("grpo", "sft"), {"input_key": "input", "output_key": "output"}, True
-    ),
-    "openai_format": _DataSet("OpenAIFormatDataset", ("sft",), {"chat_key": "messages", "tool_key": "tools"}, False),
-    "PreferenceDataset": _DataSet("PreferenceDataset", ("dpo",), {}, False),
+    "OpenMathInstruct-2": _DataSet("OpenMathInstruct-2", _ANSWERED, _MATH, 0.05),
+    "ResponseDataset": _DataSet("ResponseDataset", _ANSWERED, {"input_key": "input", "output_key": "output"}, 0.0),
+    **{name: _DataSet(name, _ANSWERED) for name in ("DAPOMath17K", "DAPOMathAIME2024", "DeepScaler")},
+    **{name: _DataSet(name, _ANSWERED, {"repeat": 1}) for name in ("AIME2024", "AIME2025", "AIME2026")},
+    **{name: _DataSet(name, _ANSWERED, _GSM8K) for name in ("gsm8k", "GSM8K")},
+    "squad": _DataSet("squad", ("sft",), {"split": "train"}),
+    "tulu3_sft_mixture": _DataSet("tulu3_sft_mixture", ("sft",), {"max_samples": None}, 0.05),
+    "openai_format": _DataSet("OpenAIFormatDataset", ("sft",), {"chat_key": "messages", "tool_key": "tools"}),
+    "PreferenceDataset": _DataSet("PreferenceDataset", ("dpo",)),
     "BinaryPreferenceDataset": _DataSet(
         "BinaryPreferenceDataset",
         ("dpo",),
         {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
-        False,
     ),
+    "HelpSteer3": _DataSet("HelpSteer3", ("dpo",), {"split": "train"}),
+    "Tulu3Preference": _DataSet("Tulu3Preference", ("dpo",)),
 }
 _CHANGED = {
     "dataset_name": "the name here",
-    "split": "a file has one split only",
+    "subset": "null means main there",
+    "split": "a file has one split only, of others null means train there",
     "split_validation_size": "this data set does not read it",
 }
+_NOT_READ = ("split_validation_size", "seed", "split", "subset", "repeat", "input_key", "output_key")
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "subset": (None,),
     "system_key": (None,),
@@ -76,9 +85,10 @@ def convert_data(draft: Draft) -> None:
         if section is None:
             draft.keep(f"data.{where}", f"data.{where}", None)
         elif isinstance(section, Mapping):
-            _data_set(draft, f"data.{where}", {**default, **section}, section)
+            draft.ours["data"][where] = _data_set(draft, f"data.{where}", {**default, **section}, section)
         else:
-            draft.missing(f"data.{where}", "a list of data sets")
+            _several(draft, f"data.{where}", default, section)
+        draft.written.add(f"data.{where}")
     _environments(draft, default)
 
 
@@ -136,44 +146,53 @@ def _found(draft: Draft, path: Any) -> Any:
     return str(folder / path)
 
 
-def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """One data set: `section` with the values of `data.default`, `own` without."""
+def _several(draft: Draft, where: str, default: Mapping[str, Any], sections: Any) -> None:
+    """A list of data sets, which are put one after the other there."""
+    if not isinstance(sections, list) or not all(isinstance(section, Mapping) for section in sections):
+        raise ConfigError(f"{where}: given {sections!r}, wanted a mapping or a list of some; correct it")
+    pairs = enumerate(cast("list[Mapping[str, Any]]", sections))
+    parts = [_data_set(draft, f"{where}.{i}", {**default, **section}, section) for i, section in pairs]
+    mixture = {"dataset_name": "mixture", "weights": None, "datasets": parts}
+    draft.convert(where, where, mixture, "a mixture in which every row comes once in an epoch")
+
+
+def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """One data set with our keys: `section` has the values of `data.default`, `own` has not."""
     name = str(section.get("dataset_name", "ResponseDataset"))
     kind = _DATA_SETS.get(name)
     if kind is None or draft.algorithm not in kind.algorithms:
         for key in own:
             draft.missing(f"{where}.{key}", f"data set {name}")
-        return
+        return {}
     values: dict[str, Any] = {"dataset_name": kind.name}
     for key, value in kind.keys.items():
-        values[key] = section.get(key, value)
+        given = section.get(key, value)
+        values[key] = value if given is None and key in ("subset", "split") else given
     if "data_path" in section:
-        values |= _file(draft, where, section)
-    values |= _held_out(draft, where, section, kind.splits_off)
+        values |= _file(section)
+    values |= _held_out(draft, where, section, kind.share)
     for key, value in own.items():
         _account(draft, f"{where}.{key}", key, value, values)
     accounted = {"path" if key == "data_path" else key for key in own}
     for key in values.keys() - accounted:
         draft.fill(f"{where}.{key}", values[key], "as data.default or NeMo-RL's code sets it")
-    draft.ours["data"][where.rpartition(".")[2]] = values
-    draft.written.add(where)
+    return values
 
 
-def _file(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    path = str(section["data_path"])
-    is_file = path.endswith(_FILES)
-    if not is_file and not Path(path).expanduser().exists():
-        draft.missing(f"{where}.data_path", "data from the Hugging Face hub by name")
-    # A file has one split, which NeMo-RL calls train.
-    return {"path": path, "split": None if is_file else section.get("split")}
+def _file(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a data set is read from: a file, a folder, or else the hub."""
+    path, subset, split = str(section["data_path"]), section.get("subset"), section.get("split")
+    if path.endswith(_FILES):  # it has one split, which NeMo-RL calls train
+        return {"path": path, "subset": subset, "split": None}
+    is_folder = Path(path).expanduser().exists()
+    return {"path": path, "subset": subset, "split": split if is_folder else split or "train"}
 
 
-def _held_out(draft: Draft, where: str, section: Mapping[str, Any], splits_off: bool) -> dict[str, Any]:
-    is_math = section.get("dataset_name") == "OpenMathInstruct-2"
-    share = section.get("split_validation_size", 0.05 if is_math else 0.0) if splits_off else 0.0
+def _held_out(draft: Draft, where: str, section: Mapping[str, Any], default: float | None) -> dict[str, Any]:
+    share = 0.0 if default is None else section.get("split_validation_size", default)
     if not isinstance(share, int | float):
         raise ConfigError(f"{where}.split_validation_size: given {share!r}, wanted a number; correct it")
-    if where == "data.validation" and share:
+    if where.startswith("data.validation") and share:
         draft.missing(f"{where}.split_validation_size", "a part of the validation data kept back")
     if share >= 1:
         draft.missing(f"{where}.split_validation_size", "split_validation_size as a number of rows")
@@ -194,18 +213,13 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
         draft.keep(path, path, value)
     elif key == "processor":
         _processor(draft, path, value)
-    elif key == "output_key" and key not in values:
-        if value == "expected_answer":
-            draft.ignore(path, "the answer that is always read here")
-        else:
-            draft.missing(path, f"OpenMathInstruct-2 with output_key {value}")
     elif key in values and values[key] == value:
         draft.keep(path, path, value)
     elif key in values:
         draft.convert(path, path, values[key], _CHANGED[key])
     elif key in _HARMLESS and value in _HARMLESS[key]:
         draft.ignore(path, "off")
-    elif key in ("split_validation_size", "seed", "split"):
+    elif key in _NOT_READ:
         draft.ignore(path, "this data set does not read it")
     else:
         draft.missing(path, f"{path.rpartition('.')[2]} of a data set")
@@ -215,7 +229,8 @@ def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
     """Those that the data name; other environments of the file are never started."""
     if draft.algorithm != "grpo":
         return
-    sections = [draft.get(f"data.{where}") for where in ("train", "validation")]
+    given = [draft.get(f"data.{where}") for where in ("train", "validation")]
+    sections = [part for section in given for part in (section if isinstance(section, list) else [section])]
     own = [section.get("env_name", default.get("env_name")) for section in sections if isinstance(section, Mapping)]
     named = {str(name) for name in own if name is not None}
     found: dict[str, Any] = {}
@@ -245,7 +260,8 @@ def _environment(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[s
         if key == "num_workers":
             draft.keep(f"{where}.{key}", f"{where}.{key}", value)
         elif key == "math_verify_impl" and value in _VERIFIERS:
-            draft.ignore(f"{where}.{key}", "the verifier that is always used here")
+            draft.keep(f"{where}.{key}", f"{where}.{key}", value or _VERIFIERS[1])
         else:
             draft.missing(f"{where}.{key}", f"{key} {value}" if key == "math_verify_impl" else f"env.*.{key}")
-    return {"num_workers": section.get("num_workers", 8), "retry_message": None}
+    verifier = section.get("math_verify_impl") or _VERIFIERS[1]
+    return {"num_workers": section.get("num_workers", 8), "retry_message": None, "math_verify_impl": verifier}

@@ -111,7 +111,8 @@ def mixture_problem(data: AnyData) -> str | None:
     for where, source in (("train", data.train), ("validation", data.validation)):
         if not isinstance(source, MixtureKeys):
             continue
-        num_weights, num_sets = len(source.weights), len(source.datasets)
+        num_sets = len(source.datasets)
+        num_weights = num_sets if source.weights is None else len(source.weights)
         if not num_sets:
             return f"data.{where}.datasets is empty, so there is nothing to mix; name at least one data set"
         if num_weights != num_sets:

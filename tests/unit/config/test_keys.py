@@ -150,4 +150,7 @@ def test_sections_are_frozen_and_have_no_default_but_what_a_key_that_is_left_out
         with_default = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
         defaults |= {f.name: f.default for f in with_default}
         assert not any(f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(kind)), kind
-    assert {name for name, value in defaults.items() if value is not None} == {"tool_key", "timeout_s"}
+    assert {name for name, value in defaults.items() if value is not None} == {
+        "tool_key", "split_validation_size", "seed", "output_key", "extract_answer", "repeat", "math_verify_impl",
+        "timeout_s",
+    }  # fmt: skip

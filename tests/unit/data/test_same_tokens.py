@@ -11,10 +11,10 @@ from tiny_models import EOS_TOKEN, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_offload_rl.data.config import TaskKeys
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.processors import PromptEncoder, PromptTemplates
 from nemo_offload_rl.data.records import Row
+from nemo_offload_rl.data.source_keys import TaskKeys
 
 BOS = "<s>"
 CHATML = (

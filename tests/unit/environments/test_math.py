@@ -39,3 +39,27 @@ def test_a_formula_that_sympy_never_finishes_costs_its_time_limit_and_no_more(ca
         impatient.close()
     assert [score.correct for score in scores] == [False, True]
     assert "1 of 2 responses could not be graded in time" in caplog.text
+
+
+DAPO_CASES = [
+    # What DAPO's own code (verl/utils/reward_score/math_dapo.py) says of these.
+    ("so\nAnswer: 34", "34", True),
+    ("Answer: 12\nno, answer :  $34$.", "34", True),
+    ("Answer: x = 34", "34", True),
+    ("Answer: 34 square km", "34", True),
+    ("Answer: 1,034", "1034", True),
+    ("Answer: \\boxed{\\frac12}", "\\frac{1}{2}", True),
+    ("Answer: \\text{34 cents}", "34", True),
+    ("Answer: 0.5", "\\frac{1}{2}", False),
+    ("\\boxed{34}", "34", False),
+    ("Answer: 34" + " so" * 100, "34", False),
+    ("Answer:\n34", "34", True),
+    ("", "34", False),
+]
+
+
+@pytest.mark.parametrize(("text", "answer", "correct"), DAPO_CASES)
+def test_the_rule_of_dapo_compares_the_text_after_the_last_answer(text, answer, correct):
+    environment = MathEnvironment(num_workers=0, timeout_s=1.0, verifier="dapo_math_verify")
+    (score,) = environment.step([response(text, answer)])
+    assert (score.correct, score.reward) == (correct, float(correct))

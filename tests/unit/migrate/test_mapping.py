@@ -232,21 +232,72 @@ def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
         ("grpo", {"loss_fn__reference_policy_kl_type": "k2"}, "KL estimator k2 with the gradient of its weight"),
         ("grpo", {"grpo__use_dynamic_sampling": True},
          "dynamic sampling that drops single responses, whose leave-one-out deviation is 0"),
-        ("grpo", {"data__train": {"dataset_name": "DeepScaler"}}, "data set DeepScaler"),
-        ("grpo", {"env__math__math_verify_impl": "dapo_math_verify"}, "math_verify_impl dapo_math_verify"),
+        ("grpo", {"data__train": {"dataset_name": "geometry3k"}}, "data set geometry3k"),
+        ("grpo", {"data__train": {"dataset_name": "squad"}}, "data set squad"),
+        ("grpo", {"data__train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "avqa"}]}, "data set avqa"),
+        ("grpo", {"env__math__math_verify_impl": "another"}, "math_verify_impl another"),
         ("grpo", {"policy__generation__vllm_cfg__tensor_parallel_size": 16}, "an engine over several hosts"),
         ("grpo", {"policy__generation__vllm_kwargs": {"load_format": "dummy"}}, "vllm_kwargs.load_format"),
         ("sft", {"policy__tokenizer__chat_template": "default"},
          "a loss on what the chat template writes before a response"),
         ("dpo", {"policy__tokenizer__chat_template": "default", "dpo__sft_loss_weight": 0.1},
          "a loss on what the chat template writes before a response"),
-        ("sft", {"data__train": {"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"}},
-         "OpenMathInstruct-2 with output_key generated_solution"),
-        ("dpo", {"data__train": {"dataset_name": "HelpSteer3", "split": "train"}}, "data set HelpSteer3"),
+        ("dpo", {"data__train": {"dataset_name": "squad", "split": "train"}}, "data set squad"),
     ],
 )  # fmt: skip
 def test_a_meaning_that_is_not_here_is_an_error_and_no_silent_pass(algorithm, changes, feature):
     assert feature in migrate(changed(FILES[algorithm](), **changes)).report.missing
+
+
+HELD_BACK = {"split_validation_size": 0.0, "seed": 42}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "theirs", "ours"),
+    [
+        ("grpo", {"dataset_name": "DAPOMath17K"}, {"dataset_name": "DAPOMath17K"}),
+        ("grpo", {"dataset_name": "AIME2024", "repeat": 16}, {"dataset_name": "AIME2024", "repeat": 16}),
+        ("grpo", {"dataset_name": "gsm8k", "subset": None, "split": "test"},
+         {"dataset_name": "gsm8k", "subset": "main", "split": "test", "extract_answer": True}),
+        ("grpo", {"dataset_name": "OpenMathInstruct-2"},
+         {"dataset_name": "OpenMathInstruct-2", "split": "train_1M", "output_key": "expected_answer",
+          "split_validation_size": 0.05}),
+        ("sft", {"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution", "split": "train",
+                 "split_validation_size": 0.0},
+         {"dataset_name": "OpenMathInstruct-2", "split": "train", "output_key": "generated_solution"}),
+        ("sft", {"dataset_name": "squad", "split": "train", "split_validation_size": 0.3},
+         {"dataset_name": "squad", "split": "train"}),
+        ("sft", {"dataset_name": "tulu3_sft_mixture", "seed": 3},
+         {"dataset_name": "tulu3_sft_mixture", "max_samples": None, "split_validation_size": 0.05, "seed": 3}),
+        ("dpo", {"dataset_name": "HelpSteer3", "split": "validation"},
+         {"dataset_name": "HelpSteer3", "split": "validation"}),
+        ("dpo", {"dataset_name": "Tulu3Preference"}, {"dataset_name": "Tulu3Preference"}),
+        ("dpo", {"dataset_name": "BinaryPreferenceDataset", "data_path": "owner/pairs", "subset": "one"},
+         {"dataset_name": "BinaryPreferenceDataset", "path": "owner/pairs", "subset": "one", "split": "train",
+          "prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}),
+        ("grpo", {"dataset_name": "ResponseDataset", "data_path": "owner/set", "input_key": "q", "split": "dev"},
+         {"dataset_name": "ResponseDataset", "path": "owner/set", "subset": None, "split": "dev", "input_key": "q",
+          "output_key": "output"}),
+        ("grpo", [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}],
+         {"dataset_name": "mixture", "weights": None, "datasets": [
+             {"dataset_name": "DeepScaler", **HELD_BACK}, {"dataset_name": "DAPOMath17K", **HELD_BACK}]}),
+    ],
+)  # fmt: skip
+def test_a_data_set_of_theirs_is_the_one_of_that_name_here(algorithm, theirs, ours):
+    migration = migrate(
+        changed(FILES[algorithm](), data__train=theirs, data__validation=None, **{f"{algorithm}__val_period": 0,
+                f"{algorithm}__val_at_start": False, f"{algorithm}__val_at_end": False})
+    )  # fmt: skip
+    assert migration.report.missing == {}
+    expected = ours if ours["dataset_name"] == "mixture" else {**HELD_BACK, **ours}
+    assert migration.config["data"]["train"] == expected
+    check(algorithm, migration.config)
+
+
+def test_the_dapo_verifier_is_taken_over():
+    migration = migrate(changed(grpo_file(), env__math__math_verify_impl="dapo_math_verify"))
+    assert migration.report.missing == {}
+    assert migration.config["env"]["math"]["math_verify_impl"] == "dapo_math_verify"
 
 
 def test_experts_are_balanced_nowhere_so_only_models_without_them_may_ask_for_it(tmp_path):

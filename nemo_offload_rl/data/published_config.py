@@ -1,0 +1,112 @@
+"""The YAML keys of published data sets that are known by name; the names are NeMo-RL's where it has the set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from nemo_offload_rl.data.source_keys import HeldOutKeys, TaskKeys
+from nemo_offload_rl.schema import doc, section
+
+
+@section
+class PublishedKeys(HeldOutKeys, TaskKeys):
+    """Keys of all data sets that are known by name."""
+
+    path: Annotated[
+        str | None,
+        doc(
+            "File or folder with the published columns, or another name on the hub; left out: where it is published, "
+            "from the hub or its local cache."
+        ),
+    ] = None
+
+
+@section
+class OpenMathInstruct2Config(PublishedKeys):
+    """`dataset_name: OpenMathInstruct-2`: nvidia/OpenMathInstruct-2 (arXiv 2410.01560)."""
+
+    dataset_name: Annotated[Literal["OpenMathInstruct-2"], doc("This data set.")]
+    split: (
+        Annotated[Literal["train", "train_1M", "train_2M", "train_5M"], doc("Its split; left out: train_1M.")] | None
+    ) = None
+    output_key: Annotated[
+        Literal["expected_answer", "generated_solution"],
+        doc("Field that is the answer; left out: `expected_answer`. SFT on solutions takes the other."),
+    ] = "expected_answer"
+
+
+@section
+class MathProblemsConfig(PublishedKeys):
+    """Problems with short answers, in one split.
+
+    BytedTsinghua-SIA/DAPO-Math-17k and BytedTsinghua-SIA/AIME-2024 (each problem many times, with DAPO's instructions),
+    agentica-org/DeepScaleR-Preview-Dataset, HuggingFaceH4/aime_2024, opencompass/AIME2025 (both parts),
+    MathArena/aime_2026, HuggingFaceH4/MATH-500.
+    """
+
+    dataset_name: Annotated[
+        Literal["DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "MATH-500"],
+        doc("This data set."),
+    ]
+    repeat: Annotated[int, doc("Copies of all rows, one after the other; left out: 1.", ge=1)] = 1
+
+
+@section
+class Gsm8kConfig(PublishedKeys):
+    """`dataset_name: gsm8k` or `GSM8K`: openai/gsm8k."""
+
+    dataset_name: Annotated[Literal["gsm8k", "GSM8K"], doc("This data set.")]
+    subset: Annotated[Literal["main", "socratic"], doc("Its part; left out: main.")] | None = None
+    split: Annotated[Literal["train", "test"], doc("Its split; left out: train.")] | None = None
+    extract_answer: Annotated[
+        bool, doc("The answer is what follows `####`; false: the whole solution. Left out: true.")
+    ] = True
+
+
+@section
+class MathConfig(PublishedKeys):
+    """`dataset_name: MATH`: all seven parts of EleutherAI/hendrycks_math (arXiv 2103.03874)."""
+
+    dataset_name: Annotated[Literal["MATH"], doc("This data set.")]
+    split: Annotated[Literal["train", "test"], doc("Its split; left out: train.")] | None = None
+    extract_answer: Annotated[
+        bool, doc("The answer is the last boxed formula; false: the whole solution. Left out: true.")
+    ] = True
+
+
+@section
+class SquadConfig(PublishedKeys):
+    """`dataset_name: squad`: rajpurkar/squad; the text is the system message, the first answer the assistant's."""
+
+    dataset_name: Annotated[Literal["squad"], doc("This data set.")]
+    split: Annotated[Literal["train", "validation"], doc("Its split; left out: train.")] | None = None
+
+
+@section
+class Tulu3SftConfig(PublishedKeys):
+    """`dataset_name: tulu3_sft_mixture`: conversations of allenai/tulu-3-sft-mixture."""
+
+    dataset_name: Annotated[Literal["tulu3_sft_mixture"], doc("This data set.")]
+    max_samples: Annotated[int | None, doc("Conversations to draw, by `seed`; null or left out: all.", ge=1)] = None
+
+
+@section
+class PublishedPairsConfig(PublishedKeys):
+    """Pairs of responses; those of which neither is better are left out, and counted in the log.
+
+    nvidia/HelpSteer3 (its preferences), allenai/llama-3.1-tulu-3-8b-preference-mixture,
+    HuggingFaceH4/ultrafeedback_binarized.
+    """
+
+    dataset_name: Annotated[Literal["HelpSteer3", "Tulu3Preference", "UltraFeedback"], doc("This data set.")]
+    split: Annotated[
+        str | None,
+        doc(
+            "Its split: train or validation of HelpSteer3, train_prefs or test_prefs of UltraFeedback; left out: the "
+            "first."
+        ),
+    ] = None
+
+
+type PublishedQuestions = OpenMathInstruct2Config | MathProblemsConfig | Gsm8kConfig | MathConfig
+type PublishedConversations = SquadConfig | Tulu3SftConfig

@@ -1,0 +1,65 @@
+"""Keys that data sets have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from nemo_offload_rl.schema import doc, section
+
+
+@section
+class TaskKeys:
+    """Keys of `data.default` that a data set may set for itself: how a row becomes a prompt, and who scores it.
+
+    `config.convert.with_task_keys` fills in what it leaves out; what an algorithm has no use for is None.
+    """
+
+    prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
+    system_prompt_file: Annotated[str | None, doc("As in `data.default`, for this data set.")] = None
+    processor: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
+    env_name: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
+
+
+@section
+class HeldOutKeys:
+    """What a data set keeps aside for validation."""
+
+    split_validation_size: Annotated[
+        float,
+        doc("Share of the rows kept for validation; 0, or left out, keeps none, as in `data.validation`.", ge=0, lt=1),
+    ] = 0.0
+    seed: Annotated[int, doc("Seed that picks those rows; left out: 42.", ge=0)] = 42
+
+
+@section
+class FileKeys(HeldOutKeys):
+    """Keys of a data set that is read from disk or from the Hugging Face hub."""
+
+    path: Annotated[
+        str,
+        doc(
+            "A .jsonl, .json or .parquet file, a folder of such files, a folder that `datasets` saved, or else the "
+            "name of a data set on the Hugging Face hub, as `openai/gsm8k`, fetched or taken from the local cache.",
+            min_length=1,
+        ),
+    ]
+    subset: Annotated[str | None, doc("Of the hub: the part, called configuration there, of one that has several.")] = (
+        None
+    )
+    split: Annotated[
+        str | None,
+        doc("Split of what has several; in a folder of files, how their names begin. Null where there is one."),
+    ] = None
+
+
+@section
+class ToolKeys:
+    """Tools of a row."""
+
+    tool_key: Annotated[
+        str | None,
+        doc(
+            "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
+            "`tools`. null leaves tools out. Rows without the field have none."
+        ),
+    ] = "tools"
