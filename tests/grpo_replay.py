@@ -64,7 +64,7 @@ class Replay:
         self._total_tokens += num_trained
         found = about_rollouts(rollouts, self._config.grpo.num_generations_per_prompt)
         found |= spread("shaped_reward", [rollout["shaped_reward"] for rollout in trained])
-        found |= spread("advantage", [rollout["advantage"] for rollout in trained])
+        found |= spread("advantage", [rollout["advantage"] for rollout in trained])  # `_advantages` computes them again
         found |= {
             "num_tokens": float(num_trained),
             "total_tokens": self._total_tokens,
@@ -101,20 +101,88 @@ class Replay:
                 continue
             for name, values in (("prev_logprobs", ours), ("reference_logprobs", frozen)):
                 torch.testing.assert_close(torch.tensor(rollout[name])[sampled], values[sampled], rtol=1e-3, atol=1e-4)
+        agreement = self._agreement(rollouts, prev)
+        advantages = self._advantages(rollouts, prev, reference)
         updates = [
-            self._update([rollouts[row] for row in rows], [prev[row] for row in rows], [reference[row] for row in rows])
+            self._update(
+                [rollouts[row] for row in rows],
+                [prev[row] for row in rows],
+                [reference[row] for row in rows],
+                [advantages[row] for row in rows],
+            )
             for rows in batched(range(len(rollouts)), size)
         ]
         if self._schedule is not None:
             self._schedule.step()
         reduce = {"probs_ratio_min": min, "probs_ratio_max": max, "learning_rate": lambda values: list(values)[-1]}
         found: Metrics = {name: reduce.get(name, fmean)([update[name] for update in updates]) for name in updates[0]}
-        return found | {"skipped_updates": sum(not math.isfinite(update["grad_norm"]) for update in updates)}
+        skipped = sum(not math.isfinite(update["grad_norm"]) for update in updates)
+        return found | agreement | {"skipped_updates": skipped}
 
-    def _update(self, rollouts: Sequence[Rollout], prev: Sequence[Tensor], reference: Sequence[Tensor]) -> Metrics:
+    def _agreement(self, rollouts: Sequence[Rollout], prev: Sequence[Tensor]) -> Metrics:
+        """Errors of whole responses, and that those above the threshold were not trained on."""
+        grpo = self._config.grpo
+        limit, errors, num_masked = grpo.seq_logprob_error_threshold, [], 0
+        for rollout, ours in zip(rollouts, prev, strict=True):
+            if rollout["prompt_is_overlong"] or (grpo.overlong_filtering and rollout["truncated"]):
+                assert not rollout["trained"]
+                continue
+            sampled = torch.tensor(rollout["token_mask"]) == 1
+            engine = torch.tensor(rollout["generation_logprobs"])
+            errors.append((engine - ours).abs().exp()[sampled].mean().item())
+            is_masked = limit is not None and errors[-1] > limit
+            assert rollout["trained"] != is_masked
+            num_masked += is_masked
+        found: Metrics = {"mean_seq_mult_prob_error": fmean(errors), "max_seq_mult_prob_error": max(errors)}
+        return found if limit is None else found | {"num_masked_seqs_by_logprob_error": num_masked}
+
+    def _advantages(
+        self, rollouts: Sequence[Rollout], prev: Sequence[Tensor], reference: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Of each token after the prompt, by the estimator's formula; their means are what was dumped."""
+        grpo, loss = self._config.grpo, self._config.loss_fn
+        found = []
+        if grpo.adv_estimator.name == "grpo":
+            for group in groups(rollouts):
+                for rollout in group:
+                    others = [r["shaped_reward"] for r in group if r is not rollout]
+                    compared = others if grpo.use_leave_one_out_baseline else [r["shaped_reward"] for r in group]
+                    deviation = stdev(compared) if grpo.normalize_rewards and len(set(compared)) > 1 else 1.0
+                    value = (rollout["shaped_reward"] - fmean(compared)) / deviation
+                    found.append(torch.full((len(rollout["token_ids"]),), value, dtype=torch.float64))
+        else:
+            means = [fmean(r["shaped_reward"] for r in group) for group in groups(rollouts) for _ in group]
+            for rollout, mean, ours, frozen in zip(rollouts, means, prev, reference, strict=True):
+                value = rollout["shaped_reward"] - (mean if grpo.adv_estimator.minus_baseline else 0.0)
+                log_r = (frozen - ours).double() * rollout["trained"]
+                kl = {"k1": -log_r, "k2": log_r.square() / 2}[loss.reference_policy_kl_type]
+                weight = loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0
+                found.append(value - weight * kl)
+            counted = torch.cat(
+                [
+                    values[(torch.tensor(rollout["token_mask"]) == 1) & rollout["trained"]]
+                    for rollout, values in zip(rollouts, found, strict=True)
+                ]
+            )
+            found = [(values - counted.mean()) / counted.std(correction=0).clamp(min=1e-4) for values in found]
+        low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+        found = [values.clamp(-math.inf if low is None else low, high) for values in found]
+        for rollout, values in zip(rollouts, found, strict=True):
+            mean = values[torch.tensor(rollout["token_mask"]) == 1].mean().item()
+            assert math.isclose(rollout["advantage"], mean, rel_tol=1e-3, abs_tol=1e-4), (rollout["advantage"], mean)
+        return found
+
+    def _update(
+        self,
+        rollouts: Sequence[Rollout],
+        prev: Sequence[Tensor],
+        reference: Sequence[Tensor],
+        advantages: Sequence[Tensor],
+    ) -> Metrics:
         loss = self._config.loss_fn
-        assert loss.token_level_loss and not loss.sequence_level_importance_ratios
-        assert loss.reference_policy_kl_type == "k3+" and not loss.use_on_policy_kl_approximation
+        assert not loss.sequence_level_importance_ratios and not loss.force_on_policy_ratio
+        assert loss.use_kl_in_reward or loss.reference_policy_kl_type == "k3+"
+        assert not loss.use_on_policy_kl_approximation
         counted = [torch.tensor(rollout["token_mask"]).bool() for rollout in rollouts]
         counted = [mask & rollout["trained"] for mask, rollout in zip(counted, rollouts, strict=True)]
 
@@ -126,7 +194,17 @@ class Replay:
             entropy = flat([response_entropy(self._model, rollout) for rollout in rollouts])
         old, frozen = flat(prev).double(), flat(reference).double()
         engine = flat([torch.tensor(rollout["generation_logprobs"], dtype=torch.float64) for rollout in rollouts])
-        advantage = flat([torch.full((len(rollout["token_ids"]),), rollout["advantage"]) for rollout in rollouts])
+        advantage = flat(advantages)
+        lengths = [int(mask.sum()) for mask in counted]
+        num_trained = sum(length > 0 for length in lengths)
+        divisors = [loss.constant_length_divisor or length for length in lengths]
+        # What each token's term counts in the loss.
+        share = torch.cat(
+            [
+                torch.full((length,), 1 / sum(lengths) if loss.token_level_loss else 1 / max(divisor, 1) / num_trained)
+                for length, divisor in zip(lengths, divisors, strict=True)
+            ]
+        )
 
         ratio = (now - old).exp()
         clipped_ratio = ratio.clamp(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
@@ -136,25 +214,41 @@ class Replay:
         if loss.ratio_clip_c is not None:
             is_bounded = (advantage < 0) & (objective < advantage * loss.ratio_clip_c)
             objective = torch.where(is_bounded, advantage * loss.ratio_clip_c, objective)
-        weight, limit = (old - engine).exp(), loss.truncated_importance_sampling_ratio
-        applied = weight if limit is None else weight.clamp(max=limit)
-        actor = -(objective * (applied if loss.use_importance_sampling_correction else 1.0)).mean()
+        is_clipped = advantage * clipped_ratio < advantage * ratio
+        if loss.use_cispo:
+            objective, is_clipped = advantage * clipped_ratio.detach() * now, clipped_ratio != ratio
+        if loss.disable_ppo_ratio:
+            objective, is_clipped = advantage * now, torch.zeros_like(is_bounded)
+        log_weight, limit = old - engine, loss.truncated_importance_sampling_ratio
+        least, kind = loss.truncated_importance_sampling_ratio_min or 0.0, loss.truncated_importance_sampling_type
+        weight, is_out = log_weight.exp(), torch.zeros_like(is_bounded)
+        by_response = [weights.mean() for weights in log_weight.split(lengths)]
+        means = torch.cat([mean.exp().expand(n) for mean, n in zip(by_response, lengths, strict=True)])
+        applied = weight
+        if limit is not None:
+            judged = means if kind == "seq-mask-tis" else weight
+            is_out = (judged < least) | (judged > limit)
+            applied = weight.clamp(least, limit) if kind in (None, "tis") else weight * ~is_out
+        actor = -(objective * (applied if loss.use_importance_sampling_correction else 1.0) * share).sum()
         log_r = frozen - now
-        kl = (log_r.exp() - 1 - log_r).clamp(max=loss.kl_output_clamp_value).mean()
+        clamp = loss.kl_output_clamp_value
+        values = {"k1": -log_r, "k2": log_r.square() / 2, "k3": log_r.exp() - 1 - log_r}
+        kl = (values[loss.reference_policy_kl_type.removesuffix("+")].clamp(-clamp, clamp) * share).sum()
+        penalty = 0.0 if loss.use_kl_in_reward else loss.reference_policy_kl_penalty
         # The penalty's gradient is that of the KL, which is the gradient of half the square.
-        (actor + loss.reference_policy_kl_penalty * log_r.square().mean() / 2).backward()
+        (actor + penalty * (log_r.square() / 2 * share).sum()).backward()
 
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._config.policy.max_grad_norm or math.inf
         )
         found = {
-            "loss": actor + loss.reference_policy_kl_penalty * kl,
+            "loss": actor + penalty * kl,
             "actor_loss": actor,
             "kl": kl,
             "probs_ratio": ratio.mean(),
             "probs_ratio_min": ratio.min(),
             "probs_ratio_max": ratio.max(),
-            "clip_fraction": (advantage * clipped_ratio < advantage * ratio).double().mean(),
+            "clip_fraction": is_clipped.double().mean(),
             "dual_clip_fraction": is_bounded.double().mean(),
             "sampling_importance_ratio": applied.mean(),
             "token_mult_prob_error": (old - engine).abs().exp().mean(),
@@ -165,7 +259,9 @@ class Replay:
             "learning_rate": self._optimizer.param_groups[0]["lr"],
         }
         if limit is not None:
-            found["is_oob_ratio"] = (weight > limit).double().mean()
+            of_tokens = kind != "seq-mask-tis"
+            outs = is_out if of_tokens else torch.stack([out[0] for out in is_out.split(lengths) if len(out)])
+            found["is_oob_ratio"] = outs.double().mean()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return {name: float(torch.as_tensor(value).detach()) for name, value in found.items()}

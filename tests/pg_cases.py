@@ -18,14 +18,20 @@ PLAIN = ClippedPGLossConfig(
     reference_policy_kl_type="k3",
     kl_input_clamp_value=20.0,
     kl_output_clamp_value=10.0,
+    use_kl_in_reward=False,
     ratio_clip_min=0.2,
     ratio_clip_max=0.2,
     ratio_clip_c=None,
     use_on_policy_kl_approximation=False,
     use_importance_sampling_correction=False,
+    truncated_importance_sampling_type=None,
     truncated_importance_sampling_ratio=None,
+    truncated_importance_sampling_ratio_min=None,
     sequence_level_importance_ratios=False,
     token_level_loss=True,
+    constant_length_divisor=None,
+    use_cispo=False,
+    disable_ppo_ratio=False,
     force_on_policy_ratio=False,
 )
 
@@ -119,7 +125,8 @@ def by_hand(settings: ClippedPGLossConfig, now: torch.Tensor, batch: PolicyGradi
     ratios = []
     for row in kept:
         length = len(tokens[row])
-        share = 1 / num_tokens if settings.token_level_loss else 1 / length / len(kept)
+        divisor = settings.constant_length_divisor or length
+        share = 1 / num_tokens if settings.token_level_loss else 1 / divisor / len(kept)
         p = {t: now[row, t].item() for t in tokens[row]}
         old = p if settings.force_on_policy_ratio else {t: batch.prev_logprobs[row, t].item() for t in p}
         sampler = {t: batch.generation_logprobs[row, t].item() for t in p}
@@ -127,19 +134,22 @@ def by_hand(settings: ClippedPGLossConfig, now: torch.Tensor, batch: PolicyGradi
             near = tokens[row] if settings.sequence_level_importance_ratios else [t]
             ratio = math.exp(sum(p[s] - old[s] for s in near) / len(near))
             raw_weight = math.exp(sum(old[s] - sampler[s] for s in near))
-            weight = min(raw_weight, settings.truncated_importance_sampling_ratio or math.inf)
+            mean_weight = math.exp(sum(old[s] - sampler[s] for s in tokens[row]) / length)
+            weight, is_out = weight_by_hand(settings, raw_weight, mean_weight)
             advantage = batch.advantages[row, t].item()
-            term, slope, bounded_by = policy_gradient_by_hand(settings, ratio, advantage)
+            term, slope, own_slope, bounded_by = policy_gradient_by_hand(settings, ratio, advantage, p[t])
             applied = weight if settings.use_importance_sampling_correction else 1.0
             for s in near:
                 result.slope((row, s), share * applied * slope * ratio / len(near))
+            result.slope((row, t), share * applied * own_slope)
             kl, kl_slope = kl_by_hand(settings, p[t], batch.reference_logprobs[row, t].item(), sampler[t])
             if beta == 0:
                 kl, kl_slope = 0.0, 0.0
-            result.slope((row, t), share * beta * kl_slope)
+            in_loss = 0.0 if settings.use_kl_in_reward else beta
+            result.slope((row, t), share * in_loss * kl_slope)
             result.add("actor_loss", share * applied * term)
             result.add("kl", share * kl)
-            result.add("loss", share * (applied * term + beta * kl))
+            result.add("loss", share * (applied * term + in_loss * kl))
             per_sequence = settings.sequence_level_importance_ratios
             result.add("sampling_importance_ratio", weight / (length * len(kept) if per_sequence else num_tokens))
             result.add("probs_ratio", ratio / num_tokens)
@@ -150,19 +160,40 @@ def by_hand(settings: ClippedPGLossConfig, now: torch.Tensor, batch: PolicyGradi
             log_r = old[t] - sampler[t]
             result.add("gen_kl_error", (math.exp(log_r) - 1 - log_r) / num_tokens)
             if settings.truncated_importance_sampling_ratio is not None:
-                result.add("is_oob_ratio", (raw_weight != weight) / num_tokens)
+                by_sequence = settings.truncated_importance_sampling_type == "seq-mask-tis"
+                result.add("is_oob_ratio", is_out / (length * len(kept) if by_sequence else num_tokens))
             ratios.append(ratio)
     result.metrics |= {"probs_ratio_min": min(ratios), "probs_ratio_max": max(ratios)}
     return result
 
 
-def policy_gradient_by_hand(settings: ClippedPGLossConfig, ratio: float, advantage: float) -> tuple[float, float, str]:
-    """The term of one token, its derivative by the ratio, and what bounds it."""
+def weight_by_hand(settings: ClippedPGLossConfig, weight: float, mean_weight: float) -> tuple[float, bool]:
+    """The importance weight of one token as it is applied, and whether its bounds act."""
+    high, low = settings.truncated_importance_sampling_ratio, settings.truncated_importance_sampling_ratio_min or 0.0
+    if high is None:
+        return weight, False
+    kind = settings.truncated_importance_sampling_type or "tis"
+    of_sequence = kind == "seq-mask-tis" and not settings.sequence_level_importance_ratios
+    is_out = not low <= (mean_weight if of_sequence else weight) <= high
+    if kind == "tis":
+        return min(max(weight, low), high), is_out
+    return (0.0 if is_out else weight), is_out
+
+
+def policy_gradient_by_hand(
+    settings: ClippedPGLossConfig, ratio: float, advantage: float, logprob: float
+) -> tuple[float, float, float, str]:
+    """The term of one token, its derivatives by the ratio and by the logprob itself, and what bounds it."""
     low, high, dual = 1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max, settings.ratio_clip_c
+    if settings.disable_ppo_ratio:
+        return -advantage * logprob, 0.0, -advantage, ""
+    if settings.use_cispo:
+        weight = min(max(ratio, low), high)
+        return -advantage * weight * logprob, 0.0, -advantage * weight, "" if low <= ratio <= high else "clip"
     if advantage > 0 and ratio > high:
-        return -advantage * high, 0.0, "clip"
+        return -advantage * high, 0.0, 0.0, "clip"
     if advantage < 0 and ratio < low:
-        return -advantage * low, 0.0, "clip"
+        return -advantage * low, 0.0, 0.0, "clip"
     if advantage < 0 and dual is not None and ratio > dual:
-        return -advantage * dual, 0.0, "dual clip"
-    return -advantage * ratio, -advantage, ""
+        return -advantage * dual, 0.0, 0.0, "dual clip"
+    return -advantage * ratio, -advantage, 0.0, ""

@@ -1,6 +1,6 @@
-"""From rewards to advantages: scaling, shaping, masking, group baselines.
+"""From rewards to advantages: scaling, shaping, masking, baselines, normalization, clipping.
 
-Shape suffixes: B samples, P prompts, G group size.
+Shape suffixes: B samples, S positions, P prompts, G group size.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import RewardScalingConfig, RewardShapingConfig
+from nemo_offload_rl.algorithms.config import GrpoSectionConfig, RewardScalingConfig, RewardShapingConfig
 
 _STD_EPS = 1e-6
+_LEAST_VARIANCE = 1e-8
 
 
 def scale_rewards(rewards: Tensor, settings: RewardScalingConfig) -> Tensor:
@@ -44,6 +45,63 @@ def overlong_sample_mask(truncated: Tensor, *, filtering: bool) -> Tensor:
     if not filtering:
         return torch.ones(truncated.shape[0], dtype=torch.float32)
     return 1.0 - truncated.to(torch.float32)
+
+
+def token_advantages(
+    settings: GrpoSectionConfig, rewards_PG: Tensor, mask_BS: Tensor, kl_BS: Tensor | None = None
+) -> Tensor:
+    """[B, S] float32: the advantage of each token by `grpo.adv_estimator`, clipped.
+
+    Args:
+        settings: The keys `grpo.*`.
+        rewards_PG: [P, G] after scaling and shaping, P * G = B.
+        mask_BS: [B, S], 1 for tokens that the loss counts.
+        kl_BS: [B, S] lowers the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
+    """
+    if settings.adv_estimator.name == "reinforce_plus_plus":
+        minus_baseline = settings.adv_estimator.minus_baseline
+        advantages_BS = batch_advantages(rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS)
+    else:
+        leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
+        advantages_PG = group_advantages(rewards_PG, leave_one_out=leave_one_out, normalize=normalize)
+        advantages_BS = advantages_PG.reshape(-1, 1).expand_as(mask_BS)
+    return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
+
+
+def response_means(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """[B] float32: the mean over each response's tokens, which of one value for all of them is that value."""
+    total_B = (values_BS.double() * mask_BS).sum(dim=1)
+    return (total_B / mask_BS.sum(dim=1).clamp(min=1.0)).to(torch.float32)
+
+
+def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Advantages within the bounds that there are."""
+    return advantages if low is None and high is None else advantages.clamp(low, high)
+
+
+def batch_advantages(
+    rewards_PG: Tensor, mask_BS: Tensor, *, minus_baseline: bool, kl_BS: Tensor | None = None
+) -> Tensor:
+    """REINFORCE++ (arXiv 2501.03262) as in NeMo-RL: mean 0 and variance 1 over all counted tokens of the step.
+
+    Args:
+        rewards_PG: [P, G], P * G = B.
+        mask_BS: [B, S], 1 for tokens that the loss counts.
+        minus_baseline: Subtract the mean of the group first.
+        kl_BS: [B, S] lowers the reward of each token, of that token alone; None for nothing.
+
+    Returns:
+        [B, S] float32; 0 at all counted tokens whose rewards are all equal.
+    """
+    rewards_PG = rewards_PG.double()
+    values_PG = rewards_PG - group_mean_baseline(rewards_PG) if minus_baseline else rewards_PG
+    values_BS = values_PG.reshape(-1, 1).expand_as(mask_BS)
+    if kl_BS is not None:
+        values_BS = values_BS - kl_BS.masked_fill(mask_BS == 0, 0.0)
+    num_counted = mask_BS.sum().clamp(min=1.0)
+    mean = (values_BS * mask_BS).sum() / num_counted
+    variance = ((values_BS - mean).square() * mask_BS).sum() / num_counted
+    return ((values_BS - mean) * variance.clamp(min=_LEAST_VARIANCE).rsqrt()).to(torch.float32)
 
 
 def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:

@@ -31,6 +31,23 @@ class RewardScalingConfig:
 
 
 @section
+class AdvEstimatorConfig:
+    """`grpo.adv_estimator`: how rewards become advantages."""
+
+    name: Annotated[
+        Literal["grpo", "reinforce_plus_plus"],
+        doc(
+            "`grpo` compares within each group, as `grpo.normalize_rewards` and `use_leave_one_out_baseline` say; "
+            "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and reads neither."
+        ),
+    ]
+    minus_baseline: Annotated[
+        bool,
+        doc("For `reinforce_plus_plus`: subtract the mean reward of the group first; not read by `grpo`."),
+    ]
+
+
+@section
 class RolloutSectionConfig:
     """What algorithms with rollouts have in common: prompts, responses, steps and validation."""
 
@@ -102,6 +119,17 @@ class GrpoSectionConfig(RolloutSectionConfig):
     ]
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
+    adv_estimator: Annotated[AdvEstimatorConfig, doc("From rewards to advantages.")]
+    advantage_clip_low: Annotated[float | None, doc("Advantages below this become this; null for no bound.")]
+    advantage_clip_high: Annotated[float | None, doc("Advantages above this become this; null for no bound.")]
+    seq_logprob_error_threshold: Annotated[
+        float | None,
+        doc(
+            "Responses whose mean `token_mult_prob_error` is above this are left out of the loss: engine and policy "
+            "disagree about them (1 is agreement). null keeps all.",
+            gt=1,
+        ),
+    ]
 
 
 @section
@@ -130,6 +158,13 @@ class ClippedPGLossConfig:
         float | None,
         doc("Clamp on the estimate per token; null for none. k1+ and k3+ keep their gradient beyond it.", gt=0),
     ]
+    use_kl_in_reward: Annotated[
+        bool,
+        doc(
+            "Subtract the weighted KL of each token from its reward, without a gradient of its own, instead of adding "
+            "it to the loss. Requires `grpo.adv_estimator.name` reinforce_plus_plus."
+        ),
+    ]
     ratio_clip_min: Annotated[float, doc("The probability ratio is clipped from below at 1 minus this.", ge=0, le=1)]
     ratio_clip_max: Annotated[float, doc("The probability ratio is clipped from above at 1 plus this.", ge=0)]
     ratio_clip_c: Annotated[
@@ -149,14 +184,44 @@ class ClippedPGLossConfig:
             "different numbers."
         ),
     ]
+    truncated_importance_sampling_type: Annotated[
+        Literal["tis", "icepop", "seq-mask-tis"] | None,
+        doc(
+            "What happens to weights out of bounds. tis, which null stands for too, clamps them to the bounds; icepop "
+            "makes them 0; seq-mask-tis leaves out responses whose geometric mean weight is out of bounds, and "
+            "applies all others as they are."
+        ),
+    ]
     truncated_importance_sampling_ratio: Annotated[
         float | None, doc("Upper bound of that weight; null for none.", gt=0)
+    ]
+    truncated_importance_sampling_ratio_min: Annotated[
+        float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
     ]
     sequence_level_importance_ratios: Annotated[
         bool, doc("One ratio for each response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
     ]
     token_level_loss: Annotated[
         bool, doc("Average over all tokens of the global batch; false averages within each response first.")
+    ]
+    constant_length_divisor: Annotated[
+        int | None,
+        doc(
+            "Divide the sum over a response's tokens by this number, the same for all, instead of by its length, "
+            "before the mean over responses (Dr. GRPO, arXiv 2503.20783); null divides by lengths. Requires "
+            "`token_level_loss` false.",
+            ge=1,
+        ),
+    ]
+    use_cispo: Annotated[
+        bool,
+        doc(
+            "The clipped ratio is a weight without a gradient, on the logprob of each token (CISPO, arXiv 2506.13585): "
+            "clipped tokens have a gradient too."
+        ),
+    ]
+    disable_ppo_ratio: Annotated[
+        bool, doc("No ratio and no clip: the loss is minus advantage times logprob (REINFORCE, RLOO).")
     ]
     force_on_policy_ratio: Annotated[
         bool,
@@ -165,6 +230,12 @@ class ClippedPGLossConfig:
             "step, which need no pass then. Requires one update for each step."
         ),
     ]
+
+
+def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> bool:
+    """Whether a step has a pass for the logprobs of the policy before its updates."""
+    kl_in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0
+    return not loss.force_on_policy_ratio or kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
 
 @section

@@ -9,12 +9,19 @@ There is one optimizer step for each global batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.advantages import group_advantages, overlong_sample_mask, scale_rewards, shape_rewards
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
+from nemo_offload_rl.algorithms.advantages import (
+    overlong_sample_mask,
+    response_means,
+    scale_rewards,
+    shape_rewards,
+    token_advantages,
+)
+from nemo_offload_rl.algorithms.agreement import without_disagreement
+from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig, needs_prev_logprobs
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
@@ -53,6 +60,7 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
     ) -> None:
         super().__init__(settings, generation, parts, run_logger, progress)
         self._loss = ClippedPGLoss(loss)
+        self._needs_prev = needs_prev_logprobs(settings, loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
     def _sample(self, step: int) -> SampledGroups | None:
@@ -79,26 +87,32 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
 
         self._engine.wait_for_sleep()
         prev_logprobs = self._prev_logprobs(batch)
+        about_agreement: Mapping[str, float] = {}
+        if prev_logprobs is not None:
+            limit = self._settings.seq_logprob_error_threshold
+            batch, about_agreement = without_disagreement(batch, prev_logprobs, limit)
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
         with timer.phase("advantages"):
-            advantages = group_advantages(
+            advantages = token_advantages(
+                self._settings,
                 rewards.reshape(rollouts.num_prompts, rollouts.group_size),
-                leave_one_out=self._settings.use_leave_one_out_baseline,
-                normalize=self._settings.normalize_rewards,
-            ).flatten()
+                batch.loss_mask,
+                self._loss.kl_in_reward(prev_logprobs, reference_logprobs),
+            )
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
             )
+        by_response = response_means(advantages, batch.token_mask)
         if self._settings.log_rollouts:
-            has_prev, has_reference = prev_logprobs is not None, self._needs_reference
-            records = rollout_records(groups, rewards, training_batch, has_prev=has_prev, has_reference=has_reference)
-            self._logger.log_rollouts(step, records)
+            has = {"has_prev": prev_logprobs is not None, "has_reference": self._needs_reference}
+            self._logger.log_rollouts(step, rollout_records(groups, rewards, by_response, training_batch, **has))
         with timer.phase("training"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_training()
             result = parts.policy.train(training_batch, self._loss)
-        metrics = train_metrics(groups, rewards, advantages, result, timer.seconds(), parts.speed)
+        metrics = train_metrics(groups, rewards, by_response, result, timer.seconds(), parts.speed)
+        metrics |= about_agreement
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
         return metrics
@@ -124,12 +138,11 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         return shape_rewards(scaled, rollouts.longest_responses(), self._settings.reward_shaping)
 
     def _prev_logprobs(self, batch: TrainBatch) -> Tensor | None:
-        """[B, S] of the policy, once it is there; None, without a pass, where the loss does not read them."""
-        reads = self._loss.reads_prev_logprobs
-        with self._timer.phase("logprobs" if reads else "training"):
+        """[B, S] of the policy, once it is there; None, without a pass, where nothing reads them."""
+        with self._timer.phase("logprobs" if self._needs_prev else "training"):
             with self._timer.phase("enter"):
                 self._engine.wait_for_policy()
-            return self._parts.policy.get_logprobs(batch, counted_only=True) if reads else None
+            return self._parts.policy.get_logprobs(batch, counted_only=True) if self._needs_prev else None
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         if not self._needs_reference:

@@ -2,7 +2,9 @@
 
 Sources: PPO's clipped ratio (arXiv 1707.06347), asymmetric clipping (DAPO, arXiv 2503.14476), the dual clip for
 negative advantages (arXiv 1912.09729), GRPO's KL term (arXiv 2402.03300), one ratio per sequence (GSPO, arXiv
-2507.18071). KL estimators: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the
+2507.18071), clipped weights on logprobs (CISPO, arXiv 2506.13585), a constant divisor (Dr. GRPO, arXiv 2503.20783),
+weights between sampler and policy that are truncated or masked (truncated importance sampling, IcePop, seq-mask-tis, as
+in NeMo-RL). KL estimators: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the
 values; "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients;
 docs/reference/metrics.md lists which quantity each estimator's value and gradient estimate.
 Metric names are NeMo-RL's where it has the same metric. Shape suffixes: B samples, S positions.
@@ -31,11 +33,6 @@ class ClippedPGLoss:
     settings: ClippedPGLossConfig
 
     @property
-    def reads_prev_logprobs(self) -> bool:
-        """Whether `prev_logprobs` of a batch count; where they do not, no pass has to compute them."""
-        return not self.settings.force_on_policy_ratio
-
-    @property
     def token_stat(self) -> TokenStat:
         """See `LossFn`."""
         return TokenStat.ENTROPY
@@ -44,16 +41,18 @@ class ClippedPGLoss:
         """Loss and metrics of one micro-batch; see `LossFn`. `batch` has to be a `PolicyGradientBatch`."""
         assert isinstance(batch, PolicyGradientBatch), type(batch)
         mask_BS = batch.loss_mask
-        terms = _Terms.of(logprobs_BS, batch, mask_BS, reads_prev=self.reads_prev_logprobs)
+        terms = _Terms.of(logprobs_BS, batch, mask_BS, reads_prev=not self.settings.force_on_policy_ratio)
         ratio_BS = self._ratio(terms, mask_BS)
-        clipped = self._clip(ratio_BS, batch.advantages)
-        weight_BS = self._sampler_weight(terms)
+        clipped = self._clip(terms, ratio_BS, batch.advantages)
+        weight = self._sampler_weight(terms, mask_BS)
         corrected_BS = clipped.loss
         if self.settings.use_importance_sampling_correction:
-            corrected_BS = corrected_BS * self._truncated(weight_BS)
+            corrected_BS = corrected_BS * weight.applied
         actor_loss = self._mean_share(corrected_BS, mask_BS, norm)
         kl = self._mean_share(self._kl(terms), mask_BS, norm)
-        loss = actor_loss + self.settings.reference_policy_kl_penalty * kl
+        loss = actor_loss
+        if not self.settings.use_kl_in_reward:
+            loss = loss + self.settings.reference_policy_kl_penalty * kl
         metrics = {
             "loss": loss,
             "actor_loss": actor_loss,
@@ -62,9 +61,21 @@ class ClippedPGLoss:
             **_extremes("probs_ratio", ratio_BS, mask_BS),
             "clip_fraction": token_mean_share(clipped.is_clipped.float(), mask_BS, norm),
             "dual_clip_fraction": token_mean_share(clipped.is_dual_clipped.float(), mask_BS, norm),
-            **self._sampler_metrics(terms, weight_BS, mask_BS, norm),
+            **self._sampler_metrics(terms, weight, mask_BS, norm),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def kl_in_reward(self, prev_logprobs_BS: Tensor | None, reference_logprobs_BS: Tensor | None) -> Tensor | None:
+        """[B, S]: what each token's reward is lowered by (`use_kl_in_reward`); None for nothing."""
+        if not self.settings.use_kl_in_reward or prev_logprobs_BS is None or reference_logprobs_BS is None:
+            return None
+        return self.settings.reference_policy_kl_penalty * estimate_kl(
+            prev_logprobs_BS,
+            reference_logprobs_BS,
+            estimator=self.settings.reference_policy_kl_type,
+            input_clamp=self.settings.kl_input_clamp_value,
+            output_clamp=self.settings.kl_output_clamp_value,
+        )
 
     def _ratio(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
         """[B, S]: probability now over probability before the step, for each token or for its whole sequence."""
@@ -74,30 +85,45 @@ class ClippedPGLoss:
             log_ratio_BS = sequence_mean(log_ratio_BS, mask_BS)[:, None].expand_as(log_ratio_BS)
         return bounded(log_ratio_BS).exp()
 
-    def _clip(self, ratio_BS: Tensor, advantages_BS: Tensor) -> _Clipped:
-        """The larger of clipped and unclipped loss, with the dual clip's bound where advantages are below 0."""
-        clipped_ratio_BS = ratio_BS.clamp(1 - self.settings.ratio_clip_min, 1 + self.settings.ratio_clip_max)
+    def _clip(self, terms: _Terms, ratio_BS: Tensor, advantages_BS: Tensor) -> _Clipped:
+        """The larger of clipped and unclipped loss, with the dual clip's bound where advantages are below 0.
+
+        CISPO weights logprobs by the clipped ratio instead, and without a ratio nothing does.
+        """
+        settings, nowhere_BS = self.settings, torch.zeros_like(ratio_BS, dtype=torch.bool)
+        if settings.disable_ppo_ratio:
+            return _Clipped(-advantages_BS * terms.logprobs, nowhere_BS, nowhere_BS)
+        clipped_ratio_BS = ratio_BS.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max)
+        if settings.use_cispo:
+            loss_BS = -advantages_BS * clipped_ratio_BS.detach() * terms.logprobs
+            return _Clipped(loss_BS, clipped_ratio_BS != ratio_BS, nowhere_BS)
         plain_BS, clipped_BS = -advantages_BS * ratio_BS, -advantages_BS * clipped_ratio_BS
         loss_BS, is_clipped_BS = torch.maximum(plain_BS, clipped_BS), clipped_BS > plain_BS
-        if self.settings.ratio_clip_c is None:
-            return _Clipped(loss_BS, is_clipped_BS, torch.zeros_like(is_clipped_BS))
-        bound_BS = -advantages_BS * self.settings.ratio_clip_c
+        if settings.ratio_clip_c is None:
+            return _Clipped(loss_BS, is_clipped_BS, nowhere_BS)
+        bound_BS = -advantages_BS * settings.ratio_clip_c
         is_bounded_BS = (advantages_BS < 0) & (loss_BS > bound_BS)
         return _Clipped(torch.where(is_bounded_BS, bound_BS, loss_BS), is_clipped_BS, is_bounded_BS)
 
-    def _sampler_weight(self, terms: _Terms) -> Tensor:
-        """[B, S] without gradient: the policy's over the sampler's probability, of each token or its whole sequence."""
-        log_weight_BS = terms.prev_logprobs - terms.sampler_logprobs
-        if self.settings.sequence_level_importance_ratios:
-            log_weight_BS = log_weight_BS.sum(dim=1, keepdim=True).expand_as(log_weight_BS)
-        return bounded(log_weight_BS).exp()
+    def _sampler_weight(self, terms: _Terms, mask_BS: Tensor) -> _Weight:
+        """The policy's over the sampler's probability, of each token or of its whole sequence, within its bounds."""
+        settings, log_weight_BS = self.settings, terms.prev_logprobs - terms.sampler_logprobs
+        judged_BS = log_weight_BS
+        if settings.sequence_level_importance_ratios:
+            log_weight_BS = judged_BS = log_weight_BS.sum(dim=1, keepdim=True).expand_as(log_weight_BS)
+        elif settings.truncated_importance_sampling_type == "seq-mask-tis":
+            judged_BS = sequence_mean(log_weight_BS, mask_BS)[:, None].expand_as(log_weight_BS)
+        weight_BS, judged_BS = bounded(log_weight_BS).exp(), bounded(judged_BS).exp()
+        low, high = settings.truncated_importance_sampling_ratio_min, settings.truncated_importance_sampling_ratio
+        if high is None:
+            return _Weight(weight_BS, None)
+        is_out_BS = (judged_BS > high) | (judged_BS < (low or 0.0))
+        if settings.truncated_importance_sampling_type in (None, "tis"):
+            return _Weight(weight_BS.clamp(low, high), is_out_BS)
+        return _Weight(weight_BS.masked_fill(is_out_BS, 0.0), is_out_BS)
 
-    def _truncated(self, weight_BS: Tensor) -> Tensor:
-        bound = self.settings.truncated_importance_sampling_ratio
-        return weight_BS if bound is None else weight_BS.clamp(max=bound)
-
-    def _sampler_metrics(self, terms: _Terms, weight_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
-        """What compares policy and sampler; formulas and names are NeMo-RL's. `weight_BS` is not yet truncated."""
+    def _sampler_metrics(self, terms: _Terms, weight: _Weight, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
+        """What compares policy and sampler; formulas and names are NeMo-RL's."""
         settings, now, prev, sampler = (
             self.settings,
             terms.logprobs.detach(),
@@ -110,12 +136,15 @@ class ClippedPGLoss:
             "token_mult_prob_error": bounded((prev - sampler).abs()).exp(),
             "gen_kl_error": estimate_kl(sampler, prev, estimator="k3", input_clamp=None, output_clamp=None),
         }
-        if settings.truncated_importance_sampling_ratio is not None:
-            values_BS["is_oob_ratio"] = (weight_BS > settings.truncated_importance_sampling_ratio).float()
-        return {
-            "sampling_importance_ratio": applied_mean_share(self._truncated(weight_BS), mask_BS, norm),
+        metrics = {
+            "sampling_importance_ratio": applied_mean_share(weight.applied, mask_BS, norm),
             **{name: token_mean_share(value_BS, mask_BS, norm) for name, value_BS in values_BS.items()},
         }
+        if weight.is_out is not None:
+            by_sequence = settings.truncated_importance_sampling_type == "seq-mask-tis"
+            out_mean_share = sequence_mean_share if by_sequence else token_mean_share
+            metrics["is_oob_ratio"] = out_mean_share(weight.is_out.float(), mask_BS, norm)
+        return metrics
 
     def _kl(self, terms: _Terms) -> Tensor:
         """[B, S]: estimate of KL(policy || reference); zeros, without reading the reference, when it has no weight."""
@@ -134,7 +163,17 @@ class ClippedPGLoss:
     def _mean_share(self, values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
         if self.settings.token_level_loss:
             return token_mean_share(values_BS, mask_BS, norm)
+        if self.settings.constant_length_divisor is not None:
+            return constant_mean_share(values_BS, mask_BS, norm, self.settings.constant_length_divisor)
         return sequence_mean_share(values_BS, mask_BS, norm)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Importance weights, [B, S] without gradient, as they are applied; which are out of bounds, if there are any."""
+
+    applied: Tensor
+    is_out: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -253,3 +292,9 @@ def sequence_mean(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
 def sequence_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
     """Mean within each sequence, then sum over sequences divided by the global number of them."""
     return sequence_mean(values_BS, mask_BS).sum() / max(norm.num_valid_seqs, 1.0)
+
+
+def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, length: float) -> Tensor:
+    """Sum over each sequence's counted tokens divided by `length`, then as a mean over sequences (Dr. GRPO)."""
+    total = zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum()
+    return total / (length * max(norm.num_valid_seqs, 1.0))

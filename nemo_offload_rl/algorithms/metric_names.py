@@ -23,6 +23,7 @@ _ROLLOUTS = (
     "max_response_tokens", "mean_turns", "truncation_rate",
 )  # fmt: skip
 _TRUNCATION = ("is_oob_ratio",)
+_AGREEMENT = ("mean_seq_mult_prob_error", "max_seq_mult_prob_error")
 _DYNAMIC_SAMPLING = (
     "dynamic_sampling_batches", "dynamic_sampling_constant_groups", "filtered_reward_mean", "filtered_accuracy",
 )  # fmt: skip
@@ -37,7 +38,13 @@ type Names = Mapping[str, tuple[str, ...]]
 
 
 def grpo_names(
-    *, group_size: int, val_group_size: int, dynamic_sampling: bool, scores_before_training: bool, truncates: bool
+    *,
+    group_size: int,
+    val_group_size: int,
+    dynamic_sampling: bool,
+    scores_before_training: bool,
+    truncates: bool,
+    masks_by_error: bool,
 ) -> Names:
     """What a GRPO run measures.
 
@@ -47,6 +54,7 @@ def grpo_names(
         dynamic_sampling: The key `grpo.use_dynamic_sampling`.
         scores_before_training: Whether there is a logprob pass, which has a rate.
         truncates: Whether there is a `loss_fn.truncated_importance_sampling_ratio`.
+        masks_by_error: Whether there is a `grpo.seq_logprob_error_threshold`.
     """
     spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
     return {
@@ -58,7 +66,8 @@ def grpo_names(
             *_POLICY_GRADIENT,
             *_SIZES,
             "generation_tokens_per_s",
-            *(("logprob_tokens_per_s",) if scores_before_training else ()),
+            *(("logprob_tokens_per_s", *_AGREEMENT) if scores_before_training else ()),
+            *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
             *(_TRUNCATION if truncates else ()),
             *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
             "reward_mean/<data set>",

@@ -13,13 +13,20 @@ from nemo_offload_rl.experience.types import Rollout, RolloutBatch
 
 
 def rollout_records(
-    groups: SampledGroups, rewards: Tensor, batch: PolicyGradientBatch, *, has_prev: bool, has_reference: bool
+    groups: SampledGroups,
+    rewards: Tensor,
+    advantages: Tensor,
+    batch: PolicyGradientBatch,
+    *,
+    has_prev: bool,
+    has_reference: bool,
 ) -> Iterator[dict[str, Any]]:
     """One record for each sampled rollout; `docs/reference/metrics.md` has the fields.
 
     Args:
         groups: Of the step.
         rewards: [B] of the trained rollouts, after scaling and shaping.
+        advantages: [B] of the trained rollouts, the mean over the tokens of each.
         batch: The trained rollouts as the loss gets them.
         has_prev: Whether there was a logprob pass.
         has_reference: Whether there is a reference.
@@ -35,7 +42,7 @@ def rollout_records(
             **_about(rollout),
             "trained": in_loss,
             "shaped_reward": None if row is None else rewards[row].item(),
-            "advantage": None if row is None else batch.advantages[row, 0].item(),
+            "advantage": None if row is None else advantages[row].item(),
             "prompt_token_ids": list(rollout.prompt.token_ids),
             "token_ids": list(sequence.token_ids[num_prompt:]),
             "token_mask": list(sequence.token_mask[num_prompt:]),

@@ -17,7 +17,9 @@ _METRICS = {
 def _kl(draft: Draft) -> None:
     key = "loss_fn.reference_policy_kl_type"
     kind = draft.get(key, "k3")
-    if not draft.get("loss_fn.reference_policy_kl_penalty", 0.01):
+    if draft.get("loss_fn.use_kl_in_reward", False):
+        draft.keep(key, key, kind)  # its value alone counts
+    elif not draft.get("loss_fn.reference_policy_kl_penalty", 0.01):
         draft.convert(key, key, f"{kind}+" if kind in ("k1", "k3") else kind, "the KL has no weight")
     elif kind == "k3" and draft.get("loss_fn.use_on_policy_kl_approximation", False):
         draft.convert(key, key, "k3", "its weight has a gradient in both")
@@ -27,7 +29,26 @@ def _kl(draft: Draft) -> None:
         draft.missing(key, f"KL estimator {kind} with the gradient of its weight")
 
 
+def _kl_in_reward(draft: Draft) -> None:
+    key, clamps = "loss_fn.use_kl_in_reward", ("kl_input_clamp_value", "kl_output_clamp_value")
+    given = tuple(draft.get(f"loss_fn.{name}", there) for name, there in zip(clamps, (20.0, 10.0), strict=True))
+    if not draft.get(key, False):
+        draft.keep(key, key, False)
+    elif draft.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
+        draft.missing(key, "a KL without effect (use_kl_in_reward without reinforce_plus_plus)")
+    elif given != (20.0, 10.0):
+        draft.missing(key, "clamps of the KL that do not act on the KL in the reward")
+    else:
+        draft.keep(key, key, True)
+
+
 def _baseline(draft: Draft) -> None:
+    estimator, known = "grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus")
+    name = draft.get(estimator, "grpo")
+    if name in known:
+        draft.keep(estimator, estimator, name)
+    else:
+        draft.missing(estimator, f"advantage estimator {name}")
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         inner, outer = f"grpo.adv_estimator.{name}", f"grpo.{name}"
         if draft.has(inner):
@@ -44,11 +65,14 @@ def _baseline(draft: Draft) -> None:
 
 
 def _truncation(draft: Draft) -> None:
-    key = "loss_fn.truncated_importance_sampling_ratio"
-    if draft.get(key) is not None and not draft.get("loss_fn.use_importance_sampling_correction", False):
-        draft.convert(key, key, None, "there are no weights to truncate")
-    else:
-        draft.keep(key, key, draft.get(key))
+    weighted = draft.get("loss_fn.use_importance_sampling_correction", False)
+    bounded = weighted and draft.get("loss_fn.truncated_importance_sampling_ratio") is not None
+    for name in ("ratio", "type", "ratio_min"):
+        key = f"loss_fn.truncated_importance_sampling_{name}"
+        if draft.get(key) is not None and not bounded:
+            draft.convert(key, key, None, "there are no weights to truncate")
+        else:
+            draft.keep(key, key, draft.get(key))
 
 
 def _validation(draft: Draft) -> None:
@@ -130,6 +154,7 @@ _GRPO = ("grpo",)
 ALGORITHM: tuple[Conversion, ...] = (
     Conversion(
         (
+            "grpo.adv_estimator.name",
             "grpo.normalize_rewards",
             "grpo.use_leave_one_out_baseline",
             "grpo.adv_estimator.normalize_rewards",
@@ -148,8 +173,19 @@ ALGORITHM: tuple[Conversion, ...] = (
         _GRPO,
     ),
     Conversion(
-        ("loss_fn.truncated_importance_sampling_ratio",),
-        "is read with `use_importance_sampling_correction` only",
+        ("loss_fn.use_kl_in_reward",),
+        "`reinforce_plus_plus` reads it, with clamps of its own; other estimators then have no KL at all",
+        "the same for `reinforce_plus_plus`, with the clamps of the keys; refused elsewhere",
+        _kl_in_reward,
+        _GRPO,
+    ),
+    Conversion(
+        (
+            "loss_fn.truncated_importance_sampling_ratio",
+            "loss_fn.truncated_importance_sampling_type",
+            "loss_fn.truncated_importance_sampling_ratio_min",
+        ),
+        "are read with `use_importance_sampling_correction` only",
         "the same; null where it would not be read",
         _truncation,
         _GRPO,

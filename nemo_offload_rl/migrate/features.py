@@ -23,10 +23,7 @@ FEATURES: Mapping[str, Rule] = {
     **_off("checkpoint_must_save_by", "checkpointing.checkpoint_must_save_by"),
     **_off("SwanLab", "logger.swanlab_enabled"),
     # The algorithm.
-    **_off("advantage estimator {value}", "grpo.adv_estimator.name", values=("grpo",)),
-    **_off("clipped advantages", "grpo.advantage_clip_low", "grpo.advantage_clip_high"),
     **_off("generation batches larger than a step (batch_multiplier)", "grpo.batch_multiplier", values=(1, 1.0)),
-    **_off("seq_logprob_error_threshold", "grpo.seq_logprob_error_threshold"),
     **_off(
         "penalties for tool calls, thinking and answers",
         "grpo.invalid_tool_call_advantage",
@@ -39,12 +36,7 @@ FEATURES: Mapping[str, Rule] = {
     **_off("stop_properly_penalty_coef", "grpo.reward_shaping.stop_properly_penalty_coef"),
     **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
     **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
-    **_off("KL in the reward", "loss_fn.use_kl_in_reward"),
-    **_off("CISPO", "loss_fn.use_cispo"),
-    **_off("disable_ppo_ratio", "loss_fn.disable_ppo_ratio"),
     **_off("positive_example_nll_weight", "loss_fn.positive_example_nll_weight", values=(0, None)),
-    **_off("truncated importance sampling {value}", "loss_fn.truncated_importance_sampling_type", values=(None, "tis")),
-    **_off("a lower bound of importance weights", "loss_fn.truncated_importance_sampling_ratio_min", values=(None, 0)),
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
     **_off("router replay", "policy.router_replay.enabled"),

@@ -76,15 +76,16 @@ SAME: Mapping[str, Rule] = {
         "grpo",
         "num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_epochs max_num_steps val_at_start "
         "val_at_end val_batch_size val_num_generations_per_prompt overlong_filtering use_dynamic_sampling "
-        "dynamic_sampling_max_gen_batches seed",
+        "dynamic_sampling_max_gen_batches seed advantage_clip_low advantage_clip_high seq_logprob_error_threshold",
     ),
+    **_same("grpo.adv_estimator", "minus_baseline"),
     **_same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
     **_same("grpo.reward_shaping", "enabled overlong_buffer_length overlong_buffer_penalty max_response_length"),
     **_same(
         "loss_fn",
         "reference_policy_kl_penalty kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max "
         "ratio_clip_c use_on_policy_kl_approximation use_importance_sampling_correction "
-        "sequence_level_importance_ratios token_level_loss force_on_policy_ratio",
+        "sequence_level_importance_ratios token_level_loss force_on_policy_ratio use_cispo disable_ppo_ratio",
     ),
     **_same("sft", "max_num_epochs max_num_steps val_global_batch_size val_micro_batch_size val_at_start val_at_end"),
     **_same("sft", "seed only_unmask_final"),
@@ -245,7 +246,6 @@ IGNORED: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg.num_last_layers_in_bf16",
         "policy.generation.vllm_cfg.num_first_layers_in_bf16",
         "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
-        "grpo.adv_estimator.minus_baseline",
         "grpo.async_grpo.*",
         "grpo.stop_at_validation_threshold",
         "grpo.reward_penalties.*",

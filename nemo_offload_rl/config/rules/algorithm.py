@@ -6,13 +6,17 @@ from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.policy.rules import Rule
 
 
-def leave_one_out_needs_two_responses(cfg: GrpoMasterConfig) -> str | None:
-    """The leave-one-out baseline needs at least two responses for each prompt."""
-    group = cfg.grpo.num_generations_per_prompt
-    if cfg.grpo.use_leave_one_out_baseline and group < 2:
+def baselines_need_two_responses(cfg: GrpoMasterConfig) -> str | None:
+    """A baseline that compares within a group needs at least two responses for each prompt."""
+    grpo, group = cfg.grpo, cfg.grpo.num_generations_per_prompt
+    if grpo.adv_estimator.name == "grpo":
+        compares, key = grpo.use_leave_one_out_baseline, "use_leave_one_out_baseline"
+    else:
+        compares, key = grpo.adv_estimator.minus_baseline, "adv_estimator.minus_baseline"
+    if compares and group < 2:
         return (
-            f"grpo.num_generations_per_prompt is {group}, but use_leave_one_out_baseline compares each response with "
-            "the others of its group; set it to 2 or more, or turn the baseline off"
+            f"grpo.num_generations_per_prompt is {group}, but {key} compares each response with the others of its "
+            "group; set it to 2 or more, or turn the baseline off"
         )
     return None
 
@@ -41,13 +45,101 @@ def on_policy_ratio_needs_one_update_per_step(cfg: GrpoMasterConfig) -> str | No
 
 
 def truncation_needs_importance_sampling(cfg: GrpoMasterConfig) -> str | None:
-    """Truncation needs the importance-sampling correction."""
+    """Truncation needs the importance-sampling correction and its upper bound."""
     loss = cfg.loss_fn
-    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
+    names = {
+        "truncated_importance_sampling_type": loss.truncated_importance_sampling_type,
+        "truncated_importance_sampling_ratio": loss.truncated_importance_sampling_ratio,
+        "truncated_importance_sampling_ratio_min": loss.truncated_importance_sampling_ratio_min,
+    }
+    given = [name for name, value in names.items() if value is not None]
+    if given and not loss.use_importance_sampling_correction:
         return (
-            "loss_fn.truncated_importance_sampling_ratio is set, but it bounds the weights of "
-            "use_importance_sampling_correction, which is false; set that to true or the ratio to null"
+            f"loss_fn.{given[0]} is set, but it bounds the weights of use_importance_sampling_correction, which is "
+            f"false; set that to true or {given[0]} to null"
         )
+    if given and loss.truncated_importance_sampling_ratio is None:
+        return (
+            f"loss_fn.{given[0]} is set, but truncated_importance_sampling_ratio, the upper bound, is null; set it "
+            f"too, or {given[0]} to null"
+        )
+    return None
+
+
+def bounds_of_importance_weights_are_complete(cfg: GrpoMasterConfig) -> str | None:
+    """The lower bound of importance weights is below the upper one; masks need both, and weights of tokens."""
+    loss = cfg.loss_fn
+    kind, low, high = (
+        loss.truncated_importance_sampling_type,
+        loss.truncated_importance_sampling_ratio_min,
+        loss.truncated_importance_sampling_ratio,
+    )
+    if high is None:
+        return None
+    if low is not None and low > high:
+        return (
+            f"loss_fn.truncated_importance_sampling_ratio_min {low:g} is above truncated_importance_sampling_ratio "
+            f"{high:g}; swap or change them"
+        )
+    if kind in ("icepop", "seq-mask-tis") and low is None:
+        return (
+            f"loss_fn.truncated_importance_sampling_type is {kind}, which masks on both sides, but "
+            "truncated_importance_sampling_ratio_min is null; set it (0 masks on the upper side only)"
+        )
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        return (
+            "loss_fn.truncated_importance_sampling_type is seq-mask-tis, which keeps a weight for each token, but "
+            "sequence_level_importance_ratios gives one to each response; set that to false or the type to icepop"
+        )
+    return None
+
+
+def one_surrogate(cfg: GrpoMasterConfig) -> str | None:
+    """CISPO, no ratio and a forced ratio exclude each other; the dual clip and one ratio a response need the clip."""
+    loss = cfg.loss_fn
+    chosen = [name for name in ("use_cispo", "disable_ppo_ratio", "force_on_policy_ratio") if getattr(loss, name)]
+    if len(chosen) > 1:
+        return f"loss_fn.{' and '.join(chosen)} are true, but each is a loss of its own; set all but one to false"
+    if loss.ratio_clip_c is not None and (loss.use_cispo or loss.disable_ppo_ratio):
+        return (
+            f"loss_fn.ratio_clip_c is {loss.ratio_clip_c:g}, but {chosen[0]} has no loss that the dual clip could "
+            "bound; set it to null"
+        )
+    if loss.use_cispo and loss.sequence_level_importance_ratios:
+        return (
+            "loss_fn.use_cispo weights single tokens, but sequence_level_importance_ratios is true; set one of them "
+            "to false"
+        )
+    return None
+
+
+def constant_divisor_goes_with_the_sequence_loss(cfg: GrpoMasterConfig) -> str | None:
+    """The constant divisor goes with a mean over responses."""
+    loss = cfg.loss_fn
+    if loss.constant_length_divisor is not None and loss.token_level_loss:
+        return (
+            f"loss_fn.constant_length_divisor is {loss.constant_length_divisor}, but token_level_loss divides by the "
+            "number of all tokens; set token_level_loss to false or the divisor to null"
+        )
+    return None
+
+
+def kl_in_reward_needs_rewards_of_tokens(cfg: GrpoMasterConfig) -> str | None:
+    """The KL goes into rewards where they are those of tokens."""
+    name = cfg.grpo.adv_estimator.name
+    if cfg.loss_fn.use_kl_in_reward and name != "reinforce_plus_plus":
+        return (
+            f"loss_fn.use_kl_in_reward lowers the reward of single tokens, but grpo.adv_estimator.name is {name}, "
+            "which has one for each response; set it to reinforce_plus_plus, or use_kl_in_reward to false"
+        )
+    return None
+
+
+def advantage_bounds_are_ascending(cfg: GrpoMasterConfig) -> str | None:
+    """The bounds of advantages are ascending."""
+    low, high = cfg.grpo.advantage_clip_low, cfg.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        return f"grpo.advantage_clip_low {low:g} is not below advantage_clip_high {high:g}; swap or change them"
     return None
 
 
@@ -85,10 +177,15 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
-    leave_one_out_needs_two_responses,
+    baselines_need_two_responses,
     dynamic_sampling_needs_groups,
     on_policy_ratio_needs_one_update_per_step,
     truncation_needs_importance_sampling,
+    bounds_of_importance_weights_are_complete,
+    one_surrogate,
+    constant_divisor_goes_with_the_sequence_loss,
+    kl_in_reward_needs_rewards_of_tokens,
+    advantage_bounds_are_ascending,
     sequence_ratios_need_the_sequence_loss,
     overlong_buffer_is_within_the_response,
     reward_ranges_are_ascending,

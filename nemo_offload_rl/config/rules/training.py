@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nemo_offload_rl.algorithms.config import needs_prev_logprobs
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
@@ -101,8 +102,9 @@ def _metric_names(cfg: RunConfig) -> Names:
         group_size=grpo.num_generations_per_prompt,
         val_group_size=grpo.val_num_generations_per_prompt,
         dynamic_sampling=grpo.use_dynamic_sampling,
-        scores_before_training=not loss.force_on_policy_ratio,
+        scores_before_training=needs_prev_logprobs(grpo, loss),
         truncates=loss.truncated_importance_sampling_ratio is not None,
+        masks_by_error=grpo.seq_logprob_error_threshold is not None,
     )
 
 

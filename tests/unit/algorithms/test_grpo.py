@@ -14,6 +14,10 @@ from tiny_models import save_model_folder
 from nemo_offload_rl.algorithms.metric_names import grpo_names
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 
+MASKED = (
+    "loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=1.03",
+    "loss_fn.truncated_importance_sampling_ratio_min=0.97",
+)  # fmt: skip
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "data.shuffle=false", "grpo.max_num_epochs=1")
 
 
@@ -116,8 +120,23 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkp
             "loss_fn.ratio_clip_min=0.001", "loss_fn.ratio_clip_max=0.002", "policy.optimizer.kwargs.lr=1e-2",
             "loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=1.05",
         ),
+        (
+            "grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true",
+            "loss_fn.reference_policy_kl_type=k2", "loss_fn.reference_policy_kl_penalty=5.0",
+            "grpo.advantage_clip_low=-0.6", "grpo.advantage_clip_high=0.9", "loss_fn.use_cispo=true",
+            "loss_fn.ratio_clip_min=0.001", "loss_fn.ratio_clip_max=0.002", "policy.train_global_batch_size=4",
+            "policy.optimizer.kwargs.lr=1e-2", *MASKED, "loss_fn.truncated_importance_sampling_type=icepop",
+        ),
+        (
+            "grpo.seq_logprob_error_threshold=1.3", "grpo.normalize_rewards=false", "loss_fn.token_level_loss=false",
+            "loss_fn.constant_length_divisor=6", "loss_fn.disable_ppo_ratio=true", *MASKED,
+            "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+        ),
     ],
-    ids=["one update a step", "some responses left out", "two updates a step of half the groups"],
+    ids=[
+        "one update a step", "some responses left out", "two updates a step of half the groups",
+        "REINFORCE++ and CISPO", "Dr. GRPO without a ratio",
+    ],
 )  # fmt: skip
 def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(tmp_path, model, keys):
     kinds = [MIXED, NEVER, MIXED, ALWAYS] * 3
@@ -147,6 +166,7 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         group_size=grpo.num_generations_per_prompt, val_group_size=grpo.val_num_generations_per_prompt,
         dynamic_sampling=grpo.use_dynamic_sampling, scores_before_training=True,
         truncates=loss.truncated_importance_sampling_ratio is not None,
+        masks_by_error=grpo.seq_logprob_error_threshold is not None,
     )  # fmt: skip
     for known, found in ((names["train"], measured), (names["val"], validation)):
         assert without_match(found, known) == set()

@@ -11,7 +11,14 @@ from nemo_offload_rl.algorithms.metric_names import (
     metric_problem,
 )
 
-GRPO = grpo_names(group_size=16, val_group_size=1, dynamic_sampling=False, scores_before_training=True, truncates=False)
+GRPO = grpo_names(
+    group_size=16,
+    val_group_size=1,
+    dynamic_sampling=False,
+    scores_before_training=True,
+    truncates=False,
+    masks_by_error=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,12 @@ def test_a_metric_about_a_data_set_needs_that_data_set_beside_others():
 def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_clocks_and_counters():
     """The tests of trainers and of whole runs compare these lists with the runs and with what plain code computes."""
     everything = grpo_names(
-        group_size=64, val_group_size=64, dynamic_sampling=True, scores_before_training=True, truncates=True
+        group_size=64,
+        val_group_size=64,
+        dynamic_sampling=True,
+        scores_before_training=True,
+        truncates=True,
+        masks_by_error=True,
     )
     prefixes = {"train": "train", "val": "validation"}
     computed = {

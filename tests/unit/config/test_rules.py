@@ -27,6 +27,9 @@ HALF_A_FILE = (
     "{dataset_name: ResponseDataset, path: a.jsonl, input_key: q, output_key: a, split_validation_size: 0.5, seed: 1}"
 )
 
+WEIGHTED = "loss_fn.use_importance_sampling_correction=true"
+BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
+
 # rule name -> overrides that break it, and words that its message must have
 BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "exactly_one_backend_is_enabled": [
@@ -171,8 +174,16 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "one weight for each",
         ),
     ],
-    "leave_one_out_needs_two_responses": [
-        (["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=128"], "set it to 2 or more")
+    "baselines_need_two_responses": [
+        (["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=128"], "set it to 2 or more"),
+        (
+            [
+                "grpo.num_generations_per_prompt=1",
+                "grpo.num_prompts_per_step=128",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+            ],
+            "but adv_estimator.minus_baseline compares",
+        ),
     ],
     "dynamic_sampling_needs_groups": [
         (
@@ -191,7 +202,48 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")
     ],
-    "truncation_needs_importance_sampling": [(["loss_fn.truncated_importance_sampling_ratio=2"], "set that to true")],
+    "truncation_needs_importance_sampling": [
+        (["loss_fn.truncated_importance_sampling_ratio=2"], "set that to true"),
+        (["loss_fn.truncated_importance_sampling_type=icepop"], "set that to true"),
+        ([WEIGHTED, "loss_fn.truncated_importance_sampling_type=tis"], "the upper bound, is null"),
+        ([WEIGHTED, "loss_fn.truncated_importance_sampling_ratio_min=0.5"], "the upper bound, is null"),
+    ],
+    "bounds_of_importance_weights_are_complete": [
+        (
+            [WEIGHTED, BOUNDED, "loss_fn.truncated_importance_sampling_ratio_min=3"],
+            "ratio_min 3 is above truncated_importance_sampling_ratio 2",
+        ),
+        ([WEIGHTED, BOUNDED, "loss_fn.truncated_importance_sampling_type=icepop"], "0 masks on the upper side only"),
+        (
+            [
+                *(WEIGHTED, BOUNDED, "loss_fn.truncated_importance_sampling_type=seq-mask-tis"),
+                *("loss_fn.truncated_importance_sampling_ratio_min=1", "loss_fn.token_level_loss=false"),
+                "loss_fn.sequence_level_importance_ratios=true",
+            ],
+            "the type to icepop",
+        ),
+    ],
+    "one_surrogate": [
+        (["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], "set all but one to false"),
+        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "use_cispo has no loss that the dual clip could"),
+        (["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_c=3"], "set it to null"),
+        (
+            [
+                *("loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"),
+                "loss_fn.sequence_level_importance_ratios=true",
+            ],
+            "weights single tokens",
+        ),
+    ],
+    "constant_divisor_goes_with_the_sequence_loss": [
+        (["loss_fn.constant_length_divisor=8"], "set token_level_loss to false or the divisor to null")
+    ],
+    "kl_in_reward_needs_rewards_of_tokens": [
+        (["loss_fn.use_kl_in_reward=true"], "set it to reinforce_plus_plus, or use_kl_in_reward to false")
+    ],
+    "advantage_bounds_are_ascending": [
+        (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "advantage_clip_low 1 is not below")
+    ],
     "sequence_ratios_need_the_sequence_loss": [
         (["loss_fn.sequence_level_importance_ratios=true"], "set token_level_loss to false")
     ],

@@ -55,7 +55,7 @@ def followed(settings, logits: torch.Tensor, sampler: torch.Tensor, reference: t
         input_lengths=torch.full((size,), 3),
         token_mask=torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64).expand(size, 3),
         sample_mask=torch.ones(size, dtype=torch.float64),
-        advantages=advantages[:, None].expand(size, 3),
+        advantages=advantages if advantages.dim() == 2 else advantages[:, None].expand(size, 3),
         prev_logprobs=now.detach(),
         generation_logprobs=sampled,
         reference_logprobs=token_logprobs(reference).detach(),
@@ -68,7 +68,7 @@ def followed(settings, logits: torch.Tensor, sampler: torch.Tensor, reference: t
 
 
 def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(value, logits)[0]
+    return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
 
 def test_the_exemplars_loss_follows_the_expected_reward_minus_the_divergence_with_its_weight():
@@ -89,6 +89,18 @@ def test_the_exemplars_loss_follows_the_expected_reward_minus_the_divergence_wit
         {"force_on_policy_ratio": True},
         {"ratio_clip_c": 3.0},
         {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
+        {"token_level_loss": False, "constant_length_divisor": 2},
+        {"use_cispo": True},
+        {"disable_ppo_ratio": True},
+        *(
+            {
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": kind,
+                "truncated_importance_sampling_ratio": 2.0,
+                "truncated_importance_sampling_ratio_min": 0.5,
+            }
+            for kind in ("tis", "icepop", "seq-mask-tis")
+        ),
     ],
 )
 def test_on_policy_every_variant_follows_the_expected_reward(keys):
@@ -120,6 +132,51 @@ def test_with_the_on_policy_approximation_another_sampler_leaves_the_gradient_of
     slope = followed(settings, logits, sampler, reference, advantages=torch.zeros_like(REWARDS))
     wanted = gradient(divergences(logits, reference), logits) / 2
     torch.testing.assert_close(slope[0], wanted[0])
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k1+"])
+def test_the_kl_in_the_reward_leaves_the_gradient_of_the_divergence_at_each_position(kl_type):
+    logits, reference = model(9).requires_grad_(), model(10)
+    settings = replace(
+        PLAIN, reference_policy_kl_penalty=0.7, reference_policy_kl_type=kl_type, use_kl_in_reward=True,
+        kl_output_clamp_value=None,
+    )  # fmt: skip
+    penalty = ClippedPGLoss(settings).kl_in_reward(token_logprobs(logits).detach(), token_logprobs(reference))
+    assert penalty is not None
+    slope = followed(settings, logits, logits.detach(), reference, advantages=REWARDS[:, None] - penalty)
+    wanted = -gradient(expected_reward(logits), logits) + 0.7 * gradient(divergences(logits, reference), logits)
+    torch.testing.assert_close(slope, wanted / 2)
+
+
+def test_with_responses_of_several_lengths_only_the_constant_divisor_follows_the_expected_reward():
+    """A response ends with its first token if that is 0: it has one token then, and two otherwise."""
+    logits = model(11).requires_grad_()
+    table = logits.log_softmax(-1)
+    responses = [(0,), *((first, second) for first in (1, 2) for second in range(VOCABULARY))]
+    rewards = torch.tensor([1.5, -0.5, 0.3, 2.0, 0.0, -1.0, 0.7], dtype=torch.float64)
+    rows = [[table[0, first], *(table[1 + first, second] for second in rest)] for first, *rest in responses]
+    how_often = torch.stack([torch.stack(row).sum().exp() for row in rows])
+    wanted = gradient((how_often * rewards).sum(), logits)
+    found = {}
+    for divisor in (None, 5):
+        settings, total = replace(PLAIN, token_level_loss=False, constant_length_divisor=divisor), 0.0
+        for row, share, reward in zip(rows, how_often.detach(), rewards, strict=True):
+            now = torch.stack([table[0, 0] * 0, *row])[None]
+            batch = PolicyGradientBatch(
+                input_ids=torch.zeros(now.shape, dtype=torch.int64),
+                input_lengths=torch.tensor([now.shape[1]]),
+                token_mask=torch.tensor([[0.0] + [1.0] * len(row)], dtype=torch.float64),
+                sample_mask=torch.ones(1, dtype=torch.float64),
+                advantages=reward.expand(now.shape),
+                prev_logprobs=now.detach(),
+                generation_logprobs=now.detach(),
+                reference_logprobs=now.detach(),
+            )
+            total = total + share * ClippedPGLoss(settings)(now, batch, LossNorm(1.0, len(row)))[0]
+        found[divisor] = torch.autograd.grad(total, logits, retain_graph=True)[0]
+    torch.testing.assert_close(found[5], -wanted / 5)
+    direction = torch.nn.functional.cosine_similarity(found[None].flatten(), -wanted.flatten(), dim=0)
+    assert direction < 0.99
 
 
 @pytest.mark.parametrize(("leave_one_out", "factor"), [(True, 1.0), (False, 2 / 3)])
