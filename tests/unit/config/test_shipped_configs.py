@@ -9,7 +9,9 @@ from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.utils.config import load_config
 
-CONFIGS = sorted(Path("examples/configs").rglob("grpo*.yaml"))
+CONFIGS = sorted(
+    path for name in ("grpo*", "dapo*", "gspo*") for path in Path("examples/configs").rglob(f"{name}.yaml")
+)
 
 
 def test_there_are_configurations_to_check() -> None:
@@ -17,6 +19,8 @@ def test_there_are_configurations_to_check() -> None:
         "grpo_math_1B.yaml",
         "grpo_math_1B_megatron.yaml",
         "grpo_arithmetic_cpu.yaml",
+        "dapo_math_1B.yaml",
+        "gspo_math_1B.yaml",
     }
 
 
