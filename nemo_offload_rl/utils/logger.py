@@ -1,7 +1,8 @@
 """The records of a run.
 
 1. Opening a `RunLogger` makes the run folder and writes config.yaml (resolved) and run.json (git revision, command,
-   versions, start). TensorBoard, Weights & Biases and MLflow, where they are enabled, get both too.
+   versions, start). TensorBoard, Weights & Biases and MLflow, where they are enabled, get both too; a port for
+   Prometheus is opened.
 2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
    metrics.jsonl and to the others. `log_samples` writes validation samples as text.
 3. `close` writes what is still open. Used as a context manager this also happens after an error.
@@ -43,8 +44,8 @@ class RunLogger:
     Args:
         settings: The keys `logger.*`; `log_dir` is the run folder and is made if need be.
         resolved_config: Plain dictionaries, written to config.yaml.
-        resume: Append to an existing metrics.jsonl and go on with the run of Weights & Biases; otherwise an older file
-            is renamed metrics.1.jsonl and so on.
+        resume: Append to an existing metrics.jsonl and go on with the runs of Weights & Biases and MLflow; otherwise an
+            older file is renamed metrics.1.jsonl and so on.
 
     Raises:
         ConfigError: The folder cannot be written, or a wanted logger is not installed.

@@ -1,4 +1,4 @@
-"""Where else a run's metrics go: TensorBoard, Weights & Biases and MLflow, each imported only when enabled."""
+"""Where else a run's metrics go: TensorBoard, Weights & Biases, MLflow, Prometheus; each imported only when enabled."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.prometheus import PrometheusSink
 from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 
 _LOG = logging.getLogger(__name__)
 
 WANDB_ID_FILE = "wandb_run_id"
+MLFLOW_ID_FILE = "mlflow_run_id"
 _MLFLOW_PARAMETERS_AT_ONCE = 100  # what its interface takes in one call
 
 
@@ -133,10 +135,18 @@ class MlflowSink:
     """Writes to MLflow: metrics, samples, and the configuration as parameters and, with the run record, as files.
 
     metrics.jsonl has all of it too. So a server that is lost while the run goes on costs a warning and the rest of the
-    run in MLflow, not the run.
+    run in MLflow, not the run. The id of the run is kept in `run_dir`, so that a resumed run is the same run there; its
+    parameters stay those that it began with, as MLflow wants it, and config.yaml becomes the present one.
     """
 
-    def __init__(self, settings: MlflowConfig, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: MlflowConfig,
+        run_dir: Path,
+        resolved_config: Mapping[str, Any],
+        record: Mapping[str, Any],
+        resume: bool,
+    ) -> None:
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
@@ -152,13 +162,19 @@ class MlflowSink:
         _LOG.info("opening an MLflow run at %s", settings.tracking_uri)
         parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
         tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
+        id_file = run_dir / MLFLOW_ID_FILE
+        known_id = id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
         try:
             self._client = MlflowClient(tracking_uri=settings.tracking_uri)
-            found = self._client.get_experiment_by_name(settings.experiment_name)
-            experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
-            self._run_id = self._client.create_run(experiment, tags=tags, run_name=settings.run_name).info.run_id
-            for some in batched(parameters, _MLFLOW_PARAMETERS_AT_ONCE):
-                self._client.log_batch(self._run_id, params=some)
+            if known_id is not None and self._is_there(known_id):
+                self._run_id = known_id
+                self._client.update_run(known_id, status="RUNNING")
+            else:
+                found = self._client.get_experiment_by_name(settings.experiment_name)
+                experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
+                self._run_id = self._client.create_run(experiment, tags=tags, run_name=settings.run_name).info.run_id
+                for some in batched(parameters, _MLFLOW_PARAMETERS_AT_ONCE):
+                    self._client.log_batch(self._run_id, params=some)
             self._client.log_dict(self._run_id, dict(resolved_config), "config.yaml")
             self._client.log_dict(self._run_id, dict(record), "run.json")
         except self._failures as error:
@@ -166,6 +182,18 @@ class MlflowSink:
                 f"MLflow did not start at logger.mlflow.tracking_uri {settings.tracking_uri} ({_first_line(error)}); "
                 "start its server, correct the address, or set logger.mlflow_enabled to false"
             ) from error
+        id_file.write_text(f"{self._run_id}\n", encoding="utf-8")
+
+    def _is_there(self, run_id: str) -> bool:
+        """Whether the server still has a run; another server, or one that was emptied, has not."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(run_id).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the step."""
@@ -205,7 +233,7 @@ def open_sinks(
         run_dir: The run folder, for those that write files.
         resolved_config: Plain dictionaries.
         record: Git revision, command and versions, as in run.json.
-        resume: Go on with the run of Weights & Biases whose id `run_dir` holds.
+        resume: Go on with the runs of Weights & Biases and MLflow whose ids `run_dir` holds.
 
     Raises:
         ConfigError: One is not installed, did not start, or has no section.
@@ -220,7 +248,11 @@ def open_sinks(
     if settings.mlflow_enabled:
         if settings.mlflow is None:
             raise ConfigError("logger.mlflow_enabled is true, but the section logger.mlflow is gone; keep it")
-        sinks.append(MlflowSink(settings.mlflow, resolved_config, record))
+        sinks.append(MlflowSink(settings.mlflow, run_dir, resolved_config, record, resume))
+    if settings.prometheus_enabled:
+        if settings.prometheus is None:
+            raise ConfigError("logger.prometheus_enabled is true, but the section logger.prometheus is gone; keep it")
+        sinks.append(PrometheusSink(settings.prometheus, run_dir))
     return sinks
 
 

@@ -24,7 +24,7 @@ class WandbConfig:
 
 @section
 class MlflowConfig:
-    """`logger.mlflow`: MLflow."""
+    """`logger.mlflow`: MLflow. A resumed run goes on as the same run there."""
 
     experiment_name: Annotated[str, doc("Experiment that the run appears in; made if need be.", min_length=1)]
     run_name: Annotated[str, doc("Name of the run.")]
@@ -36,6 +36,21 @@ class MlflowConfig:
             min_length=1,
         ),
     ]
+
+
+@section
+class PrometheusConfig:
+    """`logger.prometheus`: where a Prometheus server finds the metrics of the run, at `/metrics`."""
+
+    host: Annotated[
+        str,
+        doc(
+            "Address to listen on. Others than this machine's own, 127.0.0.1, need a token in the environment variable "
+            "`NEMO_OFFLOAD_RL_TOKEN`, which the server sends as `Authorization: Bearer TOKEN`.",
+            min_length=1,
+        ),
+    ]
+    port: Annotated[int, doc("Port to listen on; 0 for any that is free, which the log names.", ge=0, le=65535)]
 
 
 @section
@@ -56,6 +71,10 @@ class LoggerConfig:
     wandb: Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")] | None = None
     mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
     mlflow: Annotated[MlflowConfig, doc("MLflow; may be deleted with `~logger.mlflow`.")] | None = None
+    prometheus_enabled: Annotated[
+        bool, doc("Also answer a Prometheus server while the run goes on; needs the section `logger.prometheus`.")
+    ]
+    prometheus: Annotated[PrometheusConfig, doc("Prometheus; may be deleted with `~logger.prometheus`.")] | None = None
 
 
 @section

@@ -109,9 +109,13 @@ def _metric_names(cfg: RunConfig) -> Names:
 
 
 def loggers_have_their_sections(cfg: RunConfig) -> str | None:
-    """Weights & Biases and MLflow have their sections."""
+    """Weights & Biases, MLflow and Prometheus have their sections."""
     logger = cfg.logger
-    sections = (("wandb", logger.wandb_enabled, logger.wandb), ("mlflow", logger.mlflow_enabled, logger.mlflow))
+    sections = (
+        ("wandb", logger.wandb_enabled, logger.wandb),
+        ("mlflow", logger.mlflow_enabled, logger.mlflow),
+        ("prometheus", logger.prometheus_enabled, logger.prometheus),
+    )
     for name, enabled, section in sections:
         if enabled and section is None:
             return (

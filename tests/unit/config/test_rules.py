@@ -293,6 +293,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "loggers_have_their_sections": [
         (["logger.wandb_enabled=true", "~logger.wandb"], "keep it or set wandb_enabled"),
         (["logger.mlflow_enabled=true", "~logger.mlflow"], "keep it or set mlflow_enabled"),
+        (["logger.prometheus_enabled=true", "~logger.prometheus"], "keep it or set prometheus_enabled"),
     ],
     "adapters_need_whole_layers": [
         (

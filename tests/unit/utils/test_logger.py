@@ -26,6 +26,8 @@ def settings(folder: Path, **changes: object) -> LoggerConfig:
         "wandb": None,
         "mlflow_enabled": False,
         "mlflow": None,
+        "prometheus_enabled": False,
+        "prometheus": None,
     }
     return LoggerConfig(**(values | changes))  # type: ignore[arg-type]
 
@@ -181,7 +183,7 @@ def test_a_full_disk_is_one_line_and_hides_no_other_error(tmp_path: Path) -> Non
         _ = 1 / 0
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "prometheus"])
 def test_a_logger_needs_its_section(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"the section logger\.{name} is gone"):
         RunLogger(settings(tmp_path, **{f"{name}_enabled": True}), {})
@@ -225,6 +227,38 @@ def test_mlflow_gets_metrics_parameters_configuration_revision_and_samples(
     assert yaml.safe_load((folder / "config.yaml").read_text()) == config
     assert json.loads((folder / "run.json").read_text()) == record
     assert "'1+1=' -> '2'" in (folder / "samples" / "step_2.txt").read_text()
+
+
+def test_a_resumed_run_goes_on_as_the_same_run_of_mlflow_and_a_new_one_is_another(
+    tmp_path: Path, mlflow_settings: LoggerConfig
+) -> None:
+    client_of = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny").MlflowClient
+    for step, resume in ((1, False), (2, True)):
+        with RunLogger(mlflow_settings, {"max_num_steps": step}, resume=resume) as logger:
+            logger.log(step, {"loss": float(step)})
+    client = client_of(tracking_uri=f"file:{tmp_path}/mlruns")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "e"]
+
+    def runs() -> list[str]:
+        return [run.info.run_id for run in client.search_runs([experiment.experiment_id])]
+
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert [(entry.step, entry.value) for entry in client.get_metric_history(run.info.run_id, "loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+    ]
+    assert run.data.params == {"max_num_steps": "1"}  # MLflow changes no parameter
+    folder = Path(run.info.artifact_uri.removeprefix("file:"))
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"max_num_steps": 2}
+    RunLogger(mlflow_settings, {}, resume=False).close()
+    assert len(runs()) == 2
+    client.delete_run((tmp_path / "run" / "mlflow_run_id").read_text().strip())
+    RunLogger(mlflow_settings, {}, resume=True).close()  # the run to go on with is gone: a new one
+    assert len(runs()) == 2
+    (tmp_path / "run" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
+    RunLogger(mlflow_settings, {}, resume=True).close()
+    assert len(runs()) == 3
 
 
 def test_mlflow_that_does_not_start_is_one_line(
