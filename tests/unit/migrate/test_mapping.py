@@ -113,6 +113,61 @@ def test_a_feature_that_is_not_here_is_an_error_where_it_is_on_and_nothing_where
         assert path not in migrate(theirs).report.missing.get(feature, [])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_fn__use_cispo": True, "loss_fn__ratio_clip_max": 5.0, "grpo__seq_logprob_error_threshold": 2.0},
+        {"loss_fn__disable_ppo_ratio": True, "grpo__advantage_clip_low": -100, "grpo__advantage_clip_high": 100},
+        {
+            "grpo__adv_estimator__name": "reinforce_plus_plus",
+            "grpo__adv_estimator__minus_baseline": False,
+            "loss_fn__use_kl_in_reward": True,
+            "loss_fn__reference_policy_kl_type": "k1",
+        },
+        {
+            "loss_fn__use_importance_sampling_correction": True,
+            "loss_fn__truncated_importance_sampling_type": "icepop",
+            "loss_fn__truncated_importance_sampling_ratio": 5.0,
+            "loss_fn__truncated_importance_sampling_ratio_min": 0.5,
+        },
+    ],
+)
+def test_the_keys_of_an_algorithm_are_taken_over_as_they_are(changes):
+    migration = migrate(changed(grpo_file(), **changes))
+    assert migration.report.missing == {}
+    check("grpo", migration.config)
+    for key, value in changes.items():
+        assert at(migration.config, key.replace("__", ".")) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"grpo__adv_estimator__name": "gdpo"}, "advantage estimator gdpo"),
+        ({"loss_fn__use_kl_in_reward": True}, "a KL without effect (use_kl_in_reward without reinforce_plus_plus)"),
+        (
+            {
+                "grpo__adv_estimator__name": "reinforce_plus_plus",
+                "loss_fn__use_kl_in_reward": True,
+                "loss_fn__kl_output_clamp_value": None,
+            },
+            "clamps of the KL that do not act on the KL in the reward",
+        ),
+    ],
+)
+def test_an_algorithm_that_means_something_else_there_is_refused(changes, feature):
+    assert feature in migrate(changed(grpo_file(), **changes)).report.missing
+
+
+def test_bounds_of_weights_that_are_not_applied_are_left_out():
+    bounds = {"type": "tis", "ratio": 2.0, "ratio_min": 0.1}
+    changes = {f"loss_fn__truncated_importance_sampling_{name}": value for name, value in bounds.items()}
+    migration = migrate(changed(grpo_file(), **changes))
+    check("grpo", migration.config)
+    for key in changes:
+        assert at(migration.config, key.replace("__", ".")) is None
+
+
 def test_a_key_that_no_rule_names_is_an_error_and_never_dropped():
     migration = migrate(changed(grpo_file(), loss_fn__use_magic=False))
     assert migration.report.missing == {"the key loss_fn.use_magic": ["loss_fn.use_magic"]}
