@@ -48,6 +48,7 @@ def main() -> None:
             save_period=1,
             save_optimizer=True,
             save_consolidated=False,
+            checkpoint_must_save_by=None,
             async_save=sys.argv[3] == "1",
         )
     )

@@ -77,9 +77,9 @@ class Replay:
         return found | self._train(trained)
 
     def _about_dynamic_sampling(self, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> Metrics:
-        size = self._config.grpo.num_generations_per_prompt
+        grpo, size = self._config.grpo, self._config.grpo.num_generations_per_prompt
         return {
-            "dynamic_sampling_batches": len(rollouts) / size / self._config.grpo.num_prompts_per_step,
+            "dynamic_sampling_batches": len(rollouts) / size / int(grpo.num_prompts_per_step * grpo.batch_multiplier),
             "dynamic_sampling_constant_groups": sum(
                 len({r["reward"] for r in group}) == 1 for group in groups(rollouts)
             ),

@@ -56,6 +56,7 @@ def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_s
             save_period=2,
             save_optimizer=True,
             save_consolidated=False,
+            checkpoint_must_save_by=None,
             async_save=async_save,
         )
     )

@@ -174,7 +174,7 @@ class LocalGrpo:
         config, tokenizer, grpo = self.config, make_tokenizer(), self.config.grpo
         loader = ShuffledLoader(
             self.prompts,
-            batch_size=grpo.num_prompts_per_step,
+            batch_size=grpo.prompts_per_generation_batch,
             shuffle=config.data.shuffle,
             seed=grpo.seed,
             num_epochs=grpo.max_num_epochs,

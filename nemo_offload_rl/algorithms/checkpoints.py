@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
 from nemo_offload_rl.data.loader import LoaderState, ShuffledLoader
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
@@ -73,17 +74,22 @@ class CheckpointKeeper:
 
     Args:
         settings: The keys `checkpointing.*`.
+
+    Attributes:
+        deadline: Ends the run early, after a save. The run tells it when it begins and when each step has ended.
     """
 
     def __init__(self, settings: CheckpointingConfig) -> None:
         self._settings = settings
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
+        self.deadline = SaveDeadline(settings.checkpoint_must_save_by)
 
     # -- saving
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether a checkpoint belongs to this step."""
+        is_last = is_last or self.deadline.reached
         return self._settings.enabled and (step % self._settings.save_period == 0 or is_last)
 
     @property

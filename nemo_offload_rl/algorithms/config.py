@@ -113,7 +113,8 @@ class GrpoSectionConfig(RolloutSectionConfig):
     batch_multiplier: Annotated[
         float,
         doc(
-            "Prompts of each generation batch of dynamic sampling, in steps. Only 1 is available now.",
+            "Prompts of each generation batch of dynamic sampling, as a multiple of `num_prompts_per_step`, rounded "
+            "down: more than one step needs, because some groups will be dropped. 1 without dynamic sampling.",
             ge=1,
         ),
     ]
@@ -130,6 +131,11 @@ class GrpoSectionConfig(RolloutSectionConfig):
             gt=1,
         ),
     ]
+
+    @property
+    def prompts_per_generation_batch(self) -> int:
+        """Prompts that are drawn and answered at once."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
 @section

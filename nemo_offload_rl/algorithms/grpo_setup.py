@@ -53,7 +53,7 @@ def run_grpo(config: GrpoConfig) -> None:
     _check_metric(config, prompts)
     loader = ShuffledLoader(
         prompts.train,
-        batch_size=config.grpo.num_prompts_per_step,
+        batch_size=config.grpo.prompts_per_generation_batch,
         shuffle=config.data.shuffle,
         seed=config.grpo.seed,
         parts=prompts.parts,

@@ -124,7 +124,8 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             last_step: Number of the last step, from 1.
             resume_from: Where to go on; None starts with the first step.
         """
-        settings, step = self._settings, 0
+        settings, step, deadline = self._settings, 0, self._parts.checkpoints.deadline
+        deadline.start()
         if resume_from is not None:
             self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
             step, self._total_tokens = resume_from.step, resume_from.total_tokens
@@ -139,6 +140,9 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
                 break
             step += 1
             self._parts.checkpoints.poll()
+            if deadline.reached and step < last_step:
+                self._progress.note(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+                break
         self._parts.checkpoints.finish()
 
     def step(self, step: int, last_step: int) -> bool:
@@ -156,6 +160,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         self._check_agreement(step, about_step["token_mult_prob_error"])
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         self._about_last_step = {"train": about_step, "val": validation}
+        parts.checkpoints.deadline.step_done()
         try:
             if parts.checkpoints.is_due(step, is_last):
                 self._save(step)

@@ -128,6 +128,7 @@ class SupervisedTrainer:
             resume_from: Where to go on; None starts with the first step.
         """
         parts, step = self._parts, 0
+        parts.checkpoints.deadline.start()
         samples = list(parts.recipe.sample_lines(parts.num_samples_to_print))
         self._logger.log_samples(0, samples)
         for line in samples:
@@ -146,6 +147,9 @@ class SupervisedTrainer:
             step += 1
             self.step(step, is_last=step == last_step)
             parts.checkpoints.poll()
+            if parts.checkpoints.deadline.reached and step < last_step:
+                self._progress.note(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+                break
         parts.checkpoints.finish()
 
     def step(self, step: int, is_last: bool) -> None:
@@ -165,6 +169,7 @@ class SupervisedTrainer:
         about_step["total_tokens"] = self._total_tokens
         self._logger.log(step, about_step, "train")
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
+        parts.checkpoints.deadline.step_done()
         try:
             if parts.checkpoints.is_due(step, is_last):
                 with timer.phase("checkpoint"):

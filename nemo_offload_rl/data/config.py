@@ -149,7 +149,14 @@ class DataDefaultConfig:
 class DataConfig:
     """`data`: prompts for training and validation."""
 
-    max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
+    max_input_seq_length: Annotated[
+        int,
+        doc(
+            "Longest prompt, chat template included, in tokens; its response has the rest of "
+            "`policy.generation.vllm_cfg.max_model_len` at most.",
+            ge=1,
+        ),
+    ]
     overlong_rows: Annotated[
         Literal["mask", "drop", "error"],
         doc(

@@ -29,7 +29,9 @@ class VllmConfig:
             "included, and the policy is not offloaded for generation: for GPUs that hold both."
         ),
     ]
-    max_model_len: Annotated[int, doc("Longest prompt plus response that the engine takes, in tokens.", ge=2)]
+    max_model_len: Annotated[
+        int, doc("Longest prompt plus response that the engine takes, in tokens: it ends every response there.", ge=2)
+    ]
     enforce_eager: Annotated[bool, doc("No CUDA graphs: slower to generate, quicker to start.")]
     per_request_seeds: Annotated[
         bool,
@@ -79,7 +81,10 @@ class GenerationConfig:
     """`policy.generation`: how responses are sampled, and by which engine."""
 
     backend: Annotated[Literal["vllm"], doc("The inference engine.")]
-    max_new_tokens: Annotated[int, doc("Longest response, in tokens.", ge=1)]
+    max_new_tokens: Annotated[
+        int,
+        doc("Longest response, in tokens; after a long prompt `vllm_cfg.max_model_len` ends it earlier.", ge=1),
+    ]
     temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
     top_p: Annotated[
         float,

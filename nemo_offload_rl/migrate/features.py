@@ -20,10 +20,8 @@ FEATURES: Mapping[str, Rule] = {
     **_off("generation backend {value}", "policy.generation.backend", values=("vllm",)),
     **_off("refit transport {value}", "policy.generation.refit_transport", values=(None,)),
     **_off("images, audio and video", "policy.is_vlm", "policy.tokenizer.video.*", "policy.tokenizer.audio.*"),
-    **_off("checkpoint_must_save_by", "checkpointing.checkpoint_must_save_by"),
     **_off("SwanLab", "logger.swanlab_enabled"),
     # The algorithm.
-    **_off("generation batches larger than a step (batch_multiplier)", "grpo.batch_multiplier", values=(1, 1.0)),
     **_off(
         "penalties for tool calls, thinking and answers",
         "grpo.invalid_tool_call_advantage",

@@ -144,7 +144,8 @@ SAME: Mapping[str, Rule] = {
     **_same("cluster", "master_port_range_low master_port_range_high"),
     **_same(
         "checkpointing",
-        "enabled checkpoint_dir higher_is_better keep_top_k save_period save_optimizer save_consolidated",
+        "enabled checkpoint_dir higher_is_better keep_top_k save_period save_optimizer save_consolidated "
+        "checkpoint_must_save_by",
     ),
 }
 

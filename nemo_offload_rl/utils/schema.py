@@ -141,3 +141,11 @@ class CheckpointingConfig:
             "memory as the state; where that is not free, the run waits for the disk and logs a warning."
         ),
     ]
+    checkpoint_must_save_by: Annotated[
+        str | None,
+        doc(
+            "For machines that are lent for a time: days:hours:minutes:seconds after the first step begins, such as "
+            "00:03:45:00. Before a step that could end later the run saves and ends; started again, it goes on. null "
+            "for no limit."
+        ),
+    ]

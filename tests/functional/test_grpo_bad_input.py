@@ -32,10 +32,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["arithmetic problem", "data.max_input_seq_length=7", "data.overlong_rows"],
     ),
     "every prompt too long": (["data.max_input_seq_length=2"], ["and all others are longer than"]),
-    "responses too long for the engine": (
-        ["policy.generation.max_new_tokens=17", "policy.max_total_sequence_length=33",
-         "policy.generation.vllm_cfg.max_model_len=32"],
-        ["max_new_tokens", "17", "max_model_len", "32"],
+    "prompts that leave no room in the engine": (
+        ["policy.generation.vllm_cfg.max_model_len=16"], ["max_input_seq_length 16", "max_model_len 16"],
     ),
 }  # fmt: skip
 

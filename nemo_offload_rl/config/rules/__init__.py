@@ -35,7 +35,7 @@ _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
 )
 
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
-    (*_AVAILABILITY, *availability.GRPO_RULES),
+    _AVAILABILITY,
     (*cluster.GRPO_RULES, *rollouts.RULES, *model.GRPO_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(

@@ -32,6 +32,17 @@ def dynamic_sampling_needs_groups(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def only_dynamic_sampling_draws_larger_batches(cfg: GrpoMasterConfig) -> str | None:
+    """Without dynamic sampling a step takes one generation batch whole."""
+    grpo = cfg.grpo
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        return (
+            f"grpo.batch_multiplier is {grpo.batch_multiplier:g}, but without use_dynamic_sampling no group is dropped "
+            "and a step has use for num_prompts_per_step prompts only; set it to 1 or turn dynamic sampling on"
+        )
+    return None
+
+
 def on_policy_ratio_needs_one_update_per_step(cfg: GrpoMasterConfig) -> str | None:
     """A forced on-policy ratio needs exactly one update for each step."""
     rollouts = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
@@ -179,6 +190,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     baselines_need_two_responses,
     dynamic_sampling_needs_groups,
+    only_dynamic_sampling_draws_larger_batches,
     on_policy_ratio_needs_one_update_per_step,
     truncation_needs_importance_sampling,
     bounds_of_importance_weights_are_complete,

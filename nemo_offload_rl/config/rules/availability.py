@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.policy.rules import Rule
 
 
@@ -19,14 +19,4 @@ def exactly_one_backend_is_enabled(cfg: RunConfig) -> str | None:
     return None
 
 
-def batch_multiplier_is_one(cfg: GrpoMasterConfig) -> str | None:
-    """Generation batches larger than a step are not available yet."""
-    multiplier = cfg.grpo.batch_multiplier
-    if multiplier != 1:
-        return f"grpo.batch_multiplier is {multiplier:g}, but only 1 is available in this version; set it to 1"
-    return None
-
-
 RULES: tuple[Rule[RunConfig], ...] = (exactly_one_backend_is_enabled,)
-
-GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (batch_multiplier_is_one,)

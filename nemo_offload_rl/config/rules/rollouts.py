@@ -16,29 +16,29 @@ from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFU
 from nemo_offload_rl.policy.rules import local_model_config
 
 
-def prompt_and_response_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
-    """The longest prompt and response together fit the policy."""
-    prompt, response = cfg.data.max_input_seq_length, cfg.policy.generation.max_new_tokens
-    limit = cfg.policy.max_total_sequence_length
-    if prompt + response > limit:
-        return (
-            f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
-            f"tokens, above policy.max_total_sequence_length {limit}, so training would cut responses; lower one of "
-            "the two or raise the limit"
-        )
+def prompts_leave_room_for_a_response(cfg: GrpoMasterConfig) -> str | None:
+    """The longest prompt leaves room for at least one token in the engine and the policy."""
+    prompt = cfg.data.max_input_seq_length
+    limits = {
+        "policy.max_total_sequence_length": cfg.policy.max_total_sequence_length,
+        "policy.generation.vllm_cfg.max_model_len": cfg.policy.generation.vllm_cfg.max_model_len,
+    }
+    for key, limit in limits.items():
+        if prompt >= limit:
+            return (
+                f"data.max_input_seq_length {prompt} is not below {key} {limit}, so a prompt could leave no room for a "
+                "response; lower it or raise the limit"
+            )
     return None
 
 
-def prompt_and_response_fit_the_engine(cfg: GrpoMasterConfig) -> str | None:
-    """The longest prompt and response together fit the engine."""
-    prompt, response = cfg.data.max_input_seq_length, cfg.policy.generation.max_new_tokens
-    limit = cfg.policy.generation.vllm_cfg.max_model_len
-    # The same limit as the policy's is the other rule's business.
-    if prompt + response > limit != cfg.policy.max_total_sequence_length:
+def rollouts_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
+    """The engine ends rollouts where the policy's sequences end, or before."""
+    limit, engine = cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len
+    if engine > limit:
         return (
-            f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = {prompt + response} "
-            f"tokens, above policy.generation.vllm_cfg.max_model_len {limit}, so the engine would refuse prompts; "
-            "lower one of the two or raise the limit"
+            f"policy.generation.vllm_cfg.max_model_len {engine} is above policy.max_total_sequence_length {limit}, so "
+            "rollouts could grow past what is trained on; lower it to that"
         )
     return None
 
@@ -58,17 +58,6 @@ def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
         return (
             f"env.{retrying[0]}.retry_message is set, but grpo.max_rollout_turns is 1 and leaves no turn to answer it; "
             "raise it, or set retry_message to null"
-        )
-    return None
-
-
-def turns_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts of several turns end where the policy's sequences do."""
-    limit, engine = cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len
-    if cfg.grpo.max_rollout_turns > 1 and engine > limit:
-        return (
-            f"policy.generation.vllm_cfg.max_model_len {engine} is above policy.max_total_sequence_length {limit}, so "
-            "later turns could grow past what is trained on; lower it to that"
         )
     return None
 
@@ -196,10 +185,9 @@ def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
 
 
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
-    prompt_and_response_fit_the_policy,
-    prompt_and_response_fit_the_engine,
+    prompts_leave_room_for_a_response,
+    rollouts_fit_the_policy,
     further_turns_answer_something,
-    turns_fit_the_policy,
     rollouts_are_not_greedy,
     cpu_engine_has_a_fixed_cache,
     vllm_kwargs_are_allowed,

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.config import needs_prev_logprobs
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
+from nemo_offload_rl.algorithms.save_deadline import seconds_of
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
@@ -94,6 +95,17 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
     return None
 
 
+def save_deadline_is_a_time(cfg: RunConfig) -> str | None:
+    """The deadline of the last save is a time."""
+    text = cfg.checkpointing.checkpoint_must_save_by
+    if text is not None and not seconds_of(text):
+        return (
+            f"checkpointing.checkpoint_must_save_by is {text!r}, which is no time after the start; write "
+            "days:hours:minutes:seconds, such as '00:03:45:00', or null"
+        )
+    return None
+
+
 def _metric_names(cfg: RunConfig) -> Names:
     if not isinstance(cfg, GrpoMasterConfig):
         return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
@@ -158,5 +170,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
     scheduler_phases_can_step,
     scheduler_milestones_separate_the_phases,
     checkpoint_metric_is_measured,
+    save_deadline_is_a_time,
     loggers_have_their_sections,
 )

@@ -67,6 +67,7 @@ def make_settings(folder: Path, **changes) -> CheckpointingConfig:
         save_optimizer=True,
         save_consolidated=False,
         async_save=False,
+        checkpoint_must_save_by=None,
     )
     return replace(defaults, **changes)
 

@@ -45,6 +45,17 @@ def test_metrics_are_about_all_sampled_groups_and_what_was_trained_on_has_names_
     assert (second["train/reward_mean"], second["train/filtered_reward_mean"]) == (0.25, 0.5)
 
 
+def test_a_generation_batch_of_dynamic_sampling_has_a_multiple_of_a_steps_prompts_rounded_down(tmp_path, model):
+    kinds = [NEVER, MIXED, MIXED, NEVER, MIXED, NEVER, ALWAYS]
+    for multiplier, batches in ((1, [2, 2]), (1.6, [3]), (2, [4]), (3.49, [6])):
+        keys = (*DYNAMIC, "grpo.max_num_steps=1", f"grpo.batch_multiplier={multiplier}")
+        run = local_grpo(tmp_path / str(multiplier), model, kinds, *keys)
+        record = run.run()[1]
+        assert [len(prompts) for prompts, _ in run.engine.calls] == batches
+        assert record["train/dynamic_sampling_batches"] == len(batches)
+        assert record["train/filtered_accuracy"] == 0.5
+
+
 def test_epochs_are_counted_by_the_data_that_dynamic_sampling_takes_and_the_last_full_step_is_the_last(
     tmp_path, model, caplog
 ):
@@ -91,6 +102,21 @@ def test_without_dynamic_sampling_epochs_end_the_run_at_the_same_step_also_after
         local_grpo(tmp_path, model, [MIXED] * 8, *keys, *larger).run()
 
 
+def test_a_run_saves_and_ends_before_its_deadline_and_goes_on_when_it_is_started_again(tmp_path, model):
+    keys = (
+        "checkpointing.enabled=true", "checkpointing.save_period=1000", "grpo.max_num_steps=1000",
+        "grpo.max_num_epochs=1000", "checkpointing.checkpoint_must_save_by='00:00:00:01'",
+    )  # fmt: skip
+    run = local_grpo(tmp_path, model, [MIXED] * 2, *keys)
+    (*_, last) = run.run()
+    assert last < 1000
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{last}"]
+    assert f"ended after step {last} of 1000: checkpointing.checkpoint_must_save_by" in run.shown
+    again = local_grpo(tmp_path, model, [MIXED] * 2, *keys, "checkpointing.checkpoint_must_save_by=null",
+                       f"grpo.max_num_steps={last + 1}")  # fmt: skip
+    assert max(again.run()) == last + 1
+
+
 def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkpoint_stays(tmp_path, model):
     keys = ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.async_save=true")
     run = local_grpo(tmp_path, model, [MIXED] * 8, *keys, "grpo.max_num_steps=1")
@@ -116,7 +142,8 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkp
         (),
         ("grpo.overlong_filtering=true", "grpo.use_leave_one_out_baseline=true", "grpo.normalize_rewards=false"),
         (
-            *DYNAMIC, "grpo.max_num_epochs=2", "policy.train_global_batch_size=4", "loss_fn.ratio_clip_c=1.01",
+            *DYNAMIC, "grpo.max_num_epochs=2", "grpo.batch_multiplier=1.5", "policy.train_global_batch_size=4",
+            "loss_fn.ratio_clip_c=1.01",
             "loss_fn.ratio_clip_min=0.001", "loss_fn.ratio_clip_max=0.002", "policy.optimizer.kwargs.lr=1e-2",
             "loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=1.05",
         ),

@@ -86,6 +86,16 @@ def test_a_run_validates_when_it_is_told_to(sft_run, dpo_run):
         assert [record["step"] for record in run if "validation/loss" in record] == [0, 2, 4]
 
 
+def test_a_run_saves_and_ends_before_its_deadline(folder):
+    records = sft(
+        folder, "deadline", "checkpointing.checkpoint_must_save_by='00:00:00:01'", "checkpointing.save_period=1000",
+        "sft.max_num_steps=1000", "sft.max_num_epochs=1000", "sft.val_period=0", "checkpointing.metric_name=null",
+    )  # fmt: skip
+    last = records[-1]["step"]
+    assert last < 1000
+    assert [path.name for path in (folder / "deadline/checkpoints").iterdir()] == [f"step_{last}"]
+
+
 @pytest.mark.parametrize("run", [sft, dpo])
 @pytest.mark.parametrize("batching", ["sequence_packing", "dynamic_batching"])
 def test_micro_batches_by_tokens_change_nothing_but_rounding(folder, sft_run, dpo_run, run: Run, batching):

@@ -47,16 +47,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         ),
         (["+env.arithmetic.retry_message=wrong"], "leaves no turn to answer it"),
     ],
-    "turns_fit_the_policy": [
-        (
-            [
-                "grpo.max_rollout_turns=2",
-                "+env.arithmetic.retry_message=wrong",
-                "policy.generation.vllm_cfg.max_model_len=100",
-            ],
-            "lower it to that",
-        )
-    ],
+    "rollouts_fit_the_policy": [(["policy.generation.vllm_cfg.max_model_len=33"], "lower it to that")],
     "engines_have_devices": [
         (["policy.generation.colocated.enabled=false"], "set both"),
         (["policy.generation.colocated.resources.num_nodes=1"], "unset them"),
@@ -123,8 +114,10 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         )
     ],
     "longest_sequence_is_divisible": [(["policy.make_sequence_length_divisible_by=5"], "no multiple of")],
-    "prompt_and_response_fit_the_policy": [(["policy.generation.max_new_tokens=9"], "= 33 tokens")],
-    "prompt_and_response_fit_the_engine": [(["policy.generation.vllm_cfg.max_model_len=31"], "max_model_len 31")],
+    "prompts_leave_room_for_a_response": [
+        (["data.max_input_seq_length=32"], "is not below policy.max_total_sequence_length 32"),
+        (["policy.generation.vllm_cfg.max_model_len=24"], "is not below policy.generation.vllm_cfg.max_model_len 24"),
+    ],
     "rollouts_are_not_greedy": [(["policy.generation.temperature=0"], "set it above 0")],
     "cpu_engine_has_a_fixed_cache": [(["policy.generation.vllm_cfg.kv_cache_memory_gib=null"], "set it, for instance")],
     "vllm_kwargs_are_allowed": [
@@ -198,7 +191,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "sequence_parallelism_is_off": [(["policy.dtensor_cfg.sequence_parallel=true"], "set it to false")],
     "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
-    "batch_multiplier_is_one": [(["grpo.batch_multiplier=2"], "set it to 1")],
+    "save_deadline_is_a_time": [
+        (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),
+        (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "is '0:0:0:0'"),
+    ],
+    "only_dynamic_sampling_draws_larger_batches": [(["grpo.batch_multiplier=2"], "set it to 1 or")],
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")
     ],

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,9 @@ def test_an_engine_whose_core_has_died_answers_as_before_when_it_is_started_agai
         send_weights(engine, weights, 2**20)
         # Which requests share a batch depends on when they arrive, and so do the last digits of logprobs.
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == answers
+        # A response ends at max_model_len (400), whatever it might have had.
+        ((cut,),) = engine.generate([[7] * 395], replace(GREEDY, max_new_tokens=50))
+        assert (len(cut.token_ids), cut.finish_reason) == (5, "length")
 
 
 def test_an_engine_over_more_devices_than_a_host_has_is_refused_by_the_key(
