@@ -64,6 +64,23 @@ def _baseline(draft: Draft) -> None:
         )
 
 
+def _dynamic_sampling(draft: Draft) -> None:
+    key = "grpo.dynamic_sampling_max_gen_batches"
+    if draft.get("grpo.use_dynamic_sampling") and draft.number(key) is not None:
+        draft.convert(key, key, draft.number(key) + 1, "there the error comes after one batch more")
+
+
+def _single_controller(draft: Draft) -> None:
+    key = "async_rl"
+    if not draft.has(key):
+        return
+    sampler = draft.section(f"{key}.sampler")
+    if sampler.get("name", "in_order") == "in_order" and sampler.get("max_lookahead_versions", 1) == 0:
+        draft.ignore(key, "without lookahead a step trains on rollouts of its own weights, as every step does here")
+    else:
+        draft.missing(f"{key}.sampler", "rollouts ahead of the trainer (async_rl)")
+
+
 def _truncation(draft: Draft) -> None:
     weighted = draft.get("loss_fn.use_importance_sampling_correction", False)
     bounded = weighted and draft.get("loss_fn.truncated_importance_sampling_ratio") is not None
@@ -152,6 +169,21 @@ def _header(draft: Draft) -> None:
 
 _GRPO = ("grpo",)
 ALGORITHM: tuple[Conversion, ...] = (
+    Conversion(
+        ("async_rl", "async_rl.*"),
+        "the single controller; how far rollouts may be ahead",
+        "one step after the other; refused unless `async_rl.sampler` is `in_order` without lookahead",
+        _single_controller,
+        _GRPO,
+    ),
+    Conversion(
+        (),
+        "a batch more than `dynamic_sampling_max_gen_batches` is tried",
+        "that number of batches",
+        _dynamic_sampling,
+        _GRPO,
+        ("grpo.dynamic_sampling_max_gen_batches",),
+    ),
     Conversion(
         (
             "grpo.adv_estimator.name",

@@ -8,11 +8,13 @@ from __future__ import annotations
 from nemo_offload_rl.migrate.algorithm import ALGORITHM
 from nemo_offload_rl.migrate.conversion import Conversion
 from nemo_offload_rl.migrate.data_sets import convert_data
+from nemo_offload_rl.migrate.placement import PLACEMENT
 from nemo_offload_rl.migrate.policy import POLICY
 
 CONVERSIONS: tuple[Conversion, ...] = (
     *ALGORITHM,
     *POLICY,
+    *PLACEMENT,
     Conversion(
         (
             "data.train",

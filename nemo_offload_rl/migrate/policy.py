@@ -150,8 +150,13 @@ def _adapters(draft: Draft) -> None:
 
 
 def _rope(draft: Draft) -> None:
-    if draft.has("policy.hf_config_overrides.rope_scaling"):
-        draft.missing("policy.hf_config_overrides.rope_scaling", "rope_scaling in hf_config_overrides")
+    key, ours = "policy.hf_config_overrides.rope_scaling", "policy.hf_config_overrides.rope_parameters"
+    if not draft.has(key):
+        return
+    if "rope_theta" in draft.section(key):
+        draft.rename(key, ours, dict(draft.section(key)), "the name of transformers 5")
+    else:
+        draft.missing(key, "rope_scaling without rope_theta, which stays config.json's there")
 
 
 def _dtensor_environment(draft: Draft) -> None:
@@ -244,8 +249,8 @@ POLICY: tuple[Conversion, ...] = (
     ),
     Conversion(
         (),
-        "goes into the model's configuration",
-        "refused; `rope_parameters` does",
+        "goes into the model's configuration, beside its `rope_theta`",
+        "`rope_parameters`; refused without a `rope_theta`",
         _rope,
         reads=("policy.hf_config_overrides.rope_scaling",),
     ),

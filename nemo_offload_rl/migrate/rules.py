@@ -76,7 +76,8 @@ SAME: Mapping[str, Rule] = {
         "grpo",
         "num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_epochs max_num_steps val_at_start "
         "val_at_end val_batch_size val_num_generations_per_prompt overlong_filtering use_dynamic_sampling "
-        "dynamic_sampling_max_gen_batches seed advantage_clip_low advantage_clip_high seq_logprob_error_threshold",
+        "dynamic_sampling_max_gen_batches batch_multiplier seed advantage_clip_low advantage_clip_high "
+        "seq_logprob_error_threshold",
     ),
     **_same("grpo.adv_estimator", "minus_baseline"),
     **_same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
@@ -192,6 +193,10 @@ IGNORED: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg.http_refit_api_key_env_var",
         "policy.generation.vllm_cfg.http_refit_server_port",
         "policy.generation.vllm_cfg.zmq_refit_server_port",
+        "policy.generation.refit_transport",
+        "policy.megatron_cfg.moe_enable_deepep",
+        "policy.megatron_cfg.moe_flex_dispatcher_backend",
+        "policy.megatron_cfg.moe_hybridep_num_sms",
         "cluster.segment_size",
         "data.num_workers",
         "policy.tokenizer.use_fastokens",
@@ -219,6 +224,7 @@ IGNORED: Mapping[str, Rule] = {
         "policy.dtensor_cfg.clear_cache_every_n_steps",
         "policy.dtensor_cfg.lora_cfg.use_triton",
         "policy.dtensor_cfg.defer_fsdp_grad_sync",
+        "policy.megatron_cfg.attention_backend",
         "policy.megatron_cfg.use_gloo_process_groups",
         "policy.megatron_cfg.gradient_accumulation_fusion",
         "policy.megatron_cfg.moe_grouped_gemm",
@@ -247,11 +253,19 @@ IGNORED: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg.num_last_layers_in_bf16",
         "policy.generation.vllm_cfg.num_first_layers_in_bf16",
         "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
+        "policy.megatron_cfg.converter_type",
         "grpo.async_grpo.*",
         "grpo.stop_at_validation_threshold",
         "grpo.reward_penalties.*",
     ),
     **_ignored("one implementation is here for both", "policy.dtensor_cfg._v2"),
+    **_ignored(
+        "the reference is computed where its KL has a weight, there and here",
+        "grpo.skip_reference_policy_logprobs_calculation",
+    ),
+    **_ignored(
+        "a checkpoint is continued with its schedule", "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
+    ),
     **_ignored(
         "checkpoints have one format here; save_consolidated writes safetensors",
         "checkpointing.model_save_format",

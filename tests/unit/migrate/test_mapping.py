@@ -174,9 +174,11 @@ def test_a_key_that_no_rule_names_is_an_error_and_never_dropped():
 
 
 def test_a_feature_with_many_keys_is_one_error():
-    theirs = changed(grpo_file(), async_rl__sampler__name="in_order", async_rl__max_buffered_rollouts=3)
+    section = "policy__dtensor_cfg__moe_parallelizer__"
+    theirs = changed(grpo_file(), **{f"{section}a": 1, f"{section}b": 2})
     (found,) = migrate(theirs).report.missing.items()
-    assert found == ("the single controller (async_rl)", ["async_rl.sampler.name", "async_rl.max_buffered_rollouts"])
+    keys = ["policy.dtensor_cfg.moe_parallelizer.a", "policy.dtensor_cfg.moe_parallelizer.b"]
+    assert found == ("DTensor expert parallelism", keys)
 
 
 def test_values_of_a_backend_that_is_off_are_not_read():
@@ -249,6 +251,15 @@ def test_trainer_and_engines_together_have_the_devices_of_their_cluster(nodes, g
     assert trainer > 0 and resources == {"gpus_per_node": engine_gpus, "num_nodes": engine_nodes}
 
 
+MEGATRON = {"policy__megatron_cfg__enabled": True, "policy__dtensor_cfg__enabled": False}
+PLAIN_DAPO = {
+    "grpo__use_dynamic_sampling": True,
+    "grpo__dynamic_sampling_max_gen_batches": 5,
+    "grpo__adv_estimator__use_leave_one_out_baseline": False,
+    "grpo__use_leave_one_out_baseline": False,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "expected"),
     [
@@ -269,6 +280,23 @@ def test_trainer_and_engines_together_have_the_devices_of_their_cluster(nodes, g
         ({"grpo__val_period": 0}, "checkpointing.metric_name", None),
         ({"policy__dtensor_cfg__tensor_parallel_size": 2, "cluster__gpus_per_node": 2},
          "policy.dtensor_cfg.torch_compile", False),
+        ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.cpu_offload", False),
+        ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.offload_optimizer_states", True),
+        ({}, "policy.dtensor_cfg.offload_optimizer_states", False),
+        ({"policy__dtensor_cfg__sequence_parallel": True}, "policy.dtensor_cfg.sequence_parallel", False),
+        ({"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}},
+         "policy.hf_config_overrides", {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}),
+        ({"grpo__batch_multiplier": 3}, "grpo.batch_multiplier", 3),
+        ({"checkpointing__checkpoint_must_save_by": "00:03:45:00"}, "checkpointing.checkpoint_must_save_by",
+         "00:03:45:00"),
+        (PLAIN_DAPO, "grpo.dynamic_sampling_max_gen_batches", 6),
+        ({"async_rl__sampler": {"name": "in_order", "max_lookahead_versions": 0}}, "grpo.seed", 7),
+        ({"policy__generation__vllm_cfg__env_vars": {"NCCL_ALGO": "Ring"}}, "grpo.seed", 7),
+        ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "flex"},
+         "policy.megatron_cfg.moe_token_dispatcher_type", "alltoall"),
+        ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "allgather"},
+         "policy.megatron_cfg.moe_token_dispatcher_type", "allgather"),
+        ({**MEGATRON, "policy__megatron_cfg__use_fused_linear_logprobs": True}, "policy.logprob_chunk_size", 256),
         ({}, "grpo.max_token_mult_prob_error", None),
         ({}, "data.add_bos", False),
         ({}, "data.overlong_rows", "mask"),
@@ -283,6 +311,11 @@ def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
 @pytest.mark.parametrize(
     ("algorithm", "changes", "feature"),
     [
+        ("grpo", {"async_rl__sampler": {"name": "windowed"}}, "rollouts ahead of the trainer (async_rl)"),
+        ("grpo", {"async_rl__max_buffered_rollouts": 3}, "rollouts ahead of the trainer (async_rl)"),
+        ("grpo", {"policy__generation__vllm_cfg__env_vars": {"A": "b"}}, "environment variables of the engine"),
+        ("grpo", {"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
+         "rope_scaling without rope_theta, which stays config.json's there"),
         ("grpo", {"policy__generation__top_p": 0.9}, "logprobs after top-p and top-k"),
         ("grpo", {"loss_fn__reference_policy_kl_type": "k2"}, "KL estimator k2 with the gradient of its weight"),
         ("grpo", {"grpo__use_dynamic_sampling": True},
