@@ -214,6 +214,14 @@ class SupervisedDataKeys:
     ]
     add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
     add_eos: Annotated[bool, doc("End with the end-of-sequence token where the chat template does not.")]
+    loss_span: Annotated[
+        Literal["response", "response_and_end", "message"],
+        doc(
+            "What of each turn of the assistant the loss counts: `response` is what it wrote, with its end token; "
+            "`response_and_end` also the white space that the chat template writes after that; `message` also what it "
+            "writes before a response, such as the speaker's name, as NeMo-RL does without `add_generation_prompt`."
+        ),
+    ]
     shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
 
 

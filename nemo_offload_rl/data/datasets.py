@@ -281,6 +281,7 @@ def _chat_encoder(
         chat_template_kwargs=dict(chat_template_kwargs or {}),
         add_bos=settings.add_bos,
         add_eos=settings.add_eos,
+        loss_span=settings.loss_span,
         last_turn_only=last_turn_only,
     )
 

@@ -70,6 +70,7 @@ class ChatEncoder:
         add_bos: Begin with the begin token, where there is one and the template does not write it.
         add_eos: End with the end-of-sequence token where the template does not write it.
         last_turn_only: The loss counts the last turn of the assistant only.
+        loss_span: What of a turn it counts, see `data.loss_span`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -77,6 +78,7 @@ class ChatEncoder:
     add_bos: bool
     add_eos: bool
     last_turn_only: bool
+    loss_span: str = "response"
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
@@ -107,7 +109,7 @@ class ChatEncoder:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         skipped = sum(index < num_given for index in turns)
         counted = turns[-1:] if self.last_turn_only else turns[skipped:]
-        if _MARKS_GENERATION.search(str(self.tokenizer.chat_template)):
+        if self.loss_span == "response" and _MARKS_GENERATION.search(str(self.tokenizer.chat_template)):
             token_ids, mask = self._marked(messages, origin, num_skipped=len(turns) - len(counted))
         else:
             token_ids, mask = self._measured(messages, origin, counted)
@@ -177,9 +179,9 @@ class ChatEncoder:
     def _spans(
         self, messages: Sequence[Message], whole: str, counted: Sequence[int], origin: str
     ) -> Iterator[tuple[int, int]]:
-        """Where in `whole` each counted turn begins and ends, its end token included and no white space after it."""
+        """Where in `whole` each counted turn begins and ends, as `loss_span` says."""
         for turn in counted:
-            before = self._render(messages[:turn], origin, add_generation_prompt=True)
+            before = self._render(messages[:turn], origin, add_generation_prompt=self.loss_span != "message")
             is_last = turn == len(messages) - 1
             after = whole if is_last else self._render(messages[: turn + 1], origin, add_generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after)):
@@ -190,7 +192,8 @@ class ChatEncoder:
                     "policy.tokenizer.chat_template to one that only appends, or that marks it with {% generation %}"
                 )
             end_token = self.tokenizer.eos_token
-            end = len(after.rstrip()) if end_token and after.rstrip().endswith(str(end_token)) else len(after)
+            has_end = end_token is not None and after.rstrip().endswith(str(end_token))
+            end = len(after.rstrip()) if has_end and self.loss_span == "response" else len(after)
             yield len(before), max(end, len(before))
 
     def _with_ends(
@@ -200,8 +203,12 @@ class ChatEncoder:
         if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids.tolist())):
             token_ids, mask = np.insert(token_ids, 0, bos), np.insert(mask, 0, False)
         # The template may write an end token that it does not count, or a line break after one.
-        last_written = np.flatnonzero(mask)[-1:]
-        if self.add_eos and ends_counted and last_written.size and eos not in token_ids[last_written[0] :]:
+        last_written = int(np.flatnonzero(mask)[-1]) if mask.any() else 0
+        while (
+            self.loss_span != "response" and last_written and self.tokenizer.decode(token_ids[last_written]).isspace()
+        ):
+            last_written -= 1
+        if self.add_eos and ends_counted and mask.any() and eos not in token_ids[last_written:]:
             token_ids, mask = np.append(token_ids, np.int32(eos)), np.append(mask, True)
         return token_ids, mask
 

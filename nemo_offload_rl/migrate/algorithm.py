@@ -147,24 +147,17 @@ def _chat_template(draft: Draft) -> None:
         draft.keep(key, key, draft.get(key))
 
 
-def _header(draft: Draft) -> None:
-    """Their loss counts what the template writes before a response, unless add_generation_prompt gives it away."""
+def _loss_span(draft: Draft) -> None:
+    """A message there is what its rendering adds; add_generation_prompt gives what stands before it to the prompt."""
     key = "data.add_generation_prompt"
-    template = draft.get("policy.tokenizer.chat_template", "default")
-    is_text = isinstance(template, str) and "{" in template
-    writes_none = template is None or (is_text and "add_generation_prompt" not in template)
-    if writes_none or draft.get(key, False):
-        if draft.has(key):
-            draft.ignore(key, "what a template writes before a response is never counted here, and none is there")
+    if draft.algorithm == "sft" and draft.get(key, False):
+        draft.rename(key, "data.loss_span", "response_and_end", "the prompt ends where the response begins")
         return
-    cancels = draft.algorithm == "dpo" and not (
-        draft.get("dpo.preference_average_log_probs", False) or draft.get("dpo.sft_loss_weight", 0)
-    )
-    if cancels:
-        reason = "is the same before both responses and cancels"
-        draft.fill("data.add_eos", draft.ours["data"]["add_eos"], f"the template's text before a response {reason}")
+    note = "what the template writes before a response counts too"
+    if draft.has(key):
+        draft.rename(key, "data.loss_span", "message", note)
     else:
-        draft.missing(key, "a loss on what the chat template writes before a response")
+        draft.fill("data.loss_span", "message", note)
 
 
 _GRPO = ("grpo",)
@@ -243,9 +236,9 @@ ALGORITHM: tuple[Conversion, ...] = (
     ),
     Conversion(
         ("data.add_generation_prompt",),
-        "false: what the template writes before a response counts in the loss",
-        "it never counts; refused where that makes a difference",
-        _header,
+        "false, and always in DPO: what the template writes before a response counts in the loss",
+        "`data.loss_span`: `response_and_end` for true, `message` for false",
+        _loss_span,
         ("sft", "dpo"),
     ),
 )

@@ -57,6 +57,36 @@ def test_every_turn_of_the_assistant_counts_with_its_end_and_nothing_else(templa
     )
 
 
+def by_messages(messages, template: str, names_before: bool) -> str:
+    """What NeMo-RL counts: a message is what its rendering adds to that of the messages before it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    before, text = "", tokenizer.bos_token or ""
+    for number, message in enumerate(messages, 1):
+        given = names_before and message["role"] == "user"
+        whole = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=given)
+        added = whole[len(before) :]
+        text += f"[[{added}]]" if message["role"] == "assistant" else added
+        before = whole
+    return text
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, PASS_THROUGH], ids=["measured", "marked", "contents alone"])
+@pytest.mark.parametrize("loss_span", ["response_and_end", "message"])
+def test_on_demand_whole_messages_count_or_all_but_the_speakers_name(template, loss_span):
+    text = shown(template, loss_span=loss_span, add_eos=template != PASS_THROUGH)
+    assert text == by_messages(TWO_TURNS, template, names_before=loss_span == "response_and_end")
+
+
+@pytest.mark.parametrize("loss_span", ["response", "response_and_end", "message"])
+def test_an_end_token_is_added_once_whatever_counts(loss_span):
+    assert shown(PASS_THROUGH, TWO_TURNS[1:3], loss_span=loss_span) == f"Grüße[[héllo{EOS_TOKEN}]]"
+    whole = shown(CHATML, TWO_TURNS[1:3], loss_span=loss_span)
+    assert whole.count(EOS_TOKEN) == 2 and whole.replace("]]", "").endswith(f"{EOS_TOKEN}\n")
+    spaces = [*TWO_TURNS[1:2], {"role": "assistant", "content": " \n"}]
+    assert shown(PASS_THROUGH, spaces, loss_span=loss_span) == f"Grüße[[ \n{EOS_TOKEN}]]"
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["measured", "marked by the template"])
 def test_on_demand_the_last_turn_alone_counts(template):
     text = shown(template, last_turn_only=True)

@@ -309,6 +309,17 @@ def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "given", "expected"),
+    [("sft", True, "response_and_end"), ("sft", False, "message"), ("dpo", True, "message"), ("dpo", False, "message")],
+)
+def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers_name(algorithm, given, expected):
+    theirs = changed(FILES[algorithm](), data__add_generation_prompt=given)
+    assert migrate(theirs).config["data"]["loss_span"] == expected
+    del theirs["data"]["add_generation_prompt"]
+    assert migrate(theirs).config["data"]["loss_span"] == "message"
+
+
+@pytest.mark.parametrize(
     ("algorithm", "changes", "feature"),
     [
         ("grpo", {"async_rl__sampler": {"name": "windowed"}}, "rollouts ahead of the trainer (async_rl)"),
@@ -326,10 +337,6 @@ def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
         ("grpo", {"env__math__math_verify_impl": "another"}, "math_verify_impl another"),
         ("grpo", {"policy__generation__vllm_cfg__tensor_parallel_size": 16}, "an engine over several hosts"),
         ("grpo", {"policy__generation__vllm_kwargs": {"load_format": "dummy"}}, "vllm_kwargs.load_format"),
-        ("sft", {"policy__tokenizer__chat_template": "default"},
-         "a loss on what the chat template writes before a response"),
-        ("dpo", {"policy__tokenizer__chat_template": "default", "dpo__sft_loss_weight": 0.1},
-         "a loss on what the chat template writes before a response"),
         ("dpo", {"data__train": {"dataset_name": "squad", "split": "train"}}, "data set squad"),
     ],
 )  # fmt: skip
