@@ -205,7 +205,9 @@ class ChatEncoder:
         # The template may write an end token that it does not count, or a line break after one.
         last_written = int(np.flatnonzero(mask)[-1]) if mask.any() else 0
         while (
-            self.loss_span != "response" and last_written and self.tokenizer.decode(token_ids[last_written]).isspace()
+            self.loss_span != "response"
+            and last_written
+            and str(self.tokenizer.decode(int(token_ids[last_written]))).isspace()
         ):
             last_written -= 1
         if self.add_eos and ends_counted and mask.any() and eos not in token_ids[last_written:]:
