@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
@@ -68,7 +67,7 @@ def run_grpo(config: GrpoConfig) -> None:
         environments = stack.enter_context(open_environments(config.env, code, prompts))
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         workers = stack.enter_context(grpo_workers(config))
-        memory_file, period_s = Path(config.logger.log_dir) / MEMORY_FILE, config.logger.memory_sample_period_s
+        memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")

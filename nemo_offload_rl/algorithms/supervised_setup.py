@@ -137,7 +137,7 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
         policy = stack.enter_context(start_policy(config, keep_reference))
         owners = dict.fromkeys(policy.local_pids(), "policy")
-        memory_file, period_s = Path(config.logger.log_dir) / MEMORY_FILE, config.logger.memory_sample_period_s
+        memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(owners, memory_file, period_s))
         first_step = resume_from.step if resume_from else 0
         progress = stack.enter_context(RunProgress(num_steps, first_step, console))

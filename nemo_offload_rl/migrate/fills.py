@@ -52,6 +52,7 @@ FILLS: Mapping[str, tuple[Any, str]] = {
     "dpo.label_smoothing": (0.0, "there is none there"),
     "dpo.precompute_reference_logprobs": (False, "computed in each step there too"),
     "policy.optimizer.decay_norm_and_bias": (True, "torch's optimizer is given all parameters alike there"),
+    "logger.numbered_runs": (True, "exp_001, exp_002 and so on below log_dir, as there"),
     "checkpointing.async_save": (False, "off where it is not in the file"),
 }
 """Our key, its value, and why."""

@@ -139,7 +139,7 @@ SAME: Mapping[str, Rule] = {
     ),
     **_same("policy.generation.colocated", "enabled"),
     **_same("data", "add_eos shuffle"),
-    **_same("logger", "num_val_samples_to_print tensorboard_enabled wandb_enabled mlflow_enabled"),
+    **_same("logger", "log_dir num_val_samples_to_print tensorboard_enabled wandb_enabled mlflow_enabled"),
     **_same("logger.wandb", "project name entity group tags mode"),
     **_same("logger.mlflow", "experiment_name run_name tracking_uri"),
     **_same("cluster", "master_port_range_low master_port_range_high"),
@@ -157,7 +157,6 @@ RENAMED: Mapping[str, Rule] = {
         "policy.refit_buffer_size_gib", "GiB of each of the two buffers, not of both together", lambda size: size / 2
     ),
     "policy.generation.vllm_cfg.enable_prefix_caching": Renamed("policy.generation.vllm_kwargs.enable_prefix_caching"),
-    "logger.log_dir": Renamed("logger.log_dir", "the folder itself, without exp_001 below it"),
 }
 
 _OTHER_ENGINE = "settings of an engine that is not in use"

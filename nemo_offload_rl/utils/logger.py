@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +43,7 @@ class RunLogger:
     """Writes the metrics of a run.
 
     Args:
-        settings: The keys `logger.*`; `log_dir` is the run folder and is made if need be.
+        settings: The keys `logger.*`; `log_dir` is the run folder, or that of numbered ones, and is made if need be.
         resolved_config: Plain dictionaries, written to config.yaml.
         resume: Append to an existing metrics.jsonl and go on with the runs of Weights & Biases and MLflow; otherwise an
             older file is renamed metrics.1.jsonl and so on.
@@ -53,6 +54,8 @@ class RunLogger:
 
     def __init__(self, settings: LoggerConfig, resolved_config: Mapping[str, Any], resume: bool = False) -> None:
         self.run_dir = Path(settings.log_dir)
+        if settings.numbered_runs:
+            self.run_dir, resume = self._next_folder(), False
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
         record = _run_record()
@@ -66,6 +69,19 @@ class RunLogger:
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         self._sinks = open_sinks(settings, self.run_dir, resolved_config, record, resume)
+
+    def _next_folder(self) -> Path:
+        """A new folder below the run folder, numbered after the highest; two starts at a time get two."""
+        with self._writing():
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            taken = (re.fullmatch(r"exp_(\d+)", path.name) for path in self.run_dir.iterdir())
+            number = max((int(found[1]) for found in taken if found), default=0)
+            while True:
+                number += 1
+                with suppress(FileExistsError):
+                    folder = self.run_dir / f"exp_{number:03d}"
+                    folder.mkdir()
+                    return folder
 
     def log(self, step: int, metrics: Mapping[str, float], prefix: str = "") -> None:
         """Add metrics to a step as `prefix/name`.

@@ -60,6 +60,13 @@ class LoggerConfig:
     log_dir: Annotated[
         str, doc("Run folder. An older metrics.jsonl in it is renamed, never overwritten.", min_length=1)
     ]
+    numbered_runs: Annotated[
+        bool,
+        doc(
+            "Each start makes a run folder of its own below `log_dir`, exp_001, exp_002 and so on, a resumed run too. "
+            "false: `log_dir` itself is the run folder."
+        ),
+    ]
     num_val_samples_to_print: Annotated[
         int, doc("Validation samples shown at each validation, and written to `log_dir`/samples.", ge=0)
     ]

@@ -145,7 +145,7 @@ def test_a_migrated_file_runs_two_steps_on_a_cpu(algorithm, tmp_path):
         run_sft(load_sft_config(ours), local_policy, Console(quiet=True))
     else:
         run_dpo(load_dpo_config(ours), local_policy, Console(quiet=True))
-    records = read_metrics(tmp_path / "logs")
+    records = read_metrics(tmp_path / "logs/exp_001")
     # The schedule ticks once a step: 0.1, then 0.1 + 0.9 / 5 of the rate.
     rates = [record["train/learning_rate"] for record in records if "train/learning_rate" in record]
     assert rates == pytest.approx([1e-7, 2.8e-7])

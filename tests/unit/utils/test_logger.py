@@ -19,6 +19,7 @@ from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 def settings(folder: Path, **changes: object) -> LoggerConfig:
     values: dict[str, object] = {
         "log_dir": str(folder),
+        "numbered_runs": False,
         "num_val_samples_to_print": 0,
         "memory_sample_period_s": 0.2,
         "tensorboard_enabled": False,
@@ -45,6 +46,19 @@ def test_a_step_is_one_line_whatever_was_logged_in_how_many_calls(tmp_path: Path
         {"step": 1, "train/loss": 0.5, "train/count": 3.0, "timing/total_s": 2.0},
         {"step": 2, "train/loss": 0.25},
     ]
+
+
+def test_numbered_runs_each_have_a_folder_after_the_highest(tmp_path: Path) -> None:
+    (tmp_path / "exp_007").mkdir()
+    (tmp_path / "exp_by_hand").mkdir()
+    for step, resume in ((1, False), (2, True)):
+        with RunLogger(settings(tmp_path, numbered_runs=True), {}, resume=resume) as logger:
+            logger.log(step, {"loss": 1.0}, "train")
+    assert [lines(tmp_path / name) for name in ("exp_008", "exp_009")] == [
+        [{"step": 1, "train/loss": 1.0}],
+        [{"step": 2, "train/loss": 1.0}],
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exp_007", "exp_008", "exp_009", "exp_by_hand"]
 
 
 def test_a_committed_step_is_on_disk_while_the_run_goes_on(tmp_path: Path) -> None:
