@@ -11,6 +11,8 @@ from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, is_nemo_rl, migrate
+from nemo_offload_rl.migrate.model_names import is_trained
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.utils.config import load_config
 
 
@@ -20,15 +22,28 @@ class Count:
 
     Attributes:
         loaded: Files that mean here what they mean there and pass every check that needs neither model nor devices.
+        trained: Those of `loaded` whose model is known, by name, to be of a family that the backend trains.
         stopped: Files with what stops each: features that are missing, or else what our checks say.
         unreadable: Files that cannot be read, with the reason.
         others: Files that train something else, or are no files of NeMo-RL's.
     """
 
     loaded: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
     stopped: dict[str, list[str]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+
+    def add(self, name: str, migration: Migration) -> None:
+        """A file that was migrated."""
+        if reasons := list(problems(migration)):
+            self.stopped[name] = reasons
+            return
+        self.loaded.append(name)
+        policy = migration.config["policy"]
+        backend = DTENSOR if policy["dtensor_cfg"]["enabled"] else MEGATRON
+        if is_trained(policy["model_name"], backend):
+            self.trained.append(name)
 
     @property
     def num_runs(self) -> int:
@@ -39,7 +54,10 @@ class Count:
         """The numbers, and each reason with the files that it stops and those that it stops alone."""
         reasons = Counter(reason for reasons in self.stopped.values() for reason in reasons)
         alone = Counter(reasons[0] for reasons in self.stopped.values() if len(reasons) == 1)
-        lines = [f"{len(self.loaded)} of {self.num_runs} files for GRPO, SFT or DPO load"]
+        lines = [
+            f"{len(self.loaded)} of {self.num_runs} files for GRPO, SFT or DPO load",
+            f"{len(self.trained)} of them name a model of a family that is trained here",
+        ]
         if self.others or self.unreadable:
             lines.append(f"not counted: {len(self.others)} for something else, {len(self.unreadable)} not readable")
         if reasons:
@@ -62,10 +80,8 @@ def count_folder(folder: Path) -> Count:
             continue
         if algorithm_of(config) is None or not is_nemo_rl(config):
             count.others.append(name)
-        elif reasons := list(problems(migrate(config, path))):
-            count.stopped[name] = reasons
         else:
-            count.loaded.append(name)
+            count.add(name, migrate(config, path))
     return count
 
 

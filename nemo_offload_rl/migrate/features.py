@@ -36,7 +36,6 @@ FEATURES: Mapping[str, Rule] = {
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
     **_off("router replay", "policy.router_replay.enabled"),
-    **_off("DTensor context parallelism", "policy.dtensor_cfg.context_parallel_size", values=(1,)),
     **_off("DTensor expert parallelism", "policy.dtensor_cfg.expert_parallel_size", values=(1,)),
     **_off("DTensor expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
     **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),

@@ -25,6 +25,12 @@ def _splits(draft: Draft) -> None:
         draft.convert(key, key, False, f"norms and residuals are not split along the sequence: {_SAME_NUMBERS}")
     else:
         draft.keep(key, key, False)
+    pieces, again = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.activation_checkpointing"
+    if draft.number(pieces, 1) > 1:
+        draft.convert(pieces, pieces, 1, f"sequences are not split over devices: {_SAME_NUMBERS}")
+        draft.convert(again, again, True, "in place of sequences that are split")
+    else:
+        draft.keep(pieces, pieces, 1)
     copies = "policy.dtensor_cfg.dp_replicate_size"
     if draft.has(copies):
         draft.ignore(copies, f"parameters are split over all devices here, not over groups of them: {_SAME_NUMBERS}")
@@ -70,9 +76,14 @@ PLACEMENT: tuple[Conversion, ...] = (
         _host_held,
     ),
     Conversion(
-        ("policy.dtensor_cfg.sequence_parallel", "policy.dtensor_cfg.dp_replicate_size"),
-        "how activations and parameters are split",
-        "left out: the numbers are the same, the memory is not",
+        (
+            "policy.dtensor_cfg.sequence_parallel",
+            "policy.dtensor_cfg.context_parallel_size",
+            "policy.dtensor_cfg.dp_replicate_size",
+        ),
+        "how activations, sequences and parameters are split",
+        "left out, with `activation_checkpointing` in place of split sequences: the numbers are the same, the memory is "
+        "not",
         _splits,
     ),
     Conversion(

@@ -6,8 +6,8 @@ import math
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.migrate.conversion import Conversion
-from nemo_offload_rl.migrate.dense_models import has_experts
 from nemo_offload_rl.migrate.draft import Draft
+from nemo_offload_rl.migrate.model_names import has_experts
 
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 

@@ -101,11 +101,12 @@ def test_a_folder_is_counted_with_what_stops_its_files_the_most_frequent_first(t
     assert count.unreadable.keys() == {"orphan.yaml"}
     assert main(["--count", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
+    assert lines[:3] == [
         "3 of 6 files for GRPO, SFT or DPO load",
+        "3 of them name a model of a family that is trained here",
         "not counted: 2 for something else, 1 not readable",
     ]
-    assert lines[4:7] == [
+    assert lines[5:8] == [
         "    2      1  asynchronous GRPO (grpo.async_grpo)",
         "    1      1  our check: policy.train_global_batch_size N does not divide the N responses of a step "
         "(grpo.num_prompts_per_step N x num_generations_per_prompt N), so some would not be trained on",

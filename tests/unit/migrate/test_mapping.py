@@ -24,6 +24,7 @@ from nemo_offload_rl.migrate.count import check
 from nemo_offload_rl.migrate.draft import at, leaves, matches, put
 from nemo_offload_rl.migrate.features import FEATURES
 from nemo_offload_rl.migrate.mapping import EXEMPLARS, rule_for
+from nemo_offload_rl.migrate.model_names import is_trained, model_type
 from nemo_offload_rl.migrate.report import Outcome
 from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Off, Renamed, Same
 from nemo_offload_rl.utils.config import load_config
@@ -283,6 +284,8 @@ PLAIN_DAPO = {
         ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.cpu_offload", False),
         ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.offload_optimizer_states", True),
         ({}, "policy.dtensor_cfg.offload_optimizer_states", False),
+        ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.context_parallel_size", 1),
+        ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.activation_checkpointing", True),
         ({"policy__dtensor_cfg__sequence_parallel": True}, "policy.dtensor_cfg.sequence_parallel", False),
         ({"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}},
          "policy.hf_config_overrides", {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}),
@@ -393,6 +396,26 @@ def test_the_dapo_verifier_is_taken_over():
     migration = migrate(changed(grpo_file(), env__math__math_verify_impl="dapo_math_verify"))
     assert migration.report.missing == {}
     assert migration.config["env"]["math"]["math_verify_impl"] == "dapo_math_verify"
+
+
+def test_a_published_model_is_known_by_its_name_and_a_folder_by_its_config(tmp_path):
+    for name, kind in (
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama"),
+        ("meta-llama/Llama-3.2-11B-Vision", None),
+        ("allenai/Llama-3.1-Tulu-3-8B-SFT", "llama"),
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("Qwen/Qwen3.5-9B-Base", "qwen3_5"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", None),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2"),
+        ("someone/new-model", None),
+        (None, None),
+    ):
+        assert model_type(name) == kind
+    assert is_trained("Qwen/Qwen3-30B-A3B", "megatron") and not is_trained("Qwen/Qwen3-30B-A3B", "dtensor")
+    assert not is_trained("google/gemma-3-1b-it", "dtensor") and not is_trained("someone/new-model", "dtensor")
+    (tmp_path / "config.json").write_text('{"model_type": "granite"}')
+    assert model_type(str(tmp_path)) == "granite" and is_trained(str(tmp_path), "dtensor")
 
 
 def test_experts_are_balanced_nowhere_so_only_models_without_them_may_ask_for_it(tmp_path):
