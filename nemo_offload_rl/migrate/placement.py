@@ -82,8 +82,8 @@ PLACEMENT: tuple[Conversion, ...] = (
             "policy.dtensor_cfg.dp_replicate_size",
         ),
         "how activations, sequences and parameters are split",
-        "left out, with `activation_checkpointing` in place of split sequences: the numbers are the same, the memory is "
-        "not",
+        "left out, with `activation_checkpointing` in place of split sequences: the numbers are the same, the memory "
+        "is not",
         _splits,
     ),
     Conversion(
