@@ -80,6 +80,10 @@ class EngineProcess:
             self._process.join()
             self._process = None
 
+    def call(self, method: str, *args: Any) -> Any:
+        """What another method of the engine returns."""
+        return self._call(method, *args)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.data.source_keys import TaskKeys
-from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.schema import extend, from_mapping, keys_of
+from nemo_offload_rl.utils.listening import listening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,24 @@ def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoCo
         hf_config_overrides=policy.hf_config_overrides,
         vllm_kwargs=policy.generation.vllm_kwargs,
         seed=seed,
+        endpoint=_endpoint(cfg),
     )
     worker, data = grpo_worker(policy, seed), with_task_keys(type(cfg.data), resolved["data"])
     return extend(GrpoConfig, cfg, data=data, worker=worker, engine=engine, resolved=resolved)
+
+
+def _endpoint(cfg: GrpoMasterConfig) -> EndpointSettings | None:
+    """What the engines serve over HTTP, if anything."""
+    vllm = cfg.policy.generation.vllm_cfg
+    if not vllm.expose_http_server:
+        return None
+    key = "policy.generation.vllm_cfg.http_server_host"
+    return EndpointSettings(
+        listening=listening(vllm.http_server_host, vllm.http_server_port, key=key),
+        tokenizer=cfg.policy.tokenizer,
+        add_bos=cfg.data.add_bos,
+        serving_chat_kwargs=vllm.http_server_serving_chat_kwargs or {},
+    )
 
 
 def to_sft_config(cfg: SftMasterConfig, resolved: Mapping[str, Any]) -> SftConfig:

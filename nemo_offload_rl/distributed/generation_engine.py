@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.env import vllm_env
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
@@ -44,7 +46,7 @@ class RayGenerationEngine:
         spec = WorkerSpec(
             name="vllm",
             factory=f"{_PACKAGE}.{name}",
-            per_rank_kwargs=[{"settings": replace(settings, seed=settings.seed + i)} for i in range(num_engines)],
+            per_rank_kwargs=[{"settings": _of_engine(settings, i)} for i in range(num_engines)],
             env_vars={**vllm_env(device_type), "RANK": "0", "WORLD_SIZE": "1", **(env_vars or {})},
             num_workers=num_engines,
             slots_per_worker=tp_size,
@@ -88,6 +90,23 @@ class RayGenerationEngine:
         results = await self._group.run_one(next(self._turn), "generate", [list(prompt)], sampling, num_samples)
         return results[0]
 
+    def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
+        """Open a rollout for each sampling, engine by engine in turn: the base URL of each for a client of OpenAI's."""
+        names = [uuid.uuid4().hex for _ in sampling]
+        size = self._group.world_size
+        urls = self._group.run_all("endpoint_url")
+        shares = [dict(list(zip(names, sampling, strict=True))[engine::size]) for engine in range(size)]
+        self._group.run_each("open_rollouts", [(share,) for share in shares])
+        return [f"{urls[index % size]}/rollouts/{name}/v1" for index, name in enumerate(names)]
+
+    def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
+        """The calls of each rollout that `open_rollouts` opened, which are closed; the URLs as it returned them."""
+        names = [url.split("/")[-2] for url in base_urls]
+        size = self._group.world_size
+        answers = self._group.run_each("take_rollouts", [(names[engine::size],) for engine in range(size)])
+        calls = {name: share for answer in answers for name, share in answer.items()}
+        return [calls[name] for name in names]
+
     @property
     def num_devices(self) -> int:
         """Devices of all engines."""
@@ -121,6 +140,14 @@ class RayGenerationEngine:
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
         self._group.shutdown()
+
+
+def _of_engine(settings: VllmSettings, number: int) -> VllmSettings:
+    """Settings of one of several engines: its seed, and its port."""
+    endpoint = settings.endpoint
+    if endpoint is not None:
+        endpoint = replace(endpoint, listening=endpoint.listening.further(number))
+    return replace(settings, seed=settings.seed + number, endpoint=endpoint)
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:

@@ -50,6 +50,32 @@ class VllmConfig:
             ge=0,
         ),
     ]
+    expose_http_server: Annotated[
+        bool,
+        doc(
+            "Serve `/v1/chat/completions` from each engine, for environments that talk HTTP (docs/guides/agents.md); "
+            "needs `async_engine`. Left out: false."
+        ),
+    ] = False
+    http_server_host: Annotated[
+        str,
+        doc(
+            "Address that the engines listen on. Any but a loopback address needs the environment variable "
+            "`NEMO_OFFLOAD_RL_TOKEN`, which requests then bear. Left out: 127.0.0.1.",
+            min_length=1,
+        ),
+    ] = "127.0.0.1"
+    http_server_port: Annotated[
+        int,
+        doc("Port of the first engine, the next one's is one more; 0, or left out: any that is free.", ge=0, le=65535),
+    ] = 0
+    http_server_serving_chat_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "Arguments of vLLM's `OpenAIServingChat`: `enable_auto_tools`, `tool_parser` and `reasoning_parser`. null "
+            "or left out: calls of tools and reasoning stay in the text."
+        ),
+    ] = None
 
 
 @section

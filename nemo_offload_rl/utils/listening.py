@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_offload_rl.errors import ConfigError
 
@@ -36,6 +36,10 @@ class Listening:
         if self.token is None:
             return True
         return hmac.compare_digest((authorization or "").encode(), f"Bearer {self.token}".encode())
+
+    def further(self, number: int) -> Listening:
+        """The same `number` ports further on, where the port is not any that is free."""
+        return replace(self, port=self.port + number) if self.port else self
 
     def bound(self) -> socket.socket:
         """A socket bound there, whose number of the port is known before anything listens.

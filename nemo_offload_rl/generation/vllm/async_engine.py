@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import check_prompts, completion_from_output, sampling_params
+from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from nemo_offload_rl.generation.vllm.http_server import HttpServer
 
 T = TypeVar("T")
 
@@ -54,6 +58,13 @@ class AsyncVllmEngine(VllmEngineBase):
             if self._llm is None:
                 self._stop_loop()
         self._rpc("report_unfiltered_logprobs", ())
+        self._server: HttpServer | None = None
+        if settings.endpoint is not None:
+            try:
+                self._server = self._serve()
+            finally:
+                if self._server is None:
+                    self.shutdown()
 
     async def generate_async(
         self, prompt: Sequence[int], sampling: SamplingSettings, num_samples: int = 1
@@ -70,8 +81,45 @@ class AsyncVllmEngine(VllmEngineBase):
         with self.deaths_told():
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """See `GenerationEngine`; an endpoint answers once the engine is awake with its weights."""
+        super().prepare_for_generation(tags)
+        self._open_gate()
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        """See `GenerationEngine`; an endpoint aborts what it answers, and refuses until the engine is awake again."""
+        self._close_gate()
+        super().finish_generation(discard_weights)
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """See `GenerationEngine`; an endpoint refuses until the refit has finished."""
+        self._close_gate()
+        super().load_bucket(bucket)
+
+    def finish_refit(self) -> None:
+        """See `GenerationEngine`; the weights have the next version."""
+        super().finish_refit()
+        if self._server is not None:
+            self._wait(self._server.new_weights())
+        self._open_gate()
+
+    def endpoint_url(self) -> str:
+        """Where the HTTP server is reached, without a path."""
+        return self._endpoint.url
+
+    def open_rollouts(self, rollouts: Mapping[str, SamplingSettings]) -> None:
+        """Have the HTTP server take calls of rollouts, by their names."""
+        self._wait(self._endpoint.open_rollouts(rollouts))
+
+    def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
+        """The calls that rollouts have made, which can make none from now on."""
+        return self._wait(self._endpoint.take_rollouts(names))
+
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
+        server, self._server = self._server, None
+        if server is not None:
+            self._wait(server.stop())
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
@@ -82,6 +130,27 @@ class AsyncVllmEngine(VllmEngineBase):
         if self._llm is None:
             raise RuntimeError("The vLLM engine was shut down")
         return self._llm
+
+    @property
+    def _endpoint(self) -> HttpServer:
+        if self._server is None:
+            raise RuntimeError("The engine has no HTTP server: policy.generation.vllm_cfg.expose_http_server is false")
+        return self._server
+
+    def _serve(self) -> HttpServer:
+        from nemo_offload_rl.generation.vllm.http_server import HttpServer
+
+        server = HttpServer(self._engine, self._settings)
+        self._wait(server.start())
+        return server
+
+    def _open_gate(self) -> None:
+        if self._server is not None and self.is_ready:
+            self._wait(self._server.open_gate())
+
+    def _close_gate(self) -> None:
+        if self._server is not None:
+            self._wait(self._server.close_gate())
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         with self.deaths_told():

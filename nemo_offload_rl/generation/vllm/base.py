@@ -127,6 +127,11 @@ class VllmEngineBase(ABC):
         """
         self._rpc("refit_join_group", (address.host, address.port, address.world_size, first_rank))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine is awake with the weights of a finished refit."""
+        return self._weights_valid and self._awake.issuperset(ALL_TAGS)
+
     def check_ready(self) -> None:
         """Raise `RuntimeError` when a response could not come from the policy's weights."""
         if not self._weights_valid:

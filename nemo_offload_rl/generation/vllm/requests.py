@@ -63,6 +63,8 @@ def completion_from_output(output: CompletionOutput) -> Completion:
         assert not token_ids
         return Completion([], [], output.finish_reason or "abort")
     assert isinstance(flat, FlatLogprobs)
-    # With `logprobs=0` each position has one entry: that of the sampled token.
-    assert flat.token_ids == token_ids
-    return Completion(token_ids, list(flat.logprobs), output.finish_reason or "abort")
+    # Of each position the sampled token comes first; with `logprobs=0` it is alone.
+    assert [flat.token_ids[start] for start in flat.start_indices] == token_ids
+    return Completion(
+        token_ids, [flat.logprobs[start] for start in flat.start_indices], output.finish_reason or "abort"
+    )

@@ -1,0 +1,200 @@
+"""vLLM's own chat completions, with the tokens of rollouts kept.
+
+Three of its methods are extended: a request's sampling becomes the run's, its prompt begins with the tokens of the call
+before, and the engine's output is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import PrivateAttr
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.error_response import create_error_response
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from nemo_offload_rl.data.encoding import missing_bos
+from nemo_offload_rl.data.turns import TurnEncoder
+from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollout
+from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+
+# What would have tokens drawn from another distribution than the policy's, or would change what is asked; and the
+# values that do neither.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "use_beam_search": (False,),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "repetition_detection": (None,),
+    "min_p": (None, 0),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": ([],),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (None,),
+    "include_stop_str_in_output": (False,),
+    "documents": (None, []),
+    "tool_choice": (None, "none", "auto"),
+}
+
+
+class Call:
+    """One request of a rollout on its way through vLLM's methods.
+
+    Args:
+        rollout: Whose it is.
+        request: What the client asked; its limit of tokens is taken out, and kept here.
+        uses_seeds: Whether calls have seeds of their own.
+    """
+
+    def __init__(self, rollout: ServedRollout, request: ChatCompletionRequest, *, uses_seeds: bool) -> None:
+        self.rollout = rollout
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        # vLLM refuses prompts that leave no room for as many; here a response ends where the room does.
+        request.max_tokens = request.max_completion_tokens = None
+        limit = rollout.sampling.max_new_tokens
+        self._max_tokens = limit if asked is None else min(asked, limit)
+        self._uses_seeds = uses_seeds
+        self._messages: Sequence[dict[str, Any]] = ()
+        self._variables = {"tools": _tools(request), **(request.chat_template_kwargs or {})}
+        self._prompt: ServedPrompt | None = None
+        self.output: RequestOutput | None = None
+
+    def prompt(self, messages: Sequence[Any], rendered: Sequence[int], turns: TurnEncoder) -> tuple[int, ...]:
+        """Token ids of the prompt, see `ServedRollout.prompt`."""
+        self._messages = list(messages)
+        self._prompt = self.rollout.prompt(self._messages, self._variables, rendered, turns.after)
+        return self._prompt.token_ids
+
+    def sampling_params(self, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
+        """Those of the direct path, with what a client may add: earlier ends, and more logprobs to look at."""
+        assert self._prompt is not None
+        sampling = self.rollout.sampling
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        asked = replace(
+            sampling,
+            seed=self.rollout.seed(self._prompt) if self._uses_seeds else None,
+            max_new_tokens=min(max_tokens, self._max_tokens),
+            stop_strings=(*sampling.stop_strings, *stop),
+            stop_token_ids=(*sampling.stop_token_ids, *(request.stop_token_ids or ())),
+        )
+        params = sampling_params(asked, num_samples=1, position=0)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.detokenize = True
+        params.skip_special_tokens = request.skip_special_tokens
+        params.logprobs = (request.top_logprobs or 0) if request.logprobs else 0
+        return params
+
+    def keep(self, response: ChatCompletionResponse, weight_version: int) -> None:
+        """Add the call to the rollout, once it is answered."""
+        assert self.output is not None and self._prompt is not None
+        completion = completion_from_output(self.output.outputs[0])
+        reply = response.choices[0].message.model_dump()
+        self.rollout.add(self._messages, self._variables, self._prompt, completion, reply, weight_version)
+
+
+class ChatRequest(ChatCompletionRequest):
+    """A request that may be a rollout's."""
+
+    _call: Call | None = PrivateAttr(default=None)
+
+    def to_sampling_params(self, max_tokens: int, default_sampling_params: dict[str, Any]) -> SamplingParams:
+        """Of a rollout the rollout's."""
+        if self._call is None:
+            return super().to_sampling_params(max_tokens, default_sampling_params)
+        return self._call.sampling_params(self, max_tokens)
+
+
+class RecordedChat(OpenAIServingChat):
+    """vLLM's server of chat completions.
+
+    Args:
+        turns: How messages after a response become tokens.
+        adds_bos: Prompts begin with the begin token.
+        arguments: Of `OpenAIServingChat`.
+    """
+
+    def __init__(self, *, turns: TurnEncoder, adds_bos: bool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._turns = turns
+        self._adds_bos = adds_bos
+        # A model folder's own defaults are not those of a run.
+        self.default_sampling_params = {}
+
+    async def render_chat_request(self, request: Any) -> tuple[list[Any], list[Any]] | ErrorResponse:
+        """Messages and prompt; of a rollout with the tokens of the call before."""
+        rendered = await super().render_chat_request(request)
+        if isinstance(rendered, ErrorResponse) or request._call is None:
+            return rendered
+        messages, (prompt,) = rendered
+        if prompt.get("type") != "token":
+            return create_error_response("rollouts are text: images, audio and embeddings cannot be trained on")
+        token_ids = prompt["prompt_token_ids"]
+        if self._adds_bos:
+            token_ids = [*missing_bos(self._turns.tokenizer, token_ids), *token_ids]
+        token_ids = list(request._call.prompt(messages, token_ids, self._turns))
+        limit = self.model_config.max_model_len
+        if len(token_ids) >= limit:
+            return create_error_response(
+                f"This model's maximum context length is {limit} tokens, and the messages have {len(token_ids)} "
+                "already; end the conversation, or raise policy.max_total_sequence_length",
+                status_code=HTTPStatus.BAD_REQUEST,
+            )
+        return messages, [{"type": "token", "prompt_token_ids": token_ids}]
+
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> ErrorResponse | ChatCompletionResponse:
+        """The response; of a rollout the engine's output is kept."""
+        if request._call is not None:
+            result_generator = _seen(request._call, result_generator)
+        return await super().chat_completion_full_generator(request, result_generator, *args, **kwargs)
+
+
+def request_problem(request: ChatCompletionRequest, sampling: SamplingSettings) -> str | None:
+    """Why a rollout cannot ask for that: its tokens would be drawn in another way than the run says."""
+    ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+    for name, value in ours.items():
+        given = getattr(request, name)
+        if name == "top_k" and given == -1:
+            given = 0
+        if given is not None and given != value:
+            return (
+                f"{name}={given}, but this rollout is sampled with {name}={value}, so that its logprobs are the "
+                f"policy's; leave {name} out, or change policy.generation"
+            )
+    if request.response_format is not None and request.response_format.type != "text":
+        return "response_format changes what the policy can say, which training would not know; leave it out"
+    for name, neutral in _NEUTRAL.items():
+        given = getattr(request, name)
+        if not any(given == value for value in neutral):
+            return f"{name}={given} cannot be asked for in a rollout that is trained on; leave it out"
+    return None
+
+
+async def _seen(call: Call, results: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+    async for result in results:
+        call.output = result
+        yield result
+
+
+def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    return None if request.tools is None else [tool.model_dump() for tool in request.tools]

@@ -1,0 +1,256 @@
+"""The HTTP server of an engine: vLLM's chat completions, for rollouts that agents drive.
+
+It runs on the event loop of the engine. `/v1/chat/completions` answers anybody who is admitted;
+`/rollouts/ID/v1/chat/completions` does so for a rollout that is open, samples as the run says, and keeps the tokens. A
+request is answered while the engine is awake with the policy's weights; otherwise, and where the engine goes to sleep
+meanwhile, the answer is 503 with `Retry-After`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.entrypoints.serve.utils.server_utils import exception_handler, validation_exception_handler
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.utils.network_utils import get_ip
+
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.turns import TurnEncoder
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
+from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
+from nemo_offload_rl.utils.listening import is_loopback
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+RETRY_AFTER_S = 5
+WEIGHT_VERSION_HEADER = "X-Weight-Version"
+_KEEP_ALIVE_S = 120
+# Of OpenAIServingChat those that the renderer of prompts has too.
+_OF_BOTH = ("enable_auto_tools", "tool_parser", "reasoning_parser")
+
+
+class HttpServer:
+    """Serves from `start` on, refusing with 503 until `open_gate`.
+
+    Args:
+        llm: The engine.
+        settings: Of the engine; `endpoint` is there.
+
+    Raises:
+        ConfigError: The address cannot be listened on.
+        DataError: There is no tokenizer, or it has no chat template.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: VllmSettings) -> None:
+        endpoint = settings.endpoint
+        assert endpoint is not None
+        self._listening = endpoint.listening
+        self._uses_seeds = settings.per_request_seeds
+        self._version = 0
+        self._is_open = False
+        self._works: set[asyncio.Task[Any]] = set()
+        self._rollouts: dict[str, ServedRollout] = {}
+        kwargs = endpoint.tokenizer.chat_template_kwargs
+        tokenizer = load_tokenizer(endpoint.tokenizer)
+        self._models = OpenAIServingModels(llm, [BaseModelPath(settings.model_name, settings.model_name)])
+        given = dict(endpoint.serving_chat_kwargs)
+        both: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": tokenizer.chat_template,
+            "chat_template_content_format": "auto",
+            "default_chat_template_kwargs": kwargs,
+        }
+        renderer = OnlineRenderer(
+            llm.model_config, llm.renderer, **both, **{name: given[name] for name in _OF_BOTH if name in given}
+        )
+        self._chat = RecordedChat(
+            turns=TurnEncoder(tokenizer, kwargs),
+            adds_bos=endpoint.add_bos,
+            engine_client=llm,
+            models=self._models,
+            response_role="assistant",
+            online_renderer=renderer,
+            **both,
+            **given,
+        )
+        self._socket = self._listening.bound()
+        config = uvicorn.Config(
+            self._app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is reached, without a path."""
+        host, port = self._socket.getsockname()[:2]
+        host = get_ip() if host in ("0.0.0.0", "::") else host
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone reaches it."""
+        return is_loopback(self._listening.host)
+
+    async def start(self) -> None:
+        """Listen; on the engine's event loop, as all that follows."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End; what is being answered gets 503."""
+        await self.close_gate()
+        self._server.should_exit = self._server.force_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    async def open_gate(self) -> None:
+        """Answer from now on."""
+        self._is_open = True
+
+    async def close_gate(self) -> None:
+        """Refuse from now on; what is being answered is aborted, and has left the engine on return."""
+        self._is_open = False
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+
+    async def new_weights(self) -> None:
+        """The next answers have other weights."""
+        self._version += 1
+
+    async def open_rollouts(self, rollouts: Mapping[str, SamplingSettings]) -> None:
+        """Take calls of these rollouts."""
+        self._rollouts |= {name: ServedRollout(sampling) for name, sampling in rollouts.items()}
+
+    async def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
+        """The calls of these rollouts, which are closed."""
+        return {name: self._rollouts.pop(name).calls for name in names}
+
+    # -- HTTP ------------------------------------------------------------------------------------------------------
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        app.state.args = SimpleNamespace(log_error_stack=False)  # what vLLM's handlers of errors read
+        app.exception_handler(RequestValidationError)(validation_exception_handler)
+        app.exception_handler(Exception)(exception_handler)
+
+        @app.middleware("http")
+        async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+            if not self._listening.admits(request.headers.get("Authorization")):
+                return self._error(401, "the token is missing or wrong: send `Authorization: Bearer TOKEN`")
+            response = await call_next(request)
+            response.headers.setdefault(WEIGHT_VERSION_HEADER, str(self._version))
+            return response
+
+        @app.get("/health")
+        async def health() -> Response:
+            if not self._is_open:
+                return self._asleep()
+            return JSONResponse({"status": "ready", "weight_version": self._version})
+
+        @app.get("/v1/models")
+        @app.get("/rollouts/{rollout_id}/v1/models")
+        async def models() -> Response:
+            return JSONResponse((await self._models.show_available_models()).model_dump())
+
+        @app.post("/v1/chat/completions")
+        @with_cancellation
+        async def plain(request: ChatRequest, raw_request: Request) -> Response:
+            return await self._answer(request, raw_request, None)
+
+        @app.post("/rollouts/{rollout_id}/v1/chat/completions")
+        @with_cancellation
+        async def of_rollout(request: ChatRequest, raw_request: Request, rollout_id: str) -> Response:
+            rollout = self._rollouts.get(rollout_id)
+            if rollout is None:
+                return self._error(404, f"rollout {rollout_id} is not open: it has ended, or never began")
+            return await self._answer(request, raw_request, rollout)
+
+        return app
+
+    async def _answer(self, request: ChatRequest, raw_request: Request, rollout: ServedRollout | None) -> Response:
+        if not self._is_open:
+            return self._asleep()
+        streams, counts = request.stream, request.stream_options and request.stream_options.include_usage
+        request.stream, request.stream_options = False, None  # the whole answer is one event
+        if rollout is not None:
+            if (problem := request_problem(request, rollout.sampling)) is not None:
+                return self._error(400, problem)
+            request._call = Call(rollout, request, uses_seeds=self._uses_seeds)
+        version, headers = self._version, {WEIGHT_VERSION_HEADER: str(self._version)}
+        work = asyncio.create_task(self._chat.create_chat_completion(request, raw_request))
+        self._works.add(work)
+        try:
+            answer = await work
+        except asyncio.CancelledError:
+            if self._is_open:  # the client has gone
+                raise
+            return self._asleep()
+        except UserError as error:
+            return self._error(400, str(error))
+        except (ValueError, TypeError) as error:  # what vLLM says of requests that it cannot take
+            return self._error(400, str(error))
+        finally:
+            work.cancel()
+            self._works.discard(work)
+        if not self._is_open:  # closed, and vLLM has made an answer of its own of the abort
+            return self._asleep()
+        if isinstance(answer, ErrorResponse):
+            return JSONResponse(answer.model_dump(), status_code=answer.error.code, headers=headers)
+        assert isinstance(answer, ChatCompletionResponse)
+        if request._call is not None:
+            request._call.keep(answer, version)
+        content = answer.model_dump() | {"weight_version": version}
+        if streams:
+            return StreamingResponse(_events(content, bool(counts)), media_type="text/event-stream", headers=headers)
+        return JSONResponse(content, headers=headers)
+
+    def _asleep(self) -> Response:
+        response = self._error(503, f"the engine sleeps or gets new weights; ask again in {RETRY_AFTER_S} s")
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return response
+
+    def _error(self, status: int, message: str) -> Response:
+        kinds = {
+            400: "BadRequestError",
+            401: "AuthenticationError",
+            404: "NotFoundError",
+            503: "ServiceUnavailableError",
+        }
+        body = {"error": {"message": message, "type": kinds[status], "param": None, "code": status}}
+        return JSONResponse(body, status_code=status, headers={WEIGHT_VERSION_HEADER: str(self._version)})
+
+
+async def _events(content: dict[str, Any], counts: bool) -> AsyncIterator[str]:
+    """A response as a stream of one chunk, then its usage where that was asked for."""
+    chunk = {**content, "object": "chat.completion.chunk", "usage": None, "choices": []}
+    choices = []
+    for choice in content["choices"]:
+        message = choice["message"]
+        calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+        delta = {**message, "tool_calls": calls} if calls else message
+        choices.append({**{name: value for name, value in choice.items() if name != "message"}, "delta": delta})
+    yield f"data: {json.dumps({**chunk, 'choices': choices})}\n\n"
+    if counts:
+        yield f"data: {json.dumps({**chunk, 'usage': content['usage']})}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,289 @@
+"""An engine's HTTP server: what clients of OpenAI's get, and what is kept of it for training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from engine_process import EngineProcess, engine_process, engine_settings, send_weights
+from model_families import checkpoint_tensors, save_family_folder
+from tiny_models import make_tokenizer
+
+from nemo_offload_rl.data.config import TokenizerConfig
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.interfaces import SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedCall, call_seed
+from nemo_offload_rl.generation.settings import EndpointSettings
+from nemo_offload_rl.utils.listening import Listening
+
+TOKEN = "a-token-of-this-test"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Sharp enough that some responses end by themselves; filtered, which logprobs are not.
+SAMPLING = SamplingSettings(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=11)
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who is there?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Folder and model."""
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_family_folder(folder, "qwen3")
+
+
+@pytest.fixture(scope="module")
+def started(model: tuple[Path, Any]) -> Iterator[tuple[EngineProcess, str]]:
+    """An engine that has had no refit yet, and where its server is."""
+    folder, _ = model
+    with engine_process() as process:
+        process.start(engine_settings(folder, async_engine=True, endpoint=of_folder(folder)))
+        yield process, process.call("endpoint_url")
+
+
+def of_folder(folder: Path, **changes: Any) -> EndpointSettings:
+    tokenizer = TokenizerConfig(name=str(folder), chat_template=TEMPLATE, chat_template_kwargs=None)
+    settings = {"listening": Listening("127.0.0.1", 0, TOKEN), "serving_chat_kwargs": {}, "add_bos": True}
+    return EndpointSettings(tokenizer=tokenizer, **(settings | changes))
+
+
+@pytest.fixture
+def engine(started: tuple[EngineProcess, str], model: tuple[Path, Any]) -> tuple[EngineProcess, str]:
+    """Awake, and with the model's weights."""
+    process, url = started
+    process.prepare_for_generation()
+    send_weights(process, checkpoint_tensors(model[1]), 2**20)
+    return process, url
+
+
+def client(base_url: str, token: str = TOKEN) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=token, max_retries=0)
+
+
+def rollout(engine: tuple[EngineProcess, str], name: str, sampling: SamplingSettings = SAMPLING) -> str:
+    """A rollout that is open, by the base URL of a client."""
+    process, url = engine
+    process.call("open_rollouts", {name: sampling})
+    return f"{url}/rollouts/{name}/v1"
+
+
+def ask(base_url: str, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
+    with client(base_url) as chat:
+        answer = chat.chat.completions.create(model=chat.models.list().data[0].id, messages=list(messages), **more)
+        return list(answer) if more.get("stream") else answer
+
+
+def taken(engine: tuple[EngineProcess, str], name: str) -> list[ServedCall]:
+    (calls,) = engine[0].call("take_rollouts", [name]).values()
+    return calls
+
+
+def test_tokens_and_logprobs_over_http_are_bit_by_bit_those_of_the_direct_path(engine) -> None:
+    url = rollout(engine, "one")
+    answer = ask(url, HELLO, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    (call,) = taken(engine, "one")
+    tokenizer = make_tokenizer()
+    prompt = tokenizer.apply_chat_template(HELLO, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False)
+    assert list(call.prompt_token_ids) == prompt == answer.prompt_token_ids
+
+    seeded = SamplingSettings(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=call_seed(11, prompt, 0))
+    ((direct,),) = engine[0].generate([prompt], seeded)
+    assert call.completion == direct
+    (choice,) = answer.choices
+    assert choice.token_ids == direct.token_ids
+    assert [position.logprob for position in choice.logprobs.content] == direct.logprobs
+    assert choice.message.content == tokenizer.decode(direct.token_ids, skip_special_tokens=True)
+    assert choice.finish_reason == direct.finish_reason
+
+
+def test_later_turns_begin_with_the_very_tokens_of_the_earlier_ones(engine) -> None:
+    url, messages, tokenizer = rollout(engine, "turns"), list(HELLO), make_tokenizer()
+    for question in ("Why?", "And then?", None):
+        answer = ask(url, messages).choices[0].message
+        # Clients write an answer back in ways of their own.
+        messages += [{"role": "assistant", "content": [{"type": "text", "text": f"{answer.content} "}]}]
+        messages += [] if question is None else [{"role": "user", "content": question}]
+    calls = taken(engine, "turns")
+    assert [call.parent for call in calls] == [None, 0, 1]
+    retokenized = 0
+    for earlier, later, question in zip(calls, calls[1:], ("Why?", "And then?"), strict=False):
+        said = (*earlier.prompt_token_ids, *earlier.completion.token_ids)
+        assert later.prompt_token_ids[: len(said)] == said
+        between = tokenizer.decode(later.prompt_token_ids[len(said) :])
+        ended = earlier.completion.finish_reason == "stop"
+        assert between == ("" if ended else "<|im_end|>") + f"<user>{question}<|im_end|><assistant>"
+        text = tokenizer.decode(earlier.completion.token_ids, skip_special_tokens=True)
+        retokenized += tokenizer.encode(text, add_special_tokens=False) != earlier.completion.token_ids
+    assert retokenized, "the model said nothing that other tokens spell too: the test shows nothing"
+
+
+def test_two_conversations_at_once_do_not_mix(engine) -> None:
+    names = ("left", "right")
+    urls = [rollout(engine, name) for name in names]
+
+    async def converse(url: str, word: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN) as chat:
+            messages: list[Any] = [{"role": "user", "content": word}]
+            for _ in range(3):
+                answer = await chat.chat.completions.create(model="", messages=messages)
+                said = {"role": "assistant", "content": answer.choices[0].message.content}
+                messages += [said, {"role": "user", "content": word}]
+
+    async def both() -> None:
+        await asyncio.gather(*(converse(url, word) for url, word in zip(urls, names, strict=True)))
+
+    asyncio.run(both())
+    for word, other in zip(names, reversed(names), strict=True):
+        calls = taken(engine, word)
+        assert [call.parent for call in calls] == [None, 0, 1]
+        asked = make_tokenizer().decode(calls[-1].prompt_token_ids)
+        assert asked.count(f"<user>{word}<") == 3 and f"<user>{other}<" not in asked
+
+
+def test_an_answer_that_is_streamed_is_the_same_and_is_kept(engine) -> None:
+    whole = ask(rollout(engine, "whole"), HELLO)
+    chunks = ask(rollout(engine, "streamed"), HELLO, stream=True, stream_options={"include_usage": True})
+    said = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(said) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert taken(engine, "streamed") == taken(engine, "whole")
+
+
+def test_a_question_that_is_repeated_is_answered_anew_and_the_limits_of_a_client_hold(engine) -> None:
+    url = rollout(engine, "again")
+    for _ in range(3):
+        ask(url, HELLO, max_tokens=5, temperature=0.8)
+    ask(url, HELLO, max_completion_tokens=1000)
+    calls = taken(engine, "again")
+    assert {call.prompt_token_ids for call in calls} == {calls[0].prompt_token_ids}
+    answers = [tuple(call.completion.token_ids) for call in calls]
+    assert len(set(answers[:3])) == 3 and {len(answer) for answer in answers[:3]} == {5}
+    assert len(answers[3]) <= 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"temperature": 1.0}, "temperature=1.0, but this rollout is sampled with temperature=0.8"),
+        ({"top_p": 0.5}, "top_p=0.5, but"),
+        ({"extra_body": {"top_k": 3}}, "top_k=3, but"),
+        ({"n": 2}, "n=2 cannot be asked for"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias="),
+        ({"response_format": {"type": "json_object"}}, "response_format changes"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p=0.1"),
+        (
+            {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}},
+            "add_generation_prompt=False",
+        ),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"model": "another"}, "`another` does not exist"),
+    ],
+)
+def test_what_would_draw_other_tokens_than_the_run_says_is_refused(engine, asked: dict[str, Any], told: str) -> None:
+    url = rollout(engine, "refused")
+    with client(url) as chat, pytest.raises(openai.APIStatusError) as refused:
+        chat.chat.completions.create(**({"model": "", "messages": HELLO} | asked))
+    assert refused.value.status_code in (400, 404) and told in str(refused.value)
+    assert taken(engine, "refused") == []
+
+
+def test_a_conversation_that_has_grown_too_long_is_refused_in_the_words_of_others(engine) -> None:
+    url = rollout(engine, "long")
+    answer = ask(url, HELLO).choices[0].message.content
+    more = [*HELLO, {"role": "assistant", "content": answer}, {"role": "user", "content": "x" * 380}]
+    for messages in (more, more[-1:]):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            ask(url, messages)
+    assert len(taken(engine, "long")) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/health", "/rollouts/x/v1/chat/completions"])
+def test_only_who_bears_the_token_is_answered(engine, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer another-token-of-16"}, {"Authorization": TOKEN}):
+        answer = httpx.post(f"{engine[1]}{path}", headers=headers, json={"messages": HELLO})
+        assert answer.status_code == 401 and "token is missing or wrong" in answer.json()["error"]["message"]
+
+
+def test_a_rollout_that_has_ended_takes_no_more_calls(engine) -> None:
+    url = rollout(engine, "ended")
+    ask(url, HELLO)
+    assert len(taken(engine, "ended")) == 1
+    with pytest.raises(openai.NotFoundError, match="rollout ended is not open"), client(url) as chat:
+        chat.chat.completions.create(model="", messages=HELLO)
+
+
+def test_a_plain_client_samples_as_it_likes_and_no_request_is_answered_with_a_traceback(engine) -> None:
+    base = f"{engine[1]}/v1"
+    greedy = ask(base, HELLO, temperature=0, max_tokens=6, n=2, extra_body={"return_token_ids": True})
+    prompt = greedy.prompt_token_ids
+    ((direct,),) = engine[0].generate([prompt], SamplingSettings(max_new_tokens=6, temperature=0.0))
+    assert [choice.token_ids for choice in greedy.choices] == [direct.token_ids] * 2
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    for body in (b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b'{"messages": [{"content": "x"}]}'):
+        for where in (f"{base}/chat/completions", f"{rollout(engine, 'odd')}/chat/completions"):
+            answer = httpx.post(where, content=body, headers=bearer)
+            assert 400 <= answer.status_code < 500 and "Traceback" not in answer.text, (body, answer.text)
+
+
+def test_an_engine_that_sleeps_or_is_refitted_says_when_to_ask_again_and_answers_tell_their_weights(
+    engine, model
+) -> None:
+    process, url = engine
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+
+    def post(base_url: str) -> httpx.Response:
+        asked = {"messages": HELLO, "max_tokens": 2}
+        return httpx.post(f"{base_url}/chat/completions", json=asked, headers=bearer)
+
+    name = rollout(engine, "asleep")
+    first = post(name)
+    version = first.json()["weight_version"]
+    assert first.headers["X-Weight-Version"] == str(version) and version >= 1
+    assert httpx.get(f"{url}/health", headers=bearer).json() == {"status": "ready", "weight_version": version}
+
+    process.finish_generation(discard_weights=True)
+    for step in ("asleep", "awake without weights"):
+        for base_url in (name, f"{url}/v1"):
+            answer = post(base_url)
+            assert answer.status_code == 503 and answer.headers["Retry-After"] == "5", step
+            assert "sleeps or gets new weights" in answer.json()["error"]["message"]
+        assert httpx.get(f"{url}/health", headers=bearer).status_code == 503
+        process.prepare_for_generation()
+    send_weights(process, checkpoint_tensors(model[1]), 2**20)
+    assert post(name).json()["weight_version"] == version + 1
+    assert [call.weight_version for call in taken(engine, "asleep")] == [version, version + 1]
+
+
+def test_what_is_being_answered_when_the_engine_goes_to_sleep_is_aborted(engine, model) -> None:
+    process, _ = engine
+    url = rollout(engine, "aborted", SamplingSettings(max_new_tokens=350, temperature=1.0, seed=5))
+
+    async def sleep_meanwhile() -> list[int]:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as chat:
+            # So many that none can be done before the others are under way.
+            asked = {"messages": HELLO, "ignore_eos": False}
+            calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json=asked)) for _ in range(24)]
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(process.finish_generation, True)
+            return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+    statuses = asyncio.run(sleep_meanwhile())
+    assert set(statuses) <= {200, 503} and statuses.count(503) > 0
+    assert len(taken(engine, "aborted")) == statuses.count(200)
+    process.prepare_for_generation()
+    send_weights(process, checkpoint_tensors(model[1]), 2**20)  # fails if requests were still running
+    assert ask(rollout(engine, "after"), HELLO).choices[0].message.content is not None
+
+
+def test_a_port_that_is_taken_is_refused_by_name(engine, model) -> None:
+    port = int(engine[1].rpartition(":")[2])
+    settings = of_folder(model[0], listening=Listening("127.0.0.1", port, TOKEN))
+    with engine_process() as another, pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port} "):
+        another.start(engine_settings(model[0], async_engine=True, endpoint=settings))
