@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
-from nemo_offload_rl.algorithms.grpo_workers import grpo_workers
+from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
+from nemo_offload_rl.algorithms.rollout_trainer import EndpointParts, RolloutParts
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -86,9 +86,19 @@ def run_grpo(config: GrpoConfig) -> None:
             num_samples_to_print=config.logger.num_val_samples_to_print,
             memory=memory,
             speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
+            endpoint=_endpoint(config, workers),
         )
         trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
         trainer.run(num_steps, resume_from)
+
+
+def _endpoint(config: GrpoConfig, workers: GrpoWorkers) -> EndpointParts | None:
+    """What agents talk to."""
+    endpoint = config.engine.endpoint
+    if endpoint is None:
+        return None
+    api_key = endpoint.listening.token or "none"
+    return EndpointParts(engine=workers.engine, model=config.engine.model_name, api_key=api_key)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

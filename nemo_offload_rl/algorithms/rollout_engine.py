@@ -47,11 +47,18 @@ class RolloutEngine:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
     ) -> list[list[Completion]]:
         """Completions by the policy's present weights, `num_samples` of each prompt; their seconds count as `phase`."""
+        return self.serve(lambda: self._engine.generate(prompts, sampling, num_samples), phase=phase)
 
-        def call() -> list[list[Completion]]:
+    def serve[Result](self, work: Callable[[], Result], *, phase: str) -> Result:
+        """What `work` returns, for which the engine is awake with the policy's present weights.
+
+        It begins again after an engine has died; its seconds count as `phase`.
+        """
+
+        def call() -> Result:
             self._wake()
             with self._timer.phase(phase):
-                return self._engine.generate(prompts, sampling, num_samples)
+                return work()
 
         return self._with_restarts(call)
 

@@ -26,8 +26,10 @@ from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import AgreementError, UserError
+from nemo_offload_rl.experience.agent_rollouts import Endpoint, agent_rollouts
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
@@ -43,6 +45,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndpointParts:
+    """What agents talk to: the engines, the model's name there, and what they ask for."""
+
+    engine: Endpoint
+    model: str
+    api_key: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutParts:
     """What a run with rollouts is made of; `algorithms/rollout_setup.py` builds it.
 
@@ -53,7 +64,7 @@ class RolloutParts:
     policy: Policy
     engine: GenerationEngine
     restart_engine: Callable[[UserError], Mapping[int, str]]
-    environments: Mapping[str, Environment]
+    environments: Mapping[str, Environment | AgentEnvironment]
     loader: ShuffledLoader[Prompt]
     validation_prompts: Sequence[Prompt]
     decode: Decode
@@ -64,6 +75,7 @@ class RolloutParts:
     num_samples_to_print: int
     memory: MemorySampler
     speed: ModelSpeed | None
+    endpoint: EndpointParts | None = None
 
 
 class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
@@ -223,11 +235,26 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
     ) -> RolloutBatch:
         """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward.
 
-        With `is_last` the handover to the policy starts after the last turn, before that turn is scored.
+        With `is_last` the handover to the policy starts after the last turn, before that turn is scored. Agents drive
+        theirs first.
         """
         parts = self._parts
+        agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}
+        driven = [prompt.env_name in agents for prompt in prompts]
+        if any(driven):
+            others = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if not is_driven]
+            own = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if is_driven]
+            batch = self._agent_rollouts(own, agents, group_size, self._seeded(sampling, f"{call}:agents"), phase)
+            rest = self._rollouts(others, group_size, sampling, call, phase, is_last) if others else None
+            return batch if rest is None else RolloutBatch.interleave(batch, rest, driven)
         rollouts = Rollouts(
-            prompts, group_size=group_size, environments=parts.environments, decode=parts.decode, turns=parts.turns
+            prompts,
+            group_size=group_size,
+            environments={
+                name: each for name, each in parts.environments.items() if not isinstance(each, AgentEnvironment)
+            },
+            decode=parts.decode,
+            turns=parts.turns,
         )
 
         while rollouts.under_way:
@@ -240,6 +267,33 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             with self._timer.phase("reward"):
                 rollouts.step(completions)
         return rollouts.batch()
+
+    def _agent_rollouts(
+        self,
+        prompts: Sequence[Prompt],
+        agents: Mapping[str, AgentEnvironment],
+        group_size: int,
+        sampling: SamplingSettings,
+        phase: str,
+    ) -> RolloutBatch:
+        """Rollouts of prompts that are all agents'; their seconds count as `phase`, reward included."""
+        parts = self._parts
+        endpoint = parts.endpoint
+        assert endpoint is not None, "checked when the environments are made"
+        asked = {prompt.env_name for prompt in prompts}
+        return self._engine.serve(
+            lambda: agent_rollouts(
+                prompts,
+                group_size=group_size,
+                environments={name: agent for name, agent in agents.items() if name in asked},
+                endpoint=endpoint.engine,
+                sampling=sampling,
+                decode=parts.decode,
+                model=endpoint.model,
+                api_key=endpoint.api_key,
+            ),
+            phase=phase,
+        )
 
     def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
         """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""

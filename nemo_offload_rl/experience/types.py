@@ -162,6 +162,13 @@ class RolloutBatch:
             rollouts=tuple(rollout for batch in batches for rollout in batch.rollouts), group_size=group_size
         )
 
+    @staticmethod
+    def interleave(first: RolloutBatch, second: RolloutBatch, is_first: Sequence[bool]) -> RolloutBatch:
+        """Groups of two batches, each in its own order; `is_first` says of each place whose group it has."""
+        batch = RolloutBatch.concatenate([first, second])
+        places = {True: iter(range(first.num_prompts)), False: iter(range(first.num_prompts, batch.num_prompts))}
+        return batch.select_groups([next(places[each]) for each in is_first])
+
     def collate(self, *, pad_id: int, multiple: int = 1, sample_mask: Tensor | None = None) -> SampledBatch:
         """Padded tensors for logprobs and training.
 

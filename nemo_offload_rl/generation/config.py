@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.schema import doc, section
 
+SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
+
 
 @section
 class VllmConfig:

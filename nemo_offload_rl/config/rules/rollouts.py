@@ -12,8 +12,10 @@ from nemo_offload_rl.config.rules.base import (
     validation_set_problem,
 )
 from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.generation.config import SERVING_CHAT_KWARGS
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.policy.rules import local_model_config
+from nemo_offload_rl.utils.listening import is_loopback
 
 
 def prompts_leave_room_for_a_response(cfg: GrpoMasterConfig) -> str | None:
@@ -58,6 +60,37 @@ def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
         return (
             f"env.{retrying[0]}.retry_message is set, but grpo.max_rollout_turns is 1 and leaves no turn to answer it; "
             "raise it, or set retry_message to null"
+        )
+    return None
+
+
+def endpoint_can_be_served(cfg: GrpoMasterConfig) -> str | None:
+    """An HTTP server has an engine that takes requests one by one, and is reached from the driver."""
+    vllm, section = cfg.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
+    if not vllm.expose_http_server:
+        if vllm.http_server_serving_chat_kwargs:
+            return (
+                f"{section}.http_server_serving_chat_kwargs is set, but expose_http_server is false; set that to true, "
+                "or the other to null"
+            )
+        return None
+    if not vllm.async_engine:
+        return (
+            f"{section}.expose_http_server is true, but async_engine is false, and that engine answers one batch after "
+            "the other; set async_engine to true"
+        )
+    unknown = sorted({*(vllm.http_server_serving_chat_kwargs or {})} - {*SERVING_CHAT_KWARGS})
+    if unknown:
+        return (
+            f"{section}.http_server_serving_chat_kwargs.{unknown[0]} cannot be set; known are "
+            f"{', '.join(SERVING_CHAT_KWARGS)}; the chat template is that of policy.tokenizer"
+        )
+    if max(cfg.cluster.num_nodes, cfg.policy.generation.colocated.resources.num_nodes or 1) > 1 and is_loopback(
+        vllm.http_server_host
+    ):
+        return (
+            f"{section}.http_server_host={vllm.http_server_host} is reached from its own host only, but engines run on "
+            "several; set it to 0.0.0.0, and the environment variable NEMO_OFFLOAD_RL_TOKEN"
         )
     return None
 
@@ -188,6 +221,7 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     prompts_leave_room_for_a_response,
     rollouts_fit_the_policy,
     further_turns_answer_something,
+    endpoint_can_be_served,
     rollouts_are_not_greedy,
     cpu_engine_has_a_fixed_cache,
     vllm_kwargs_are_allowed,

@@ -71,7 +71,10 @@ class VllmEngineBase(ABC):
         Raises:
             DeviceMemoryError: Others did not give the device's memory back in time; the message says who holds what.
         """
-        wanted = ALL_TAGS if tags is None else tuple(tags)
+        self._wake(ALL_TAGS if tags is None else tuple(tags))
+
+    def _wake(self, wanted: Sequence[str]) -> None:
+        """Wake what sleeps of `wanted`."""
         unknown = set(wanted) - set(ALL_TAGS)
         if unknown:
             raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
@@ -87,7 +90,7 @@ class VllmEngineBase(ABC):
         if not self._awake:
             return
         # vLLM cannot put half an engine to sleep: it would unmap a second time what sleeps already.
-        self.prepare_for_generation()
+        self._wake(ALL_TAGS)
         if self._can_sleep:
             self._sleep(2 if discard_weights else 1)
         if discard_weights:

@@ -42,6 +42,8 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "worker_extension_cls": f"{_PACKAGE}.worker_extension.RefitExtension",
     }
+    if settings.endpoint is not None:
+        arguments["tokenizer"] = settings.endpoint.tokenizer.name
     if settings.tensor_parallel_size > 1:
         # Processes of this one. Inside a placement group vLLM would start Ray actors of its own, for which the policy
         # workers of these GPUs leave no room.

@@ -12,24 +12,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
-from vllm.entrypoints.serve.utils.server_utils import exception_handler, validation_exception_handler
+from vllm.entrypoints.serve.utils.server_utils import exception_handler
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.network_utils import get_ip
 
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
-from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.settings import VllmSettings
@@ -42,8 +41,24 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"
 _KEEP_ALIVE_S = 120
-# Of OpenAIServingChat those that the renderer of prompts has too.
-_OF_BOTH = ("enable_auto_tools", "tool_parser", "reasoning_parser")
+
+
+class _BadRequest(Exception):
+    """The body is no request."""
+
+
+async def _asked(raw_request: Request) -> ChatRequest:
+    """The body as a request. vLLM's own checks take it for granted that it is an object."""
+    try:
+        body = await raw_request.json()
+        if not isinstance(body, dict):
+            raise ValueError("an object is needed")
+        return ChatRequest.model_validate(body)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _BadRequest(f"the body is no request for a chat completion: {error}") from error
+
+
+Asked = Annotated[ChatRequest, Depends(_asked)]
 
 
 class HttpServer:
@@ -70,26 +85,28 @@ class HttpServer:
         kwargs = endpoint.tokenizer.chat_template_kwargs
         tokenizer = load_tokenizer(endpoint.tokenizer)
         self._models = OpenAIServingModels(llm, [BaseModelPath(settings.model_name, settings.model_name)])
-        given = dict(endpoint.serving_chat_kwargs)
         both: dict[str, Any] = {
+            **endpoint.serving_chat_kwargs,
             "request_logger": None,
             "chat_template": tokenizer.chat_template,
             "chat_template_content_format": "auto",
             "default_chat_template_kwargs": kwargs,
         }
-        renderer = OnlineRenderer(
-            llm.model_config, llm.renderer, **both, **{name: given[name] for name in _OF_BOTH if name in given}
-        )
-        self._chat = RecordedChat(
-            turns=TurnEncoder(tokenizer, kwargs),
-            adds_bos=endpoint.add_bos,
-            engine_client=llm,
-            models=self._models,
-            response_role="assistant",
-            online_renderer=renderer,
-            **both,
-            **given,
-        )
+        try:
+            self._chat = RecordedChat(
+                turns=TurnEncoder(tokenizer, kwargs),
+                adds_bos=endpoint.add_bos,
+                engine_client=llm,
+                models=self._models,
+                response_role="assistant",
+                online_renderer=OnlineRenderer(llm.model_config, llm.renderer, **both),
+                **both,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "vLLM does not serve with policy.generation.vllm_cfg.http_server_serving_chat_kwargs="
+                f"{dict(endpoint.serving_chat_kwargs)}: {error}"
+            ) from error
         self._socket = self._listening.bound()
         config = uvicorn.Config(
             self._app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S
@@ -151,8 +168,11 @@ class HttpServer:
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         app.state.args = SimpleNamespace(log_error_stack=False)  # what vLLM's handlers of errors read
-        app.exception_handler(RequestValidationError)(validation_exception_handler)
         app.exception_handler(Exception)(exception_handler)
+
+        @app.exception_handler(_BadRequest)
+        async def refuse(request: Request, error: _BadRequest) -> Response:
+            return self._error(400, str(error))
 
         @app.middleware("http")
         async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -175,12 +195,12 @@ class HttpServer:
 
         @app.post("/v1/chat/completions")
         @with_cancellation
-        async def plain(request: ChatRequest, raw_request: Request) -> Response:
+        async def plain(request: Asked, raw_request: Request) -> Response:
             return await self._answer(request, raw_request, None)
 
         @app.post("/rollouts/{rollout_id}/v1/chat/completions")
         @with_cancellation
-        async def of_rollout(request: ChatRequest, raw_request: Request, rollout_id: str) -> Response:
+        async def of_rollout(request: Asked, raw_request: Request, rollout_id: str) -> Response:
             rollout = self._rollouts.get(rollout_id)
             if rollout is None:
                 return self._error(404, f"rollout {rollout_id} is not open: it has ended, or never began")
@@ -208,7 +228,7 @@ class HttpServer:
             return self._asleep()
         except UserError as error:
             return self._error(400, str(error))
-        except (ValueError, TypeError) as error:  # what vLLM says of requests that it cannot take
+        except (ValueError, TypeError, KeyError) as error:  # what vLLM says of requests that it cannot take
             return self._error(400, str(error))
         finally:
             work.cancel()

@@ -1,0 +1,195 @@
+"""Environments that drive rollouts themselves: agents, which talk to the policy as to any model behind OpenAI's API.
+
+An agent is an object with a method `run(task) -> float`, sync or async. It converses at `task.base_url` as often as it
+likes, and returns the reward; prompts, tokens and masks are the engine's to keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
+from nemo_offload_rl.environments.interfaces import Score
+
+logger = logging.getLogger(__name__)
+
+_SLACK_S = 10.0  # that a worker has beyond the limit of its rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """One rollout of an agent.
+
+    Attributes:
+        base_url: Of an API as OpenAI's, for this rollout alone: what is said there is what is trained on.
+        api_key: What the API is to be given.
+        model: The model's name there.
+        question: The row's prompt; prompt files are not for agents, which write their messages themselves.
+        answer: The reference answer.
+        metadata: The row's other columns.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    question: str
+    answer: str
+    metadata: Mapping[str, Any]
+
+
+class MakesAgent(Protocol):
+    """What makes the agent in each process that needs it."""
+
+    def make(self) -> Any:
+        """An object with a method `run`."""
+        ...
+
+
+@dataclass
+class AgentRuns:
+    """Runs many rollouts of an agent at once, in this process.
+
+    Args:
+        part: Makes the agent, once in each process.
+        timeout_s: Seconds for one rollout.
+    """
+
+    part: MakesAgent
+    timeout_s: float
+    _made: Any = None
+
+    def __call__(self, tasks: Sequence[AgentTask]) -> list[Score | TimedOut | Failed]:
+        """The outcome of each; there may be none, so that the agent is only made."""
+        if self._made is None:
+            self._made = self.part.make()
+        if not tasks:
+            return []
+        # In a thread of its own: a notebook's has an event loop already.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(asyncio.run, self._together(tasks)).result()
+
+    def close(self) -> None:
+        """Let what was made in this process end, if it can."""
+        made, self._made = self._made, None
+        if made is not None and hasattr(made, "close"):
+            made.close()
+
+    async def _together(self, tasks: Sequence[AgentTask]) -> list[Score | TimedOut | Failed]:
+        threads = ThreadPoolExecutor(max_workers=len(tasks), thread_name_prefix="agent")
+        try:
+            return list(await asyncio.gather(*(self._one(task, threads) for task in tasks)))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _one(self, task: AgentTask, threads: ThreadPoolExecutor) -> Score | TimedOut | Failed:
+        run = self._made.run
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                if inspect.iscoroutinefunction(run):
+                    value = await run(task)
+                else:
+                    value = await asyncio.get_running_loop().run_in_executor(threads, run, task)
+        except Exception as error:  # an agent may raise anything
+            return TimedOut() if limit.expired() else Failed(_told(error))
+        return _as_score(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"part": self.part, "timeout_s": self.timeout_s, "_made": None}
+
+
+class AgentEnvironment:
+    """An agent, its rollouts shared out over processes.
+
+    Args:
+        part: See `AgentRuns`.
+        num_workers: Processes; 0 runs all rollouts in this one.
+        timeout_s: Seconds for one rollout.
+        name: For messages: `env.NAME`.
+    """
+
+    def __init__(self, part: MakesAgent, *, num_workers: int, timeout_s: float, name: str) -> None:
+        self._runs = AgentRuns(part, timeout_s)
+        self._name = name
+        self._num_workers = num_workers
+        self._pool: GradingPool | None = None
+        if num_workers:
+            limit_s = timeout_s + _SLACK_S
+            self._pool = GradingPool(self._runs, num_workers=num_workers, timeout_s=limit_s, warm_up=([],))
+        else:
+            self._runs([])
+
+    def run(self, tasks: Sequence[AgentTask]) -> list[Score | None]:
+        """The score of each rollout; None for one that has failed or took too long, of which a warning tells."""
+        if self._pool is None:
+            outcomes = self._runs(tasks)
+        else:
+            shares = [tasks[worker :: self._num_workers] for worker in range(min(self._num_workers, len(tasks)))]
+            outcomes: list[Any] = [None] * len(tasks)
+            for worker, answer in enumerate(self._pool.map([(list(share),) for share in shares])):
+                share = answer if isinstance(answer, list) else [answer] * len(shares[worker])
+                outcomes[worker :: self._num_workers] = share
+        self._warn(outcomes)
+        return [outcome if isinstance(outcome, Score) else None for outcome in outcomes]
+
+    def close(self) -> None:
+        """End worker processes; safe to call twice."""
+        if self._pool is not None:
+            self._pool.close()
+        else:
+            self._runs.close()
+
+    def _warn(self, outcomes: Sequence[Any]) -> None:
+        late = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
+        failed = [outcome for outcome in outcomes if not isinstance(outcome, Score | TimedOut)]
+        if late:
+            logger.warning(
+                "%s: %d of %d rollouts took longer than %g s and are not trained on; raise %s.timeout_s if they may",
+                self._name,
+                late,
+                len(outcomes),
+                self._runs.timeout_s,
+                self._name,
+            )
+        if failed:
+            reason = getattr(failed[0], "reason", None) or getattr(failed[0], "message", failed[0])
+            logger.warning(
+                "%s: %d of %d rollouts failed and are not trained on, first: %s",
+                self._name,
+                len(failed),
+                len(outcomes),
+                reason,
+            )
+
+
+def _as_score(value: Any) -> Score | Failed:
+    """A `Score` as it is; a number as one, which counts as correct from 1 on."""
+    if isinstance(value, Score):
+        reward, score = value.reward, value
+    elif isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return Failed(f"run returned {value!r:.80}; return a finite number")
+    else:
+        reward = float(value)
+        score = Score(reward=reward, correct=reward >= 1)
+    return score if math.isfinite(reward) else Failed(f"run returned {reward}; return a finite number")
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, and the last line of code that is no library's."""
+    text = (str(error).splitlines() or [""])[0]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def _is_own(path: str) -> bool:
+    return path != __file__ and not any(
+        part in path for part in ("site-packages", "dist-packages", "/lib/python", "<frozen")
+    )

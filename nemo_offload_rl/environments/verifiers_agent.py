@@ -1,0 +1,71 @@
+"""Environments of the package `verifiers` (0.2), as they are: they converse and score, the engine keeps the tokens.
+
+https://github.com/PrimeIntellect-ai/verifiers. Install it with this package's extra `agents`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.environments.agents import AgentTask
+from nemo_offload_rl.environments.interfaces import Score
+from nemo_offload_rl.errors import ConfigError
+
+# The policy has said nothing that verifiers can use: that is its fault, and scored.
+_OF_THE_POLICY = ("EmptyModelResponseError", "OverlongPromptError")
+
+
+class VerifiersAgent:
+    """Drives rollouts of one environment.
+
+    Args:
+        environment: What `verifiers.load_environment` takes: the name of an environment that is installed.
+        arguments: Of its `load_environment`.
+        correct_from: The reward from which a rollout counts as correct.
+
+    Raises:
+        ConfigError: The package is not installed, or the environment cannot be loaded.
+    """
+
+    def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None, correct_from: float = 1.0) -> None:
+        try:
+            import verifiers
+        except ImportError as error:
+            raise ConfigError(
+                f"the package verifiers cannot be imported ({error}); install this package with its extra `agents`"
+            ) from error
+        try:
+            self._environment = verifiers.load_environment(environment, **(arguments or {}))
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ConfigError(f"verifiers cannot load the environment {environment}: {error}") from error
+        self._correct_from = correct_from
+
+    async def run(self, task: AgentTask) -> Any:
+        """One rollout.
+
+        A row with a column `example_id` is that row of the environment's own data set; of any other row the question
+        is the user's message, and the answer what the rubric compares with.
+        """
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=None) as client:
+            output = await self._environment.run_rollout(
+                self._input(task), OpenAIChatCompletionsClient(client), task.model, sampling_args={}
+            )
+        error = output.get("error")
+        if error is not None and not any(name in str(error) for name in _OF_THE_POLICY):
+            raise RuntimeError(f"verifiers: {error}")
+        reward = float(output.get("reward") or 0.0)
+        return Score(reward=reward, correct=reward >= self._correct_from)
+
+    def _input(self, task: AgentTask) -> Any:
+        number = task.metadata.get("example_id")
+        if number is not None:
+            return dict(self._environment.get_dataset()[int(number)])
+        prompt = [{"role": "user", "content": task.question}]
+        system = self._environment.system_prompt
+        if system:
+            prompt.insert(0, {"role": "system", "content": system})
+        return {"prompt": prompt, "answer": task.answer, "info": dict(task.metadata), "example_id": 0}

@@ -1,0 +1,42 @@
+"""Agents that tests name, in processes of their own too."""
+
+from __future__ import annotations
+
+import os
+
+import openai
+
+from nemo_offload_rl.environments.agents import AgentTask
+from nemo_offload_rl.environments.interfaces import Score
+
+
+class Doubling:
+    """Scores without a word; it makes itself."""
+
+    def make(self) -> Doubling:
+        return self
+
+    def run(self, task: AgentTask) -> float:
+        return 2.0 * float(task.question)
+
+
+class TwoTurns:
+    """Asks for a sum twice, the second time as an answer to the first, and rewards short answers.
+
+    Args:
+        hint: What the second turn says.
+    """
+
+    def __init__(self, hint: str = "=") -> None:
+        self.hint = hint
+        self.pid = os.getpid()
+
+    async def run(self, task: AgentTask) -> Score:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+            messages = [{"role": "user", "content": task.question}]
+            for told in (self.hint, None):
+                answer = await policy.chat.completions.create(model=task.model, messages=messages)
+                text = answer.choices[0].message.content
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": told}]
+        right = text.strip() == task.answer
+        return Score(reward=float(right) + 1 / (1 + len(text)), correct=right)

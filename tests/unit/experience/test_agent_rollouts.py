@@ -1,0 +1,193 @@
+"""What agents talked about becomes samples: tokens as they were, masks on what the policy sampled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from agents_of_tests import Doubling
+
+from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
+from nemo_offload_rl.environments.interfaces import Score
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
+from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.generation.served_rollouts import ServedCall
+
+SAMPLING = SamplingSettings(max_new_tokens=4, seed=100)
+
+
+class Talking:
+    """An endpoint that agents of this process talk to by a method; the policy says what it is told to."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+        self.calls: dict[str, list[ServedCall]] = {}
+
+    def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
+        self.seeds = [each.seed for each in sampling]
+        self.calls = {f"url{number}": [] for number in range(len(sampling))}
+        return list(self.calls)
+
+    def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
+        return [self.calls.pop(url) for url in base_urls]
+
+    def say(
+        self, url: str, prompt: list[int], response: list[int], parent: int | None = None, end: str = "stop"
+    ) -> None:
+        said = Completion(response, [-0.5 * token for token in response], end)
+        self.calls[url].append(
+            ServedCall(prompt_token_ids=tuple(prompt), completion=said, parent=parent, weight_version=1)
+        )
+
+
+class Made:
+    """Stands for a user's code."""
+
+    def __init__(self, run: Callable[[AgentTask], Any]) -> None:
+        self.run = run
+
+    def make(self) -> Made:
+        return self
+
+
+def rolled(
+    talking: Talking, prompts: Sequence[Prompt], group_size: int = 1, **runs: Callable[[AgentTask], Any]
+) -> RolloutBatch:
+    agents = {
+        name: AgentEnvironment(Made(run), num_workers=0, timeout_s=0.5, name=f"env.{name}")
+        for name, run in runs.items()
+    }
+    return agent_rollouts(
+        prompts,
+        group_size=group_size,
+        environments=agents,
+        endpoint=talking,
+        sampling=SAMPLING,
+        decode=lambda token_ids: "".join(map(chr, token_ids)),
+        model="model",
+        api_key="none",
+    )
+
+
+def prompt(env_name: str = "one", question: str = "?") -> Prompt:
+    return Prompt(
+        token_ids=(1,), text="x", reference_answer="7", env_name=env_name, question=question, metadata={"level": 3}
+    )
+
+
+def test_a_conversation_is_one_sequence_whose_sampled_tokens_alone_are_counted() -> None:
+    talking, tasks = Talking(), []
+
+    async def run(task: AgentTask) -> float:
+        tasks.append(task)
+        talking.say(task.base_url, [65, 66], [67, 68])
+        talking.say(task.base_url, [90], [91])  # a conversation beside it
+        talking.say(task.base_url, [65, 66, 67, 68, 10, 11], [69], parent=0, end="length")
+        return 1.5
+
+    batch = rolled(talking, [prompt(question="How?")], one=run)
+    assert tasks == [
+        AgentTask(base_url="url0", api_key="none", model="model", question="How?", answer="7", metadata={"level": 3})
+    ]
+    (rollout,) = batch.rollouts
+    sequence = rollout.sequence()
+    assert list(sequence.token_ids) == [65, 66, 67, 68, 10, 11, 69]
+    assert list(sequence.token_mask) == [0, 0, 1, 1, 0, 0, 1]
+    assert list(sequence.generation_logprobs) == [0, 0, -33.5, -34.0, 0, 0, -34.5]
+    assert (rollout.reward, rollout.correct, rollout.truncated, rollout.num_turns) == (1.5, True, True, 2)
+    assert (rollout.prompt.text, rollout.response_text) == ("AB", "CD\n\x0bE")
+    assert rollout.prompt.loss_multiplier == 1.0
+
+
+def test_groups_keep_their_order_and_every_rollout_its_seed_whosever_agent_drives_it() -> None:
+    talking = Talking()
+
+    def run_of(name: str) -> Callable[[AgentTask], Score]:
+        def run(task: AgentTask) -> Score:  # not async
+            talking.say(task.base_url, [1], [ord(name), int(task.base_url[3:])])
+            return Score(reward=float(task.question), correct=False)
+
+        return run
+
+    prompts = [prompt("a", "0"), prompt("b", "1"), prompt("a", "2")]
+    batch = rolled(talking, prompts, 2, a=run_of("a"), b=run_of("b"))
+    assert [rollout.reward for rollout in batch.rollouts] == [0, 0, 1, 1, 2, 2]
+    said = [rollout.segments[0].token_ids for rollout in batch.rollouts]
+    assert said == [(ord(name), row) for row, name in enumerate("aabbaa")]
+    assert talking.seeds == [100, 101, 102, 103, 104, 105]
+
+
+def test_rollouts_that_fail_hang_or_say_nothing_are_told_of_and_not_trained_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    talking = Talking()
+
+    async def run(task: AgentTask) -> Any:
+        import asyncio
+
+        if task.question != "silent":
+            talking.say(task.base_url, [1], [2])
+        match task.question:
+            case "fails":
+                raise RuntimeError("no tool\nat all")
+            case "hangs":
+                await asyncio.sleep(60)
+            case "text":
+                return "1.0"
+            case "nan":
+                return float("nan")
+        return 1.0
+
+    questions = ["fails", "hangs", "silent", "text", "nan", "fine"]
+    with caplog.at_level(logging.WARNING):
+        batch = rolled(talking, [prompt(question=question) for question in questions], one=run)
+    assert batch.loss_multipliers().tolist() == [0, 0, 0, 0, 0, 1]
+    assert batch.rewards().tolist() == [0, 0, 1, 0, 0, 1]
+    collated = batch.collate(pad_id=0, sample_mask=batch.loss_multipliers())
+    assert collated.token_mask.shape[0] == 6
+    told = " ".join(caplog.messages)
+    assert "1 of 6 rollouts took longer than 0.5 s" in told and "raise env.one.timeout_s" in told
+    assert (
+        "3 of 6 rollouts failed" in told and "RuntimeError: no tool, at " in told and "test_agent_rollouts.py:" in told
+    )
+    assert "1 of 6 rollouts asked the policy nothing" in told
+
+
+def test_a_batch_without_any_score_ends_the_run() -> None:
+    async def run(task: AgentTask) -> float:
+        raise KeyError("x")
+
+    with pytest.raises(DataError, match=r"not one of 2 rollouts of env\.one was scored"):
+        rolled(Talking(), [prompt()], 2, one=run)
+
+
+def test_calls_that_are_left_out_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    talking = Talking()
+
+    def run(task: AgentTask) -> float:
+        for response in ([2], [3, 4], [5]):
+            talking.say(task.base_url, [1], response)
+        return 0.0
+
+    (rollout,) = rolled(talking, [prompt()], one=run).rollouts
+    assert rollout.segments[0].token_ids == (3, 4)
+    assert "2 of 3 calls are not trained on" in caplog.text
+
+
+@pytest.mark.processes
+def test_agents_in_processes_of_their_own_are_shared_out_and_keep_their_order() -> None:
+    environment = AgentEnvironment(Doubling(), num_workers=2, timeout_s=30, name="env.x")
+    try:
+        tasks = [
+            AgentTask(base_url="", api_key="", model="", question=str(number), answer="", metadata={})
+            for number in range(5)
+        ]
+        assert environment.run(tasks) == [Score(2.0 * number, number > 0) for number in range(5)]
+        assert environment.run(tasks[:1]) == [Score(0.0, False)]
+    finally:
+        environment.close()
