@@ -138,12 +138,8 @@ def engine_process() -> Iterator[EngineProcess]:
         engine.end()
 
 
-def _serve(pipe: Connection, settings: VllmSettings) -> None:
-    from nemo_offload_rl.generation.vllm.env import vllm_cpu_env
-
-    os.environ.update(vllm_cpu_env())
-    torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
-    torch.set_num_threads(1)
+def engine_here(settings: VllmSettings) -> Any:
+    """An engine in this process, whose variables are vLLM's already; processes of vLLM's own are forked from it."""
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
@@ -152,8 +148,17 @@ def _serve(pipe: Connection, settings: VllmSettings) -> None:
 
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    return (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
+
+
+def _serve(pipe: Connection, settings: VllmSettings) -> None:
+    from nemo_offload_rl.generation.vllm.env import vllm_cpu_env
+
+    os.environ.update(vllm_cpu_env())
+    torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
+    torch.set_num_threads(1)
     try:
-        engine = (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
+        engine = engine_here(settings)
     except (UserError, RuntimeError) as error:
         pipe.send(error)
         return

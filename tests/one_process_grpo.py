@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import torch._dynamo
+from engine_process import engine_here
 
 from nemo_offload_rl.algorithms import grpo_setup
 from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers
@@ -35,9 +36,7 @@ class LocalEngine(RayGenerationEngine):
     """One real engine, without a group of processes."""
 
     def __init__(self, settings: VllmSettings) -> None:
-        from nemo_offload_rl.generation.vllm.engine import VllmEngine
-
-        self._group = LocalWorkerGroup(VllmEngine(settings))
+        self._group = LocalWorkerGroup(engine_here(settings))
         self._tp_size, self._turn = 1, itertools.cycle([0])
 
     def wait_until_ready(self) -> None:

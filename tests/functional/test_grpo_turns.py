@@ -60,3 +60,31 @@ def test_a_chat_template_that_forgets_earlier_turns_ends_the_run_before_it_start
     (line,) = done.stderr.splitlines()
     assert "does not show once what the assistant said" in line
     assert not (tmp_path / "run").exists()
+
+
+def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn(
+    model_folder, run_in_one_process, read_metrics, tmp_path
+):
+    done = run_in_one_process(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        "grpo.max_num_steps=2",
+        "+env.sums={target: agents_of_tests.TwoTurns, kwargs: {hint: '= '}, num_workers: 0, timeout_s: 60}",
+        "data.default.env_name=sums",
+        "grpo.reward_shaping.enabled=false",
+        "grpo.log_rollouts=true",
+        "policy.max_total_sequence_length=64",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.vllm_cfg.expose_http_server=true",
+        "policy.generation.val_temperature=1.0",
+        "policy.generation.temperature=0.8",
+        "policy.generation.top_p=0.7",
+        ENDS,
+    )
+    assert done.status == 0, done.stderr
+    for step in (1, 2):
+        record = read_metrics(tmp_path / "run")[step]
+        assert record["train/mean_turns"] == 2
+        # The policy's own logprobs of the whole conversation are those that the engine told over HTTP.
+        assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+        assert record["train/grad_norm"] > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from model_families import checkpoint_tensors, save_family_folder
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.data.config import TokenizerConfig
+from nemo_offload_rl.environments.agents import AgentTask
+from nemo_offload_rl.environments.verifiers_agent import VerifiersAgent
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, call_seed
@@ -75,8 +78,14 @@ def rollout(engine: tuple[EngineProcess, str], name: str, sampling: SamplingSett
 
 def ask(base_url: str, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
     with client(base_url) as chat:
-        answer = chat.chat.completions.create(model=chat.models.list().data[0].id, messages=list(messages), **more)
+        answer = chat.chat.completions.create(model=ask_model(base_url), messages=list(messages), **more)
         return list(answer) if more.get("stream") else answer
+
+
+def ask_model(base_url: str) -> str:
+    """What the engine calls its model."""
+    with client(base_url) as chat:
+        return chat.models.list().data[0].id
 
 
 def taken(engine: tuple[EngineProcess, str], name: str) -> list[ServedCall]:
@@ -230,6 +239,29 @@ def test_a_plain_client_samples_as_it_likes_and_no_request_is_answered_with_a_tr
         for where in (f"{base}/chat/completions", f"{rollout(engine, 'odd')}/chat/completions"):
             answer = httpx.post(where, content=body, headers=bearer)
             assert 400 <= answer.status_code < 500 and "Traceback" not in answer.text, (body, answer.text)
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_an_environment_of_verifiers_converses_as_it_is_and_every_token_is_kept(engine, num_turns: int) -> None:
+    pytest.importorskip("verifiers", reason="the package verifiers is not installed (extra `agents`)")
+    agent = VerifiersAgent("environment-of-tests", {"num_turns": num_turns})
+    rows = {"the environment's own": {"example_id": 1}, "ours": {}}
+    for name, metadata in rows.items():
+        told = {"question": "Who is there?", "answer": "me"}
+        url = rollout(engine, name)
+        task = AgentTask(base_url=url, api_key=TOKEN, model=ask_model(url), metadata=metadata, **told)
+        score = asyncio.run(agent.run(task))
+        calls = taken(engine, name)
+        assert [call.parent for call in calls] == [None, *range(num_turns - 1)]
+        whole = make_tokenizer().decode(calls[-1].prompt_token_ids)
+        question, answer = ("And where?", "here") if metadata else told.values()
+        assert whole.startswith(f"<system>Be brief.<|im_end|><user>{question}<|im_end|><assistant>")
+        assert whole.count(f"<user>Again: {answer}<|im_end|>") == num_turns - 1
+        said = [make_tokenizer().decode(call.completion.token_ids, skip_special_tokens=True) for call in calls]
+        assert score.reward == sum(map(len, said)) and score.correct
+        for earlier, later in itertools.pairwise(calls):
+            before = (*earlier.prompt_token_ids, *earlier.completion.token_ids)
+            assert later.prompt_token_ids[: len(before)] == before
 
 
 def test_an_engine_that_sleeps_or_is_refitted_says_when_to_ask_again_and_answers_tell_their_weights(
