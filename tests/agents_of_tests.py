@@ -11,10 +11,7 @@ from nemo_offload_rl.environments.interfaces import Score
 
 
 class Doubling:
-    """Scores without a word; it makes itself."""
-
-    def make(self) -> Doubling:
-        return self
+    """Scores without a word."""
 
     def run(self, task: AgentTask) -> float:
         return 2.0 * float(task.question)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from nemo_offload_rl.data.config import EnvConfig
 from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.custom import custom_environment
 from nemo_offload_rl.environments.interfaces import Environment
@@ -18,21 +19,29 @@ from nemo_offload_rl.targets import UserCode
 type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
 """What each environment of a user's consists of, by name."""
 
+SCORING_TIMEOUT_S = 5.0
+AGENT_TIMEOUT_S = 600.0
 _BUILT_IN = ("arithmetic", "math")
 
 
-def load_code(settings: Mapping[str, EnvConfig]) -> dict[str, Sequence[UserCode]]:
+def load_code(settings: Mapping[str, EnvConfig], *, has_endpoint: bool = False) -> dict[str, Sequence[UserCode]]:
     """Import what `env.*.target` names.
+
+    Args:
+        settings: The keys `env.*`.
+        has_endpoint: Whether the engines serve what agents talk to.
 
     Raises:
         UserCodeError: An import failed.
-        ConfigError: An environment is neither built in nor a user's.
+        ConfigError: An environment is neither built in nor a user's, or is an agent that would have nobody to talk to.
     """
     code: dict[str, Sequence[UserCode]] = {}
     for name, section in settings.items():
         if section.target is not None:
             targets = (section.target,) if isinstance(section.target, str) else section.target
             code[name] = [UserCode.named(f"env.{name}.target", target, section.kwargs) for target in targets]
+            if is_agent(code[name]):
+                _check_agent(name, section, has_endpoint=has_endpoint)
         elif name not in _BUILT_IN:
             raise ConfigError(
                 f"env.{name} is not an environment of this package ({', '.join(_BUILT_IN)}); set env.{name}.target to "
@@ -44,7 +53,7 @@ def load_code(settings: Mapping[str, EnvConfig]) -> dict[str, Sequence[UserCode]
 @contextmanager
 def open_environments(
     settings: Mapping[str, EnvConfig], code: CodeOfEnvironments, prompts: Splits[Prompt]
-) -> Iterator[dict[str, Environment]]:
+) -> Iterator[dict[str, Environment | AgentEnvironment]]:
     """The environments by name, for the `with` block.
 
     Args:
@@ -55,9 +64,16 @@ def open_environments(
     Raises:
         UserCodeError: A user's environment cannot be made, or asks for what it does not get.
     """
-    environments: dict[str, Environment] = {}
+    environments: dict[str, Environment | AgentEnvironment] = {}
     try:
         for name, section in settings.items():
+            if name in code and is_agent(code[name]):
+                (part,), timeout_s = code[name], section.timeout_s or AGENT_TIMEOUT_S
+                environments[name] = AgentEnvironment(
+                    part, num_workers=section.num_workers, timeout_s=timeout_s, name=f"env.{name}"
+                )
+                continue
+            timeout_s = section.timeout_s or SCORING_TIMEOUT_S
             if name in code:
                 environment = custom_environment(
                     name,
@@ -65,13 +81,13 @@ def open_environments(
                     weights=section.weights,
                     columns=_columns(name, prompts),
                     num_workers=section.num_workers,
-                    timeout_s=section.timeout_s,
+                    timeout_s=timeout_s,
                 )
             elif name == "arithmetic":
                 environment = ArithmeticEnvironment()
             else:
                 environment = MathEnvironment(
-                    num_workers=section.num_workers, timeout_s=section.timeout_s, verifier=section.math_verify_impl
+                    num_workers=section.num_workers, timeout_s=timeout_s, verifier=section.math_verify_impl
                 )
             message = section.retry_message
             environments[name] = environment if message is None else RetryEnvironment(environment, message)
@@ -79,6 +95,20 @@ def open_environments(
     finally:
         for environment in environments.values():
             environment.close()
+
+
+def _check_agent(name: str, section: EnvConfig, *, has_endpoint: bool) -> None:
+    key = f"env.{name}"
+    if not has_endpoint:
+        raise ConfigError(
+            f"{key}.target is an agent (it has a method run), and the engines serve nothing that it could talk to; set "
+            "policy.generation.vllm_cfg.expose_http_server and async_engine to true"
+        )
+    given = "retry_message" if section.retry_message is not None else "weights" if section.weights is not None else None
+    if given is not None:
+        raise ConfigError(
+            f"{key}.{given} is set, but {key}.target is an agent, which has no use for it; set it to null"
+        )
 
 
 def _columns(name: str, prompts: Splits[Prompt]) -> set[str]:

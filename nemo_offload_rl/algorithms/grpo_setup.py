@@ -44,7 +44,7 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
-    code = load_code(config.env)
+    code = load_code(config.env, has_endpoint=config.engine.endpoint is not None)
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)

@@ -271,7 +271,8 @@ class EnvConfig:
         str | tuple[str, ...] | None,
         doc(
             "Code of your own (docs/guides/your-own-reward.md): `package.module.Name` or `path/to/file.py:name` of a "
-            "reward function, a list of such functions, or an environment class. null or absent: NAME is built in."
+            "reward function, a list of such functions, or the class of an environment or of an agent "
+            "(docs/guides/agents.md). null or absent: NAME is built in."
         ),
     ] = None
     weights: Annotated[
@@ -282,12 +283,13 @@ class EnvConfig:
         dict[str, Any] | None, doc("Further arguments of the function, or those of the class; null or absent: none.")
     ] = None
     timeout_s: Annotated[
-        float,
+        float | None,
         doc(
-            "Seconds in which a worker process scores a response; one that takes longer has reward 0. Left out: 5.",
+            "Seconds in which a worker process scores a response, or an agent does a whole rollout; one that takes "
+            "longer has reward 0. null or left out: 5, of agents 600.",
             gt=0,
         ),
-    ] = 5.0
+    ] = None
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"],
         doc(

@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
 from nemo_offload_rl.environments.interfaces import Score
+from nemo_offload_rl.targets import UserCode
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,9 @@ class AgentTask:
     metadata: Mapping[str, Any]
 
 
-class MakesAgent(Protocol):
-    """What makes the agent in each process that needs it."""
-
-    def make(self) -> Any:
-        """An object with a method `run`."""
-        ...
+def is_agent(parts: Sequence[UserCode]) -> bool:
+    """Whether a user's code is an agent: one class or object with a method `run`, and none called `step`."""
+    return len(parts) == 1 and hasattr(parts[0].value, "run") and not hasattr(parts[0].value, "step")
 
 
 @dataclass
@@ -62,7 +60,7 @@ class AgentRuns:
         timeout_s: Seconds for one rollout.
     """
 
-    part: MakesAgent
+    part: UserCode
     timeout_s: float
     _made: Any = None
 
@@ -113,9 +111,16 @@ class AgentEnvironment:
         num_workers: Processes; 0 runs all rollouts in this one.
         timeout_s: Seconds for one rollout.
         name: For messages: `env.NAME`.
+
+    Raises:
+        UserCodeError: The agent cannot be made, or its `run` does not take a task.
     """
 
-    def __init__(self, part: MakesAgent, *, num_workers: int, timeout_s: float, name: str) -> None:
+    def __init__(self, part: UserCode, *, num_workers: int, timeout_s: float, name: str) -> None:
+        is_class = inspect.isclass(part.value)
+        if is_class:
+            part.check_positional(())
+        UserCode(f"{part.label}.run", part.value.run).check_positional(("self", "task") if is_class else ("task",))
         self._runs = AgentRuns(part, timeout_s)
         self._name = name
         self._num_workers = num_workers
@@ -123,6 +128,11 @@ class AgentEnvironment:
         if num_workers:
             limit_s = timeout_s + _SLACK_S
             self._pool = GradingPool(self._runs, num_workers=num_workers, timeout_s=limit_s, warm_up=([],))
+            try:
+                self._pool.wait_until_ready()
+            except BaseException:
+                self._pool.close()
+                raise
         else:
             self._runs([])
 

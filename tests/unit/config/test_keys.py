@@ -152,5 +152,5 @@ def test_sections_are_frozen_and_have_no_default_but_what_a_key_that_is_left_out
         assert not any(f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(kind)), kind
     assert {name for name, value in defaults.items() if value is not None} == {
         "tool_key", "split_validation_size", "seed", "output_key", "extract_answer", "repeat", "math_verify_impl",
-        "timeout_s",
+        "expose_http_server", "http_server_host", "http_server_port",
     }  # fmt: skip

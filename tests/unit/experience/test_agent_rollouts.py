@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from agents_of_tests import Doubling
 
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, UserCodeError
 from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall
+from nemo_offload_rl.targets import UserCode
 
 SAMPLING = SamplingSettings(max_new_tokens=4, seed=100)
 
@@ -46,20 +46,19 @@ class Talking:
 
 
 class Made:
-    """Stands for a user's code."""
+    """Stands for a user's object."""
 
     def __init__(self, run: Callable[[AgentTask], Any]) -> None:
         self.run = run
-
-    def make(self) -> Made:
-        return self
 
 
 def rolled(
     talking: Talking, prompts: Sequence[Prompt], group_size: int = 1, **runs: Callable[[AgentTask], Any]
 ) -> RolloutBatch:
     agents = {
-        name: AgentEnvironment(Made(run), num_workers=0, timeout_s=0.5, name=f"env.{name}")
+        name: AgentEnvironment(
+            UserCode(f"env.{name}.target", Made(run)), num_workers=0, timeout_s=0.5, name=f"env.{name}"
+        )
         for name, run in runs.items()
     }
     return agent_rollouts(
@@ -181,7 +180,9 @@ def test_calls_that_are_left_out_are_told_of(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.processes
 def test_agents_in_processes_of_their_own_are_shared_out_and_keep_their_order() -> None:
-    environment = AgentEnvironment(Doubling(), num_workers=2, timeout_s=30, name="env.x")
+    environment = AgentEnvironment(
+        UserCode.named("env.x.target", "agents_of_tests.Doubling"), num_workers=2, timeout_s=30, name="env.x"
+    )
     try:
         tasks = [
             AgentTask(base_url="", api_key="", model="", question=str(number), answer="", metadata={})
@@ -191,3 +192,15 @@ def test_agents_in_processes_of_their_own_are_shared_out_and_keep_their_order() 
         assert environment.run(tasks[:1]) == [Score(0.0, False)]
     finally:
         environment.close()
+
+
+class TakesNothing:
+    """An agent that forgot its task."""
+
+    def run(self) -> float:
+        return 1.0
+
+
+def test_an_agent_whose_run_takes_no_task_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(UserCodeError, match=r"cannot be called as run\(self, task\)"):
+        AgentEnvironment(UserCode("env.x.target", TakesNothing), num_workers=8, timeout_s=1, name="env.x")
