@@ -19,12 +19,20 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
-from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
 from nemo_offload_rl.policy.backends.base import WeightSpec
+from nemo_offload_rl.utils.listening import Listening
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
+
+TOKEN = "a-token-of-these-tests"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
@@ -47,6 +55,17 @@ def engine_settings(folder: Path, **changes: Any) -> VllmSettings:
         "vllm_kwargs": {},
     }
     return VllmSettings(**(settings | changes))
+
+
+def endpoint_settings(folder: Path, **changes: Any) -> EndpointSettings:
+    """On any free port of this machine, for who bears `TOKEN`, with turns that `TEMPLATE` tells apart."""
+    settings: dict[str, Any] = {
+        "listening": Listening("127.0.0.1", 0, TOKEN),
+        "tokenizer": TokenizerConfig(name=str(folder), chat_template=TEMPLATE, chat_template_kwargs=None),
+        "add_bos": True,
+        "serving_chat_kwargs": {},
+    }
+    return EndpointSettings(**(settings | changes))
 
 
 class EngineProcess:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 import torch
 from echo_workers import cpu_cluster
-from engine_process import engine_process, engine_settings, send_weights
+from engine_process import TOKEN, endpoint_settings, engine_process, engine_settings, send_weights
 from model_families import checkpoint_tensors, make_family, save_family_folder
 from ray_workers import RefitPolicy
 
@@ -46,7 +47,10 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     cluster: VirtualCluster, tmp_path: Path
 ) -> None:
     save_family_folder(tmp_path, "qwen3")
-    engine = RayGenerationEngine(cluster, engine_settings(tmp_path, async_engine=True, tensor_parallel_size=2))
+    settings = engine_settings(
+        tmp_path, async_engine=True, tensor_parallel_size=2, endpoint=endpoint_settings(tmp_path)
+    )
+    engine = RayGenerationEngine(cluster, settings)
     policy = RefitPolicy("qwen3")
 
     async def ask_all() -> list[list[int]]:
@@ -62,6 +66,14 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
             assert answer == logits.argmax(-1).tolist()
+    # What agents are answered is what the same engine answers otherwise.
+    urls = engine.open_rollouts([GREEDY, GREEDY])
+    for word, url in zip("ab", urls, strict=True):
+        with openai.OpenAI(base_url=url, api_key=TOKEN) as agent:
+            agent.chat.completions.create(model="", messages=[{"role": "user", "content": word}])
+    for (call,) in engine.take_rollouts(urls):
+        assert call.weight_version == 2
+        assert engine.generate([call.prompt_token_ids], GREEDY) == [[call.completion]]
     with pytest.raises(DataError, match="is empty"):
         asyncio.run(engine.generate_async([], GREEDY))
 

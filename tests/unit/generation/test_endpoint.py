@@ -11,26 +11,29 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engine_process import EngineProcess, engine_process, engine_settings, send_weights
+from engine_process import (
+    TEMPLATE,
+    TOKEN,
+    EngineProcess,
+    endpoint_settings,
+    engine_process,
+    engine_settings,
+    send_weights,
+)
 from model_families import checkpoint_tensors, save_family_folder
 from tiny_models import make_tokenizer
 
-from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.environments.agents import AgentTask
 from nemo_offload_rl.environments.verifiers_agent import VerifiersAgent
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, call_seed
-from nemo_offload_rl.generation.settings import EndpointSettings
 from nemo_offload_rl.utils.listening import Listening
 
-TOKEN = "a-token-of-this-test"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 # Sharp enough that some responses end by themselves; filtered, which logprobs are not.
 SAMPLING = SamplingSettings(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=11)
+TOOLS = {"enable_auto_tools": True, "tool_parser": "hermes"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who is there?"}]
 
 
@@ -46,14 +49,10 @@ def started(model: tuple[Path, Any]) -> Iterator[tuple[EngineProcess, str]]:
     """An engine that has had no refit yet, and where its server is."""
     folder, _ = model
     with engine_process() as process:
-        process.start(engine_settings(folder, async_engine=True, endpoint=of_folder(folder)))
+        process.start(
+            engine_settings(folder, async_engine=True, endpoint=endpoint_settings(folder, serving_chat_kwargs=TOOLS))
+        )
         yield process, process.call("endpoint_url")
-
-
-def of_folder(folder: Path, **changes: Any) -> EndpointSettings:
-    tokenizer = TokenizerConfig(name=str(folder), chat_template=TEMPLATE, chat_template_kwargs=None)
-    settings = {"listening": Listening("127.0.0.1", 0, TOKEN), "serving_chat_kwargs": {}, "add_bos": True}
-    return EndpointSettings(tokenizer=tokenizer, **(settings | changes))
 
 
 @pytest.fixture
@@ -174,6 +173,18 @@ def test_a_question_that_is_repeated_is_answered_anew_and_the_limits_of_a_client
     answers = [tuple(call.completion.token_ids) for call in calls]
     assert len(set(answers[:3])) == 3 and {len(answer) for answer in answers[:3]} == {5}
     assert len(answers[3]) <= 12
+
+
+def test_a_conversation_with_tools_goes_on_while_the_tools_are_the_same(engine) -> None:
+    url, messages = rollout(engine, "tools"), list(HELLO)
+    for tools in ([ADD], [ADD], []):
+        answer = ask(url, messages, **({"tools": tools} if tools else {})).choices[0].message
+        assert not answer.tool_calls
+        messages += [
+            {"role": "assistant", "content": answer.content},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ]
+    assert [call.parent for call in taken(engine, "tools")] == [None, 0, None]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +327,6 @@ def test_what_is_being_answered_when_the_engine_goes_to_sleep_is_aborted(engine,
 
 def test_a_port_that_is_taken_is_refused_by_name(engine, model) -> None:
     port = int(engine[1].rpartition(":")[2])
-    settings = of_folder(model[0], listening=Listening("127.0.0.1", port, TOKEN))
+    settings = endpoint_settings(model[0], listening=Listening("127.0.0.1", port, TOKEN))
     with engine_process() as another, pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port} "):
         another.start(engine_settings(model[0], async_engine=True, endpoint=settings))
