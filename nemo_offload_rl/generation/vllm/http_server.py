@@ -49,6 +49,9 @@ class _BadRequest(Exception):
 
 async def _asked(raw_request: Request) -> ChatRequest:
     """The body as a request. vLLM's own checks take it for granted that it is an object."""
+    kind = raw_request.headers.get("Content-Type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":  # pages of a browser may send others unasked
+        raise _BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
     try:
         body = await raw_request.json()
         if not isinstance(body, dict):
@@ -80,6 +83,7 @@ class HttpServer:
         self._uses_seeds = settings.per_request_seeds
         self._version = 0
         self._is_open = False
+        self._num_closings = 0
         self._works: set[asyncio.Task[Any]] = set()
         self._rollouts: dict[str, ServedRollout] = {}
         kwargs = endpoint.tokenizer.chat_template_kwargs
@@ -147,6 +151,7 @@ class HttpServer:
     async def close_gate(self) -> None:
         """Refuse from now on; what is being answered is aborted, and has left the engine on return."""
         self._is_open = False
+        self._num_closings += 1
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
@@ -217,13 +222,14 @@ class HttpServer:
             if (problem := request_problem(request, rollout.sampling)) is not None:
                 return self._error(400, problem)
             request._call = Call(rollout, request, uses_seeds=self._uses_seeds)
+        num_closings = self._num_closings
         version, headers = self._version, {WEIGHT_VERSION_HEADER: str(self._version)}
         work = asyncio.create_task(self._chat.create_chat_completion(request, raw_request))
         self._works.add(work)
         try:
             answer = await work
         except asyncio.CancelledError:
-            if self._is_open:  # the client has gone
+            if num_closings == self._num_closings:  # the client has gone
                 raise
             return self._asleep()
         except UserError as error:
@@ -233,7 +239,7 @@ class HttpServer:
         finally:
             work.cancel()
             self._works.discard(work)
-        if not self._is_open:  # closed, and vLLM has made an answer of its own of the abort
+        if num_closings != self._num_closings:  # closed, and vLLM has made an answer of its own of the abort
             return self._asleep()
         if isinstance(answer, ErrorResponse):
             return JSONResponse(answer.model_dump(), status_code=answer.error.code, headers=headers)

@@ -248,8 +248,10 @@ def test_a_plain_client_samples_as_it_likes_and_no_request_is_answered_with_a_tr
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     for body in (b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b'{"messages": [{"content": "x"}]}'):
         for where in (f"{base}/chat/completions", f"{rollout(engine, 'odd')}/chat/completions"):
-            answer = httpx.post(where, content=body, headers=bearer)
+            answer = httpx.post(where, content=body, headers={**bearer, "Content-Type": "application/json"})
             assert 400 <= answer.status_code < 500 and "Traceback" not in answer.text, (body, answer.text)
+        text = httpx.post(where, content=b'{"messages": []}', headers={**bearer, "Content-Type": "text/plain"})
+        assert text.status_code == 400 and "send JSON" in text.text
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
