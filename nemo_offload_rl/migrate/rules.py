@@ -137,6 +137,10 @@ SAME: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg",
         "async_engine kv_cache_dtype tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager",
     ),
+    **_same("policy.generation.vllm_cfg", "http_server_serving_chat_kwargs"),
+    **_same(
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs", "enable_auto_tools tool_parser reasoning_parser"
+    ),
     **_same("policy.generation.colocated", "enabled"),
     **_same("data", "add_eos shuffle"),
     **_same("logger", "log_dir num_val_samples_to_print tensorboard_enabled wandb_enabled mlflow_enabled"),
@@ -157,6 +161,9 @@ RENAMED: Mapping[str, Rule] = {
         "policy.refit_buffer_size_gib", "GiB of each of the two buffers, not of both together", lambda size: size / 2
     ),
     "policy.generation.vllm_cfg.enable_prefix_caching": Renamed("policy.generation.vllm_kwargs.enable_prefix_caching"),
+    "policy.generation.vllm_cfg.expose_http_server": Renamed(
+        "policy.generation.vllm_cfg.expose_http_server", "on 127.0.0.1, theirs on every address"
+    ),
 }
 
 _OTHER_ENGINE = "settings of an engine that is not in use"
