@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -57,6 +58,10 @@ async def _asked(raw_request: Request) -> ChatRequest:
         if not isinstance(body, dict):
             raise ValueError("an object is needed")
         return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _BadRequest(f"the body is no request for a chat completion: {error}") from error
 

@@ -202,7 +202,7 @@ def test_a_conversation_with_tools_goes_on_while_the_tools_are_the_same(engine) 
             {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}},
             "add_generation_prompt=False",
         ),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice=required cannot be asked for"),
         ({"model": "another"}, "`another` does not exist"),
     ],
 )
