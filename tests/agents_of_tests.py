@@ -30,10 +30,11 @@ class TwoTurns:
 
     async def run(self, task: AgentTask) -> Score:
         async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
-            messages = [{"role": "user", "content": task.question}]
+            messages, num_tokens = [{"role": "user", "content": task.question}], 0
             for told in (self.hint, None):
                 answer = await policy.chat.completions.create(model=task.model, messages=messages)
                 text = answer.choices[0].message.content
+                num_tokens += answer.usage.completion_tokens
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": told}]
         right = text.strip() == task.answer
-        return Score(reward=float(right) + 1 / (1 + len(text)), correct=right)
+        return Score(reward=float(right) + 1 / num_tokens, correct=right)

@@ -22,6 +22,7 @@ from nemo_offload_rl.targets import UserCode
 
 logger = logging.getLogger(__name__)
 
+_CHATTY = ("httpx", "httpx2")  # HTTP clients that write a line for every call
 _SLACK_S = 10.0  # that a worker has beyond the limit of its rollouts
 
 
@@ -67,6 +68,8 @@ class AgentRuns:
     def __call__(self, tasks: Sequence[AgentTask]) -> list[Score | TimedOut | Failed]:
         """The outcome of each; there may be none, so that the agent is only made."""
         if self._made is None:
+            for name in _CHATTY:
+                logging.getLogger(name).setLevel(logging.WARNING)
             self._made = self.part.make()
         if not tasks:
             return []
