@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +20,12 @@ from engine_process import engine_here
 
 from nemo_offload_rl.algorithms import grpo_setup
 from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers
-from nemo_offload_rl.config.convert import GrpoConfig
+from nemo_offload_rl.config.convert import RolloutConfig
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_policy
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.policy.settings import TeacherSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from run_grpo import main
@@ -44,13 +45,15 @@ class LocalEngine(RayGenerationEngine):
 
 
 @contextmanager
-def local_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
+def local_workers(
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+) -> Iterator[GrpoWorkers]:
     """In place of `grpo_workers`."""
     os.environ.update(vllm_env("cpu"))
     torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
     torch.set_num_threads(1)
     engine = LocalEngine(config.engine)
-    policy = start_local_policy(config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
+    policy = start_local_policy(config.worker, keep_reference, teacher=teacher)
     try:
         yield GrpoWorkers(policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster))
     finally:
@@ -58,8 +61,8 @@ def local_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
         engine.shutdown()
 
 
-def run_in_this_process() -> NoReturn:
-    """What the launch script does, without other processes."""
+def run_in_this_process(main: Callable[[], None] = main) -> NoReturn:
+    """What a launch script does, without other processes."""
     grpo_setup.grpo_workers = local_workers
     run_main(main)
 

@@ -32,7 +32,7 @@ from nemo_offload_rl.policy.backends.flat_range import FlatRange
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.config import BatchingConfig, OptimizerConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import local_tensor
 from nemo_offload_rl.schema import from_mapping
@@ -308,11 +308,15 @@ def full(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def worker_of(
-    settings: PolicySettings, process: ProcessInfo, *, keep_reference: bool = False
+    settings: PolicySettings,
+    process: ProcessInfo,
+    *,
+    keep_reference: bool = False,
+    teacher: TeacherSettings | None = None,
 ) -> Iterator[PolicyWorker]:
     """A worker that ends with the body; a Megatron one on CPU through the shim."""
     with megatron_on_cpu() if settings.megatron_cfg is not None and process.device == "cpu" else nullcontext():
-        worker = PolicyWorker(settings, process, keep_reference)
+        worker = PolicyWorker(settings, process, keep_reference, teacher)
         try:
             yield worker
         finally:
@@ -383,7 +387,7 @@ def grad_norm(worker: PolicyWorker) -> float:
     if is_megatron(worker):
         backend._optimizer.prepare_grads()
         return float(backend._optimizer.get_grad_norm())
-    return float(global_grad_norm(backend._trainable(), backend._tp_rank, backend.device))
+    return float(global_grad_norm(backend._trainable(), backend._built.tp_rank, backend.device))
 
 
 @torch.no_grad()
@@ -425,14 +429,14 @@ def forward_hook_on_layer(worker: PolicyWorker, layer: int, hook: Callable[..., 
     """Have `hook` run after the MLP of a layer; the handle removes it."""
     if is_megatron(worker):
         return worker._backend._chunks[0].module.decoder.layers[layer].mlp.register_forward_hook(hook)
-    return worker._backend._model.causal_lm.model.layers[layer].mlp.register_forward_hook(hook)
+    return worker._backend._built.module.causal_lm.model.layers[layer].mlp.register_forward_hook(hook)
 
 
 def output_layer(worker: PolicyWorker) -> torch.nn.Module:
     """What turns hidden states into logits."""
     if is_megatron(worker):
         return worker._backend._chunks[0].module.output_layer
-    return worker._backend._model.causal_lm.lm_head
+    return worker._backend._built.module.causal_lm.lm_head
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

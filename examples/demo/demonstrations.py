@@ -71,7 +71,7 @@ def pairs(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         yield {"prompt": row.question, "chosen": careful, "rejected": worse}
 
 
-def write_files(folder: Path, seed: int) -> None:
+def write_files(folder: Path, seed: int, forgetful_share: float = FORGETFUL_SHARE) -> None:
     """Write the four files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = problems(seed)
@@ -79,7 +79,7 @@ def write_files(folder: Path, seed: int) -> None:
         ("train", rows.train, NUM_TRAIN_ROWS),
         ("validation", rows.validation, NUM_HELD_OUT),
     ):
-        drawn = islice(demonstrate(source, forgetful_share=FORGETFUL_SHARE, seed=seed), num_rows)
+        drawn = islice(demonstrate(source, forgetful_share=forgetful_share, seed=seed), num_rows)
         _write(folder / f"sft_{name}.jsonl", (_conversation(row) for row in drawn))
         _write(folder / f"pairs_{name}.jsonl", pairs(source))
 

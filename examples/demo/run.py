@@ -82,17 +82,26 @@ def main() -> None:
 
 def warm_up(run_dir: Path, seed: int, console: Any) -> None:
     """Supervised fine-tuning of `run_dir`/random into `run_dir`/warmed_up, in this process."""
+    from demonstrations import FORGETFUL_SHARE
+
+    imitate(run_dir, seed, console, start="random", name="warm_up", forgetful_share=FORGETFUL_SHARE)
+    (trained,) = (run_dir / "warm_up" / "checkpoints").glob("step_*/hf")
+    trained.rename(run_dir / "warmed_up")
+
+
+def imitate(run_dir: Path, seed: int, console: Any, *, start: str, name: str, forgetful_share: float) -> None:
+    """Supervised fine-tuning of `run_dir`/`start` on demonstrations; everything of it is in `run_dir`/`name`."""
     from demonstrations import write_files
     from rich.console import Console
 
     from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_sft
     from nemo_offload_rl.config import load_sft_config
 
-    folder = run_dir / "warm_up"
-    write_files(folder / "data", seed)
+    folder = run_dir / name
+    write_files(folder / "data", seed, forgetful_share)
     overrides = [
         f"sft.seed={seed}",
-        f"policy.model_name={run_dir / 'random'}",
+        f"policy.model_name={run_dir / start}",
         f"data.train.path={folder / 'data' / 'sft_train.jsonl'}",
         f"data.validation.path={folder / 'data' / 'sft_validation.jsonl'}",
         f"logger.log_dir={folder}",
@@ -105,8 +114,6 @@ def warm_up(run_dir: Path, seed: int, console: Any) -> None:
     console.print(
         f"     held-out loss per token {losses[0]:.3f} before, {losses[-1]:.3f} after {len(records) - 1} steps"
     )
-    (trained,) = (folder / "checkpoints").glob("step_*/hf")
-    trained.rename(run_dir / "warmed_up")
 
 
 def summary_table(log_dir: Path, warmed_up_s: float, whole_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""The YAML keys `grpo.*`, `loss_fn.*`, `sft.*` and `dpo.*`."""
+"""The YAML keys `grpo.*`, `distillation.*`, `loss_fn.*`, `sft.*` and `dpo.*`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,11 @@ class RolloutSectionConfig:
         ),
     ]
     seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
+
+    @property
+    def prompts_per_generation_batch(self) -> int:
+        """Prompts that are drawn and answered at once."""
+        return self.num_prompts_per_step
 
 
 @section
@@ -303,5 +308,40 @@ class DpoSectionConfig(SupervisedSectionConfig):
         doc(
             "Compute the reference's logprobs of all data once, before the first step, from the policy itself, and "
             "save them beside the checkpoints; no copy of the reference is kept. false computes them in each step."
+        ),
+    ]
+
+
+@section
+class DistillationSectionConfig(RolloutSectionConfig):
+    """`distillation`: the loop of on-policy distillation (arXiv 2306.13649)."""
+
+    topk_logits_k: Annotated[
+        int | None,
+        doc(
+            "Tokens of the teacher's distribution that the student is compared with, the likeliest: 8 bytes each for "
+            "every sampled token. null compares whole distributions: the teacher's last hidden states travel instead, "
+            "and its output layer is on the device in training.",
+            ge=1,
+        ),
+    ]
+
+
+@section
+class DistillationLossConfig:
+    """`loss_fn`: the divergence between student and teacher, a mean over the sampled tokens."""
+
+    kl_type: Annotated[
+        Literal["forward", "reverse", "mixed"],
+        doc("forward is KL(teacher || student), reverse KL(student || teacher), mixed a weighted sum of both."),
+    ]
+    mixed_kl_weight: Annotated[
+        float, doc("Weight of the forward KL in `mixed`; the reverse KL has the rest.", ge=0, le=1)
+    ]
+    zero_outside_topk: Annotated[
+        bool,
+        doc(
+            "The teacher's probability is taken to be 0 (its logprob -100) outside of its top-k, and the student keeps "
+            "its own over the whole vocabulary; false renormalizes both over the top-k."
         ),
     ]

@@ -1,4 +1,4 @@
-"""Builds what a GRPO run is made of, runs it, and takes it down again.
+"""Builds what a run with rollouts is made of, such as one of GRPO, runs it, and takes it down again.
 
 Everything that can be wrong in the user's input is found before Ray starts; `grpo_workers.py` starts the processes.
 """
@@ -6,9 +6,9 @@ Everything that can be wrong in the user's input is found before Ray starts; `gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
@@ -16,8 +16,8 @@ from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environ
 from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
-from nemo_offload_rl.algorithms.rollout_trainer import EndpointParts, RolloutParts
-from nemo_offload_rl.config.convert import GrpoConfig
+from nemo_offload_rl.algorithms.rollout_trainer import EndpointParts, RolloutParts, RolloutTrainer
+from nemo_offload_rl.config.convert import GrpoConfig, RolloutConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits
@@ -26,6 +26,7 @@ from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.policy.settings import TeacherSettings
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
 from nemo_offload_rl.utils.logger import RunLogger
@@ -44,29 +45,55 @@ def run_grpo(config: GrpoConfig) -> None:
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
+
+    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
+        return GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
+
+    run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0)
+
+
+def run_with_rollouts(
+    config: RolloutConfig,
+    make_trainer: Callable[[RolloutParts, RunLogger, RunProgress], RolloutTrainer[Any]],
+    *,
+    keep_reference: bool = False,
+    teacher: TeacherSettings | None = None,
+) -> None:
+    """Build what a run with rollouts is made of, run it, and take it down.
+
+    Args:
+        config: Of the run, checked.
+        make_trainer: From what was built to the loop.
+        keep_reference: The loss reads logprobs of the initial policy.
+        teacher: The loss reads distributions of this model.
+
+    Raises:
+        UserError: Something that the user can fix; a worker that died is one too.
+    """
     code = load_code(config.env, has_endpoint=config.engine.endpoint is not None)
     check_model(config.worker)
+    name, section = config.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer)
     prompts = load_prompts(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)
     _check_metric(config, prompts)
     loader = ShuffledLoader(
         prompts.train,
-        batch_size=config.grpo.prompts_per_generation_batch,
+        batch_size=section.prompts_per_generation_batch,
         shuffle=config.data.shuffle,
-        seed=config.grpo.seed,
+        seed=section.seed,
         parts=prompts.parts,
-        num_epochs=config.grpo.max_num_epochs,
+        num_epochs=section.max_num_epochs,
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
-    resume_from, num_steps = resume_point(checkpoints, loader, config.grpo.max_num_steps, "grpo")
+    resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, prompts))
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
-        workers = stack.enter_context(grpo_workers(config))
+        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
@@ -88,11 +115,10 @@ def run_grpo(config: GrpoConfig) -> None:
             speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
             endpoint=_endpoint(config, workers),
         )
-        trainer = GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
-        trainer.run(num_steps, resume_from)
+        make_trainer(parts, run_logger, progress).run(num_steps, resume_from)
 
 
-def _endpoint(config: GrpoConfig, workers: GrpoWorkers) -> EndpointParts | None:
+def _endpoint(config: RolloutConfig, workers: GrpoWorkers) -> EndpointParts | None:
     """What agents talk to."""
     endpoint = config.engine.endpoint
     if endpoint is None:
@@ -108,10 +134,10 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
-def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
+def _turns(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
     """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
     encode = TurnEncoder(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    max_turns, max_tokens = config.grpo.max_rollout_turns, config.engine.max_model_len
+    max_turns, max_tokens = config.algorithm[1].max_rollout_turns, config.engine.max_model_len
     messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
     if max_turns > 1 and any(section.target is not None for section in config.env.values()):
         messages.append("?")  # what an environment of the user's says is not known yet
@@ -130,16 +156,17 @@ def _turns(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
     return Turns(max_turns=max_turns, max_tokens=max_tokens, encode=encode)
 
 
-def _check_validation(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
-    validates = config.grpo.val_at_start or config.grpo.val_at_end or config.grpo.val_period > 0
+def _check_validation(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
+    name, section = config.algorithm
+    validates = section.val_at_start or section.val_at_end or section.val_period > 0
     if validates and not prompts.validation:
         raise ConfigError(
-            "validation is asked for (grpo.val_period, val_at_start or val_at_end), but the data keep no validation "
+            f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
             "rows; set data.validation or a split_validation_size, or switch validation off"
         )
 
 
-def _check_metric(config: GrpoConfig, prompts: Splits[Prompt]) -> None:
+def _check_metric(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
     by_prefix = {"train": prompts.train, "val": prompts.validation}
     names = {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()}
     checkpointing = config.checkpointing

@@ -1,4 +1,4 @@
-"""The processes of a GRPO run: policy workers and engines, on the same devices or each on their own.
+"""The processes of a run with rollouts: policy workers and engines, on the same devices or each on their own.
 
 The order where devices are shared: the engines start first, while the devices are empty (vLLM measures what it may
 take), and go to sleep; the policy is built into what is free and leaves the devices; the first refit wakes the engines.
@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_offload_rl.config.convert import GrpoConfig
+from nemo_offload_rl.config.convert import RolloutConfig
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
 from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.settings import TeacherSettings
 from nemo_offload_rl.utils.schema import ClusterConfig
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
 
@@ -101,8 +102,16 @@ class GrpoWorkers:
 
 
 @contextmanager
-def grpo_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
-    """The processes for the `with` block."""
+def grpo_workers(
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+) -> Iterator[GrpoWorkers]:
+    """The processes for the `with` block.
+
+    Args:
+        config: Of the run.
+        keep_reference: Each policy worker keeps the initial parameters.
+        teacher: A model that each policy worker has beside the policy.
+    """
     # Ray takes seconds to import: bad input has been refused before.
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
     from nemo_offload_rl.distributed.policy_group import start_policy
@@ -115,11 +124,11 @@ def grpo_workers(config: GrpoConfig) -> Iterator[GrpoWorkers]:
         if colocated and config.cluster.device_type == "cuda":
             engine.wait_until_ready()
             engine.finish_generation(discard_weights=True)
-        policy = start_policy(cluster, config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
+        policy = start_policy(cluster, config.worker, keep_reference, teacher)
         yield GrpoWorkers(policy, engine, config.policy.generation, cluster)
 
 
-def _engine_devices(config: GrpoConfig) -> ClusterConfig:
+def _engine_devices(config: RolloutConfig) -> ClusterConfig:
     """Those beside the policy's."""
     resources = config.policy.generation.colocated.resources
     per_node, num_nodes = resources.gpus_per_node, resources.num_nodes

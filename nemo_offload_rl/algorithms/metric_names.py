@@ -73,10 +73,26 @@ def grpo_names(
             "reward_mean/<data set>",
             "accuracy/<data set>",
         ),
-        "val": (
-            "accuracy", "reward", "mean_response_tokens", "truncation_rate", *_pass_at(val_group_size),
-            "accuracy/<data set>", "reward/<data set>",
+        "val": _of_validation(val_group_size),
+    }
+
+
+def distillation_names(*, group_size: int, val_group_size: int) -> Names:
+    """What a run of distillation measures; arguments as above."""
+    return {
+        "train": (
+            *(f"reward_{kind}" for kind in _SPREAD),
+            *_ROLLOUTS,
+            *_pass_at(group_size),
+            *_UPDATE,
+            "teacher_topk_mass", "token_mult_prob_error", "sampled_nll",
+            *_SIZES,
+            "generation_tokens_per_s",
+            "teacher_tokens_per_s",
+            "reward_mean/<data set>",
+            "accuracy/<data set>",
         ),
+        "val": _of_validation(val_group_size),
     }  # fmt: skip
 
 
@@ -139,6 +155,13 @@ def _nearest(prefix: str, name: str, names: Names) -> str | None:
 
 def _stands_for(known: str, name: str) -> bool:
     return re.fullmatch(re.escape(known).replace(re.escape("<data set>"), ".+"), name) is not None
+
+
+def _of_validation(group_size: int) -> tuple[str, ...]:
+    return (
+        "accuracy", "reward", "mean_response_tokens", "truncation_rate", *_pass_at(group_size),
+        "accuracy/<data set>", "reward/<data set>",
+    )  # fmt: skip
 
 
 def _pass_at(group_size: int) -> Iterable[str]:

@@ -87,19 +87,41 @@ def train_metrics(
         seconds: By phase, from the step's timer.
         speed: For `training_mfu`; None leaves it out.
     """
+    scored = {"logprob": "logprobs"} if "logprobs" in seconds else {}
+    return {
+        **spread("shaped_reward", rewards),
+        **spread("advantage", advantages),
+        **step_metrics(groups, result, seconds, speed, scored),
+    }
+
+
+def step_metrics(
+    groups: SampledGroups,
+    result: TrainResult,
+    seconds: Mapping[str, float],
+    speed: ModelSpeed | None,
+    passes: Mapping[str, str],
+) -> dict[str, float]:
+    """The same without what is about rewards in training, for every algorithm with rollouts.
+
+    Args:
+        groups: See `train_metrics`.
+        result: See `train_metrics`.
+        seconds: See `train_metrics`.
+        speed: See `train_metrics`.
+        passes: Rates of passes over the trained rollouts, to the phase whose seconds they take: NAME_tokens_per_s.
+    """
     num_sampled = float(groups.sampled.response_lengths().sum())
     lengths = [rollout.num_tokens for rollout in groups.trained.rollouts]
     num_trained = sum(lengths)
     mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
-    scored = {"logprob_tokens_per_s": num_trained / seconds["logprobs"]} if "logprobs" in seconds else {}
+    rates = {f"{name}_tokens_per_s": num_trained / seconds[phase] for name, phase in passes.items()}
     return {
         **rollout_metrics(groups.sampled),
-        **spread("shaped_reward", rewards),
-        **spread("advantage", advantages),
         **update_metrics(result),
         "num_tokens": float(num_trained),
         "generation_tokens_per_s": num_sampled / seconds["generation"],
-        **scored,
+        **rates,
         "training_tokens_per_s": num_trained / seconds["training"],
         **mfu,
     }

@@ -29,16 +29,25 @@ class RolloutEngine:
         engine: All engines.
         colocated: Whether they share devices; else the engine never sleeps.
         restart: See `Restart`.
+        bring: Has the policy enter the phase that it computes in first, once the engine sleeps.
         timer: Gets the phases `refit`, `generation/sleep`, `engine_restart`, and the one that a call names.
     """
 
     def __init__(
-        self, policy: Policy, engine: GenerationEngine, *, colocated: bool, restart: Restart, timer: PhaseTimer
+        self,
+        policy: Policy,
+        engine: GenerationEngine,
+        *,
+        colocated: bool,
+        restart: Restart,
+        timer: PhaseTimer,
+        bring: Callable[[], object],
     ) -> None:
         self._policy = policy
         self._engine = engine
         self._colocated = colocated
         self._restart = restart
+        self._bring = bring
         self._timer = timer
         self._is_awake = False
         self._handover: _Handover | None = None
@@ -66,7 +75,7 @@ class RolloutEngine:
         """Have the engine sleep, if it shares devices, and the policy come, in the background; once in a step."""
         if self._handover is None:
             self._is_awake = False
-            self._handover = _start_handover(self._policy, self._engine if self._colocated else None)
+            self._handover = _start_handover(self._bring, self._engine if self._colocated else None)
 
     def wait_for_sleep(self) -> None:
         """Return when the engine of a started handover sleeps; one that died is restarted first."""
@@ -76,10 +85,10 @@ class RolloutEngine:
                 self._handover.engine_asleep.result()
             except (WorkerDiedError, DeviceMemoryError) as error:
                 self._restart_engine(error)
-                self._handover = _start_handover(self._policy, None)
+                self._handover = _start_handover(self._bring, None)
 
     def wait_for_policy(self) -> None:
-        """Return when the policy may be asked for logprobs, which ends the handover."""
+        """Return when the policy has entered its first phase, which ends the handover."""
         handover, self._handover = self._handover, None
         assert handover is not None, "no handover was started"
         handover.policy_ready.result()
@@ -119,12 +128,12 @@ class _Handover:
     policy_ready: Future[None]
 
 
-def _start_handover(policy: Policy, engine: GenerationEngine | None) -> _Handover:
+def _start_handover(bring: Callable[[], object], engine: GenerationEngine | None) -> _Handover:
     """Start one; None for an engine that need not sleep."""
 
     def bring_policy() -> None:
         engine_asleep.result()  # the policy stays away from a device that the engine has not left
-        policy.prepare_for_lp_inference()
+        bring()
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
     engine_asleep = pool.submit(lambda: engine.finish_generation(discard_weights=True) if engine is not None else None)

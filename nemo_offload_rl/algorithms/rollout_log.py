@@ -8,29 +8,30 @@ from typing import Any
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
-from nemo_offload_rl.data.batch import PolicyGradientBatch
+from nemo_offload_rl.data.batch import PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch
 
 
 def rollout_records(
     groups: SampledGroups,
     rewards: Tensor,
-    advantages: Tensor,
-    batch: PolicyGradientBatch,
+    advantages: Tensor | None,
+    batch: TrainBatch,
     *,
-    has_prev: bool,
-    has_reference: bool,
+    has_prev: bool = False,
+    has_reference: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """One record for each sampled rollout; `docs/reference/metrics.md` has the fields.
 
     Args:
         groups: Of the step.
         rewards: [B] of the trained rollouts, after scaling and shaping.
-        advantages: [B] of the trained rollouts, the mean over the tokens of each.
+        advantages: [B] of the trained rollouts, the mean over the tokens of each; None where there are none.
         batch: The trained rollouts as the loss gets them.
         has_prev: Whether there was a logprob pass.
         has_reference: Whether there is a reference.
     """
+    of_gradient = batch if isinstance(batch, PolicyGradientBatch) else None
     row_of = {id(rollout): row for row, rollout in enumerate(groups.trained.rollouts)}
     for place, rollout in enumerate(groups.sampled.rollouts):
         row = row_of.get(id(rollout))
@@ -42,14 +43,16 @@ def rollout_records(
             **_about(rollout),
             "trained": in_loss,
             "shaped_reward": None if row is None else rewards[row].item(),
-            "advantage": None if row is None else advantages[row].item(),
+            "advantage": None if row is None or advantages is None else advantages[row].item(),
             "prompt_token_ids": list(rollout.prompt.token_ids),
             "token_ids": list(sequence.token_ids[num_prompt:]),
             "token_mask": list(sequence.token_mask[num_prompt:]),
             "generation_logprobs": list(sequence.generation_logprobs[num_prompt:]),
-            "prev_logprobs": batch.prev_logprobs[row, responses].tolist() if in_loss and has_prev else None,
-            "reference_logprobs": batch.reference_logprobs[row, responses].tolist()
-            if in_loss and has_reference
+            "prev_logprobs": of_gradient.prev_logprobs[row, responses].tolist()
+            if of_gradient is not None and in_loss and has_prev
+            else None,
+            "reference_logprobs": of_gradient.reference_logprobs[row, responses].tolist()
+            if of_gradient is not None and in_loss and has_reference
             else None,
         }
 

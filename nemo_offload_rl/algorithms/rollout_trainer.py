@@ -114,10 +114,15 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             colocated=generation.colocated.enabled,
             restart=lambda error: parts.memory.set_owners(parts.restart_engine(error)),
             timer=self._timer,
+            bring=self._bring_policy,
         )
         self._total_tokens = 0.0
         self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
         parts.memory.follow(self._timer.current)
+
+    def _bring_policy(self) -> object:
+        """Have the policy enter the phase of what `_train` computes first."""
+        return self._parts.policy.prepare_for_lp_inference()
 
     @abstractmethod
     def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.config.convert import DpoConfig, GrpoConfig, SftConfig
+    from nemo_offload_rl.config.convert import DistillationConfig, DpoConfig, GrpoConfig, SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,19 @@ def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoCon
     cfg = validate_keys(resolved, GrpoMasterConfig)
     check_rules(cfg, GRPO_RULES)
     return to_grpo_config(cfg, resolved)
+
+
+def load_distillation_config(path: str | Path, overrides: Sequence[str] = ()) -> DistillationConfig:
+    """Load, check and convert the configuration of on-policy distillation; arguments and errors as above."""
+    from nemo_offload_rl.config.convert import to_distillation_config
+    from nemo_offload_rl.config.rules import DISTILLATION_RULES, check_rules
+    from nemo_offload_rl.config.schema import DistillationMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+
+    resolved = _load(path, overrides, "distillation", DistillationMasterConfig)
+    cfg = validate_keys(resolved, DistillationMasterConfig)
+    check_rules(cfg, DISTILLATION_RULES)
+    return to_distillation_config(cfg, resolved)
 
 
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
@@ -83,7 +96,7 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
         logger.info("%s is NeMo-RL's; what becomes of its keys:\n%s", path, migration.report.render())
         migration.check()
         raw = migration.config
-    others = [name for name in ("grpo", "sft", "dpo") if name in raw and name != algorithm]
+    others = [name for name in ("grpo", "distillation", "sft", "dpo") if name in raw and name != algorithm]
     if others and algorithm not in raw:
         raise ConfigError(
             f"{path} configures {others[0]}, not {algorithm}; start it with examples/run_{others[0]}.py, or give the "

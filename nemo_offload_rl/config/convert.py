@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.schema import (
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    GrpoMasterConfig,
+    RolloutMasterConfig,
+    SftMasterConfig,
+)
 from nemo_offload_rl.data.source_keys import TaskKeys
 from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
-from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.schema import extend, from_mapping, keys_of
 from nemo_offload_rl.utils.listening import listening
 
@@ -22,6 +28,19 @@ class GrpoConfig(GrpoMasterConfig):
     worker: PolicySettings
     engine: VllmSettings
     resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(DistillationMasterConfig):
+    """Everything that a run of distillation needs to know."""
+
+    worker: PolicySettings
+    teacher_worker: TeacherSettings
+    engine: VllmSettings
+    resolved: Mapping[str, Any]
+
+
+type RolloutConfig = GrpoConfig | DistillationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +75,68 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
 
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
     """The configuration of a run from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
-    seed, policy = cfg.grpo.seed, cfg.policy
-    engine = extend(
+    worker, data = grpo_worker(cfg.policy, cfg.grpo.seed), with_task_keys(type(cfg.data), resolved["data"])
+    return extend(GrpoConfig, cfg, data=data, worker=worker, engine=_engine(cfg), resolved=resolved)
+
+
+def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
+    """As `to_grpo_config`."""
+    worker = grpo_worker(cfg.policy, cfg.distillation.seed)
+    model, topk = teacher_model(worker, cfg.teacher), cfg.distillation.topk_logits_k
+    teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
+    data, engine = with_task_keys(type(cfg.data), resolved["data"]), _engine(cfg)
+    return extend(
+        DistillationConfig, cfg, data=data, worker=worker, teacher_worker=teacher, engine=engine, resolved=resolved
+    )
+
+
+def _engine(cfg: RolloutMasterConfig) -> VllmSettings:
+    """What an engine is told."""
+    policy, (_, section) = cfg.policy, cfg.algorithm
+    return extend(
         VllmSettings,
         policy.generation.vllm_cfg,
         model_name=policy.model_name,
         hf_config_overrides=policy.hf_config_overrides,
         vllm_kwargs=policy.generation.vllm_kwargs,
-        seed=seed,
+        seed=section.seed,
         endpoint=_endpoint(cfg),
     )
-    worker, data = grpo_worker(policy, seed), with_task_keys(type(cfg.data), resolved["data"])
-    return extend(GrpoConfig, cfg, data=data, worker=worker, engine=engine, resolved=resolved)
 
 
-def _endpoint(cfg: GrpoMasterConfig) -> EndpointSettings | None:
+def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySettings:
+    """A teacher in a policy's terms: as the policy, but for its own keys, without adapters and without an optimizer."""
+    size = teacher.dtensor_cfg.tensor_parallel_size
+    dtensor = replace(
+        worker.dtensor_cfg,
+        tensor_parallel_size=size,
+        torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
+        lora_cfg=replace(worker.dtensor_cfg.lora_cfg, enabled=False),
+    )
+    megatron = worker.megatron_cfg
+    if megatron is not None:
+        megatron = replace(
+            megatron,
+            peft=replace(megatron.peft, enabled=False),
+            fp8_cfg=replace(megatron.fp8_cfg, enabled=False),
+            fine_grained_activation_offloading=False,
+            pipeline_dtype=teacher.precision,
+        )
+    return replace(
+        worker,
+        model_name=teacher.model_name,
+        hf_config_overrides=teacher.hf_config_overrides,
+        precision=teacher.precision,
+        logprob_batch_size=teacher.logprob_batch_size,
+        logprob_chunk_size=teacher.logprob_chunk_size,
+        optimizer=None,
+        scheduler=None,
+        dtensor_cfg=dtensor,
+        megatron_cfg=megatron,
+    )
+
+
+def _endpoint(cfg: RolloutMasterConfig) -> EndpointSettings | None:
     """What the engines serve over HTTP, if anything."""
     vllm = cfg.policy.generation.vllm_cfg
     if not vllm.expose_http_server:

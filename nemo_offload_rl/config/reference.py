@@ -17,8 +17,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
-from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES
-from nemo_offload_rl.config.schema import EXEMPLARS, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES
+from nemo_offload_rl.config.schema import (
+    EXEMPLARS,
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    GrpoMasterConfig,
+    SftMasterConfig,
+)
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.cli import run_main
 from nemo_offload_rl.utils.config import load_unresolved
@@ -38,15 +44,15 @@ python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml g
 ```
 
 - A file may begin with `defaults: other.yaml` (or a list), relative to itself. What it sets goes over what it inherits;
-  a mapping with `_override_: true` replaces the inherited one.
+  a mapping with `_override_: true` replaces the inherited one, and `_remove_: true` takes it away.
 - Values may refer to others: `${policy.precision}`, `${.temperature}` (same section), `${mul:a,b}`, and likewise `add`,
   `div` and `max`.
 - Overrides follow Hydra's grammar: `a.b=c` changes a key, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` deletes.
 - An unknown key is an error that names the nearest known one.
 
-The tables below give every key: those of a GRPO run first, then what is different for [SFT](#sft) and [DPO](#dpo).
-The default is what the exemplar sets: `grpo_math_1B.yaml`, `sft.yaml` or `dpo.yaml` in `examples/configs`; code has no
-defaults.
+The tables below give every key: those of a GRPO run first, then what is different for [distillation](#distillation),
+[SFT](#sft) and [DPO](#dpo). The default is what the exemplar sets: `grpo_math_1B.yaml`, `distillation_math.yaml`,
+`sft.yaml` or `dpo.yaml` in `examples/configs`; code has no defaults.
 """
 
 _SUPERVISED = """\
@@ -57,10 +63,20 @@ _SUPERVISED = """\
 """
 
 
+_DISTILLATION = f"""\
+## Distillation
+
+`examples/run_distillation.py --config examples/configs/{EXEMPLARS[DistillationMasterConfig]}`. All other sections have
+the keys that they have above; there is no section `grpo`.
+"""
+
+
 def render() -> str:
     """The whole page."""
     lines = [_HEAD, *_sections(GrpoMasterConfig)]
     of_grpo = set(known_keys(GrpoMasterConfig))
+    lines += [_DISTILLATION]
+    lines += _sections(DistillationMasterConfig, only=("distillation", "loss_fn", "teacher"), heading="###")
     for name, schema in (("SFT", SftMasterConfig), ("DPO", DpoMasterConfig)):
         own = set(known_keys(schema))
         gone = [key for key in of_grpo - own if key.startswith("policy.") and _parent(key) not in of_grpo - own]
@@ -71,6 +87,8 @@ def render() -> str:
     lines += [f"- {rule.__doc__}" for rule in GRPO_RULES]
     known = {rule.__name__ for rule in GRPO_RULES}
     more = {rule.__name__: rule for rule in (*SFT_RULES, *DPO_RULES) if rule.__name__ not in known}
+    of_distillation = {rule.__name__: rule for rule in DISTILLATION_RULES if rule.__name__ not in known}
+    lines += ["", "For distillation:", "", *(f"- {rule.__doc__}" for rule in of_distillation.values())]
     lines += ["", "For SFT and DPO:", "", *(f"- {rule.__doc__}" for rule in more.values())]
     return "\n".join(lines) + "\n"
 

@@ -6,13 +6,16 @@ from typing import Annotated, Protocol
 
 from nemo_offload_rl.algorithms.config import (
     ClippedPGLossConfig,
+    DistillationLossConfig,
+    DistillationSectionConfig,
     DpoSectionConfig,
     GrpoSectionConfig,
+    RolloutSectionConfig,
     SftSectionConfig,
     SupervisedSectionConfig,
 )
 from nemo_offload_rl.data.config import DataConfig, DpoDataConfig, EnvConfig, SftDataConfig
-from nemo_offload_rl.policy.config import PolicyConfig, TrainedPolicyConfig
+from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.rules import PolicyRun
 from nemo_offload_rl.schema import doc, section
 from nemo_offload_rl.utils.schema import CheckpointingConfig, ClusterConfig, LoggerConfig
@@ -35,6 +38,31 @@ class GrpoMasterConfig:
     def algorithm(self) -> tuple[str, GrpoSectionConfig]:
         """Name and keys of the section of the algorithm."""
         return "grpo", self.grpo
+
+
+@section
+class DistillationMasterConfig:
+    """Every key of a run of on-policy distillation."""
+
+    distillation: Annotated[DistillationSectionConfig, doc("The loop.")]
+    loss_fn: Annotated[DistillationLossConfig, doc("The loss.")]
+    policy: Annotated[PolicyConfig, doc("The student and its training.")]
+    teacher: Annotated[TeacherConfig, doc("The teacher.")]
+    data: Annotated[DataConfig, doc("Prompts.")]
+    env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
+    logger: Annotated[LoggerConfig, doc("What is written where.")]
+    cluster: Annotated[ClusterConfig, doc("The machines.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
+
+    @property
+    def algorithm(self) -> tuple[str, DistillationSectionConfig]:
+        """Name and keys of the section of the algorithm."""
+        return "distillation", self.distillation
+
+
+type RolloutMasterConfig = GrpoMasterConfig | DistillationMasterConfig
+"""Those of runs whose policy answers prompts."""
+WITH_ROLLOUTS = (GrpoMasterConfig, DistillationMasterConfig)
 
 
 @section
@@ -75,8 +103,8 @@ class RunConfig(PolicyRun, Protocol):
     """What every one of them has: for rules that serve all."""
 
     @property
-    def algorithm(self) -> tuple[str, GrpoSectionConfig | SupervisedSectionConfig]:
-        """Name and keys of the section of the algorithm: `grpo`, `sft` or `dpo`."""
+    def algorithm(self) -> tuple[str, RolloutSectionConfig | SupervisedSectionConfig]:
+        """Name and keys of the section of the algorithm: `grpo`, `distillation`, `sft` or `dpo`."""
         ...
 
     @property
@@ -92,6 +120,7 @@ class RunConfig(PolicyRun, Protocol):
 
 EXEMPLARS: dict[type, str] = {
     GrpoMasterConfig: "grpo_math_1B.yaml",
+    DistillationMasterConfig: "distillation_math.yaml",
     SftMasterConfig: "sft.yaml",
     DpoMasterConfig: "dpo.yaml",
 }

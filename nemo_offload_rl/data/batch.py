@@ -53,7 +53,7 @@ class TokenBatch:
         cut = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            cut[f.name] = value[:, :wanted] if value.dim() == 2 else value
+            cut[f.name] = value[:, :wanted] if value.dim() >= 2 else value
         return replace(self, **cut)
 
     def is_scored(self) -> Tensor:
@@ -112,6 +112,41 @@ class PreferenceBatch(TrainBatch):
     rows_per_group: ClassVar[int] = 2
 
     reference_sums: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationBatch(TrainBatch):
+    """Inputs of a loss that compares the policy with a teacher, whose distribution before each token it has.
+
+    Attributes:
+        generation_logprobs: [B, S] float32, the engine's logprobs.
+    """
+
+    generation_logprobs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKBatch(DistillationBatch):
+    """With the teacher's K most likely tokens; zeros where nothing is scored.
+
+    Attributes:
+        teacher_logprobs: [B, S, K] float32, of the whole vocabulary.
+        teacher_ids: [B, S, K] int32.
+    """
+
+    teacher_logprobs: Tensor
+    teacher_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStatesBatch(DistillationBatch):
+    """With the teacher's last hidden states, from which its output layer makes its logits, a chunk at a time.
+
+    Attributes:
+        teacher_hidden: [B, S, H] in the teacher's compute type; those before each token.
+    """
+
+    teacher_hidden: Tensor
 
 
 def logprob_inputs(batch: TokenBatch, *, counted_only: bool) -> TokenBatch:

@@ -8,16 +8,19 @@ from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 
 
-def start_policy(cluster: VirtualCluster, settings: PolicySettings, keep_reference: bool) -> Policy:
+def start_policy(
+    cluster: VirtualCluster, settings: PolicySettings, keep_reference: bool, teacher: TeacherSettings | None = None
+) -> Policy:
     """One policy worker in every slot of the cluster, behind the driver's facade. The workers start while this returns.
 
     Args:
         cluster: Where the workers live; its end is theirs.
         settings: The policy.
         keep_reference: Keep the initial parameters for reference logprobs.
+        teacher: A frozen model of its own in each worker.
     """
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
@@ -34,12 +37,12 @@ def start_policy(cluster: VirtualCluster, settings: PolicySettings, keep_referen
     spec = WorkerSpec(
         name="policy",
         factory="nemo_offload_rl.policy.worker:PolicyWorker",
-        kwargs={"settings": settings, "keep_reference": keep_reference},
+        kwargs={"settings": settings, "keep_reference": keep_reference, "teacher": teacher},
         per_rank_kwargs=[{"process": process} for process in processes],
         env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),
     )
     group = RayWorkerGroup(cluster, spec)
-    return Policy(group, settings)
+    return Policy(group, settings, teacher)
 
 
 def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) -> dict[str, str]:

@@ -154,6 +154,44 @@ class TrainedPolicyConfig:
 
 
 @section
+class TeacherDTensorConfig:
+    """`teacher.dtensor_cfg`: how the teacher is spread over the devices, with that backend."""
+
+    tensor_parallel_size: Annotated[
+        int, doc("Devices that each layer of the teacher is split over; the student's may be another number.", ge=1)
+    ]
+
+
+@section
+class TeacherConfig:
+    """`teacher`: the model that the student learns from. What has no key here is as in `policy`.
+
+    With Megatron it is spread over the devices as the policy is.
+    """
+
+    model_name: Annotated[
+        str, doc("Folder or hub name of the teacher, with the tokenizer of `policy.model_name`.", min_length=1)
+    ]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values to set in its Hugging Face configuration.")]
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Type in which its weights are kept and computed with.")
+    ]
+    logprob_batch_size: Annotated[int, doc("Sequences in one forward pass of one worker.", ge=1)]
+    logprob_chunk_size: Annotated[
+        int | None, doc("Positions whose logits are searched for the top-k at once; null for all.", ge=1)
+    ]
+    stream_layers: Annotated[
+        bool,
+        doc(
+            "Keep its layers on the host in its pass too: each comes for its own forward, two are on the device at "
+            "once, and all of them are copied for every micro-batch. For a teacher that does not fit; with the DTensor "
+            "backend."
+        ),
+    ]
+    dtensor_cfg: Annotated[TeacherDTensorConfig, doc("With the DTensor backend.")]
+
+
+@section
 class RolloutKeys:
     """Keys of `policy` that a policy worker reads where an engine generates."""
 

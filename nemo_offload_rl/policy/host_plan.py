@@ -18,6 +18,9 @@ from nemo_offload_rl.residency import (
     OPTIMIZER_PART,
     PARAMS,
     REFERENCE,
+    TEACHER,
+    TEACHER_HEAD,
+    TEACHER_LAYER,
     HostShare,
     HostShortage,
     Phase,
@@ -255,6 +258,9 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         offload_optimizer_states=settings.backend.streams_states,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
         has_base=BASE in sizes_bytes,
+        has_teacher=TEACHER in sizes_bytes,
+        has_teacher_head=TEACHER_HEAD in sizes_bytes,
+        streams_teacher=TEACHER_LAYER in sizes_bytes,
     )
 
 
@@ -279,7 +285,8 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
             for name, size in sizes_bytes.items()
             if all_kept.placement(name, Phase.GENERATION) is not Placement.HOST
         }
-        candidates = {name: size for name, size in stays.items() if name not in overrides}
+        of_teacher = (TEACHER, TEACHER_LAYER, TEACHER_HEAD)
+        candidates = {name: size for name, size in stays.items() if name not in overrides and name not in of_teacher}
         engine_bytes = int(settings.engine_memory_share * device_bytes)
         # The share does not bound a cache of a fixed size.
         engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -39,7 +40,9 @@ class LossFn(Protocol):
         """
         ...
 
-    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(
+        self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, /
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of one micro-batch.
 
         Args:
@@ -53,6 +56,55 @@ class LossFn(Protocol):
             all others are shares that sum to the global value.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How a student's distribution is compared with a teacher's (`policy/backends/divergence.py` has the formulas).
+
+    Attributes:
+        forward_weight: Weight of KL(teacher || student), 0..1; KL(student || teacher) has the rest.
+        zero_outside_topk: The teacher's probability is 0 outside of its top-k; else both are renormalized over it.
+    """
+
+    forward_weight: float
+    zero_outside_topk: bool
+
+
+class DivergenceScores(NamedTuple):
+    """What is known of tokens that are distilled, in float32 tensors of one shape; 0 where nothing is scored.
+
+    Attributes:
+        divergence: Between student and teacher before the token, with gradient.
+        logprobs: Of the tokens themselves under the student, without gradient.
+        teacher_mass: Of the teacher's top-k, in its own distribution; 1 where all of that is known.
+    """
+
+    divergence: Tensor
+    logprobs: Tensor
+    teacher_mass: Tensor
+
+
+class DivergenceLoss(ABC):
+    """A `LossFn` on divergences from a teacher: its first argument has them in place of logprobs.
+
+    Its batches are `DistillationBatch`es.
+    """
+
+    token_stat: TokenStat | None = None
+
+    @property
+    @abstractmethod
+    def divergence(self) -> Divergence:
+        """Which divergence the backend computes."""
+
+    @abstractmethod
+    def __call__(self, divergence_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """As `LossFn`, of divergences [B, S]."""
+
+    @abstractmethod
+    def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
+        """Further metrics, as `LossFn` gives them."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult, WorkerGroup
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.residency import TransitionReport
 from nemo_offload_rl.weight_sync.cuda_ipc import join_handles
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
@@ -58,12 +58,13 @@ class Policy:
     Args:
         group: Workers by rank, numbered as `settings.backend.model_parallel` says.
         settings: The workers' settings.
+        teacher: The teacher that they were made with.
 
     Raises:
         ConfigError: The workers are no whole copies of the model.
     """
 
-    def __init__(self, group: WorkerGroup, settings: PolicySettings) -> None:
+    def __init__(self, group: WorkerGroup, settings: PolicySettings, teacher: TeacherSettings | None = None) -> None:
         parallel, world_size = settings.backend.model_parallel, group.world_size
         if world_size % parallel.ranks_per_copy:
             raise ConfigError(
@@ -74,6 +75,7 @@ class Policy:
         self._settings = settings
         self._dp_size = world_size // parallel.ranks_per_copy
         self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
+        self._teacher = teacher
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -84,6 +86,10 @@ class Policy:
     def prepare_for_lp_inference(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("prepare_for_lp_inference")
+
+    def prepare_for_teacher(self) -> list[TransitionReport]:
+        """See `PolicyWorker`; one report by rank."""
+        return self._group.run_all("prepare_for_teacher")
 
     def offload_before_refit(self) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank."""
@@ -142,6 +148,18 @@ class Policy:
     def get_reference_logprobs(self, batch: TokenBatch, *, counted_only: bool = False) -> Tensor:
         """The same under the frozen initial parameters."""
         return self._logprobs("get_reference_logprobs", batch, counted_only)
+
+    def read_teacher(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """See `PolicyWorker`; rows as in `batch`."""
+        assert self._teacher is not None, "the workers were made without a teacher"
+        parallel, world_size = self._teacher.model.backend.model_parallel, self._group.world_size
+        dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
+        dp_size = max(dp_ranks) + 1
+        padded = pad_rows(logprob_inputs(batch, counted_only=True), dp_size)
+        shards = [padded.select(rows) for rows in deal_rows(len(padded), len(padded), dp_size)]
+        results = self._group.run_each("read_teacher", [(shards[dp_rank],) for dp_rank in dp_ranks])
+        by_dp_rank = [results[dp_ranks.index(dp_rank)] for dp_rank in range(dp_size)]
+        return tuple(torch.cat(pieces)[: len(batch)] for pieces in zip(*by_dp_rank, strict=True))
 
     def _logprobs(self, method: str, batch: TokenBatch, counted_only: bool) -> Tensor:
         # Only what a logprob needs travels: a training batch has up to five more tensors of this size.

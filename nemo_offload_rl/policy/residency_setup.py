@@ -16,7 +16,18 @@ from nemo_offload_rl.policy.host_plan import (
     claim_host_memory,
 )
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import BASE, PARAMS, REFERENCE, Device, HostArenas, ResidencyManager
+from nemo_offload_rl.policy.teacher import Teacher
+from nemo_offload_rl.residency import (
+    BASE,
+    PARAMS,
+    REFERENCE,
+    TEACHER,
+    TEACHER_HEAD,
+    TEACHER_LAYER,
+    Device,
+    HostArenas,
+    ResidencyManager,
+)
 
 
 def begin_host_memory(
@@ -56,7 +67,12 @@ def begin_host_memory(
 
 
 def build_manager(
-    settings: PolicySettings, backend: PolicyBackend, keep_reference: bool, arenas: HostArenas, device: Device
+    settings: PolicySettings,
+    backend: PolicyBackend,
+    keep_reference: bool,
+    arenas: HostArenas,
+    device: Device,
+    teacher: Teacher | None = None,
 ) -> tuple[ResidencyManager, HostNeed]:
     """The manager of one rank, with its host memory reserved and the reference taken, and what it needs.
 
@@ -64,8 +80,8 @@ def build_manager(
         ConfigError: The state does not fit into host memory.
         HostBudgetError: Host memory ran out while it was taken.
     """
-    sizes = backend.expected_bytes()
-    loaded = {PARAMS, BASE}  # and gradients, where they have buffers
+    sizes = {**backend.expected_bytes(), **(teacher.expected_bytes() if teacher is not None else {})}
+    loaded = {PARAMS, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
     rest = {name: size for name, size in sizes.items() if name not in loaded}
     need = HostNeed(
         settings=settings,
@@ -80,7 +96,7 @@ def build_manager(
     plan = need.resolve()
     manager = ResidencyManager(
         plan=plan.plan,
-        groups=backend.state_groups(),
+        groups=[*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())],
         device=device,
         arenas=arenas,
         overlap=settings.residency_overlap,

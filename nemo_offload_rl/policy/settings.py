@@ -46,3 +46,18 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     def scheduler_phases(self) -> tuple[SchedulerSettings, ...]:
         """Of the DTensor backend."""
         return scheduler_phases(self.scheduler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """What a worker is told of its teacher.
+
+    Attributes:
+        model: The teacher in a policy's terms; what is about training is not read.
+        topk: Tokens of its distribution that are known, the likeliest; None for all.
+        streams_layers: Its layers are on the device for their own forward only.
+    """
+
+    model: PolicySettings
+    topk: int | None
+    streams_layers: bool = False

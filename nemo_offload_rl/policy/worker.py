@@ -19,28 +19,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
-from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
-from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
-from nemo_offload_rl.data.packing import pack_rows
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo, StepResult
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.policy.backends.ranks import join_process_group
+from nemo_offload_rl.policy.backends.readers import ReadHiddenStates, ReadTopK
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.closing import closing
 from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
 from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
+from nemo_offload_rl.policy.micro_batches import micro_batch_rows
 from nemo_offload_rl.policy.passes import Passes, TrainingPace
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
+from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
     PARAMS,
     REFERENCE,
+    TEACHER,
     Phase,
     TransitionReport,
     make_device,
@@ -59,14 +60,22 @@ class PolicyWorker:
         settings: The policy's settings.
         process: This rank and how it joins the others.
         keep_reference: Keep a frozen copy of the initial parameters on the host for `get_reference_logprobs`.
+        teacher: A frozen model of its own beside the policy, for `read_teacher`.
     """
 
-    def __init__(self, settings: PolicySettings, process: ProcessInfo, keep_reference: bool) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        process: ProcessInfo,
+        keep_reference: bool,
+        teacher: TeacherSettings | None = None,
+    ) -> None:
         self._settings = settings
         if settings.deterministic:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
-        expected = expected_bytes(settings, process)
+        # Of two models the sizes are known once they are there.
+        expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0)
         with ExitStack() as made:
             # First: the workers of a host agree on what each takes of its memory.
             if join_process_group(process):
@@ -76,10 +85,18 @@ class PolicyWorker:
             self._backend = build_backend(settings, process)
             made.push(closing(self._backend))
             self._backend.clear_caches()  # building it may have filled some, and the engine is the next to come
-            self.residency, self._host_need = build_manager(settings, self._backend, keep_reference, arenas, device)
+            self._teacher = None if teacher is None else Teacher(teacher, process, self._backend)
+            if self._teacher is not None:
+                made.push(closing(self._teacher))
+            self.residency, self._host_need = build_manager(
+                settings, self._backend, keep_reference, arenas, device, self._teacher
+            )
             self._made = made.pop_all()  # `shutdown` ends them
         self._workers_per_host = process.workers_per_host
-        self._saver = CheckpointSaver(self.residency, sum(self._host_need.sizes.values()))
+        if self._teacher is not None:
+            self._teacher.model.use_stream(self.residency.streamed_layers)
+        of_policy = [size for name, size in self._host_need.sizes.items() if not name.startswith(TEACHER)]
+        self._saver = CheckpointSaver(self.residency, sum(of_policy))
         self._passes = Passes(self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates)
         self._sender: BucketSender | None = None
@@ -97,6 +114,10 @@ class PolicyWorker:
     def prepare_for_lp_inference(self) -> TransitionReport:
         """Parameters on the device, gradients freed."""
         return self.residency.enter(Phase.LP_INFERENCE)
+
+    def prepare_for_teacher(self) -> TransitionReport:
+        """The teacher on the device; the policy may follow it where there is room."""
+        return self.residency.enter(Phase.TEACHER_INFERENCE)
 
     def offload_before_refit(self) -> TransitionReport:
         """Leave only the parameters on the device."""
@@ -244,10 +265,7 @@ class PolicyWorker:
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
         pieces = self._passes.run(self._trim([batch.select(rows) for rows in plan]), self._backend.logprobs)
-        logprobs_BS = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
-        for rows, piece in zip(plan, pieces, strict=True):
-            logprobs_BS[torch.as_tensor(rows), : piece.shape[1]] = piece
-        return logprobs_BS
+        return _in_rows_of(batch, plan, pieces)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Logprobs under the frozen initial parameters; the policy's are back afterwards, also after an error."""
@@ -255,30 +273,35 @@ class PolicyWorker:
         with self.residency.swapped_in(REFERENCE):
             return self.get_logprobs(batch, counted_only)
 
+    # -- the teacher -----------------------------------------------------------------------------------------------
+
+    def read_teacher(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """What is known of the teacher's distribution before each token that the loss counts; 0 elsewhere.
+
+        Returns:
+            On the CPU, with a top-k: [B, S, K] float32 logprobs and [B, S, K] int32 ids; with all: [B, S, H] last
+            hidden states in the teacher's compute type.
+        """
+        self._require("read_teacher", Phase.TEACHER_INFERENCE)
+        teacher = self._teacher
+        assert teacher is not None, "the worker was made without a teacher"
+        inputs = logprob_inputs(batch, counted_only=True)
+        settings, topk = teacher.settings.model, teacher.settings.topk
+        reader = ReadHiddenStates() if topk is None else ReadTopK(topk)
+        plan = micro_batch_rows(
+            settings, inputs, teacher.model.all_reduce_max, is_training=False, size=settings.logprob_batch_size
+        )
+        micro_batches = self._trim([inputs.select(rows) for rows in plan])
+        found = self._passes.run(micro_batches, lambda batches: teacher.read(batches, reader))
+        return tuple(_in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
+
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
     def _training_rows(self, batch: TokenBatch) -> list[list[int]]:
         return self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
 
     def _micro_batches(self, batch: TokenBatch, *, is_training: bool, size: int) -> list[list[int]]:
-        """Row indices by micro-batch of `size` rows, or as many as a budget of tokens holds.
-
-        The same number of micro-batches on every data-parallel rank; rows of a group stay together.
-        """
-        settings, per_group = self._settings, batch.rows_per_group
-        by_tokens = {plan_micro_batches: settings.dynamic_batching, pack_rows: settings.sequence_packing}
-        for make_plan, batching in by_tokens.items():
-            if batching.enabled:
-                packed = make_plan is pack_rows
-                max_tokens = batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
-                round_to = max(batching.sequence_length_round, settings.make_sequence_length_divisible_by)
-                lengths = batch.input_lengths.tolist()
-                if per_group > 1:
-                    lengths = group_lengths(lengths, per_group, round_to=round_to, packed=packed)
-                    max_tokens = max_tokens if packed else max_tokens // per_group
-                plan = make_plan(lengths, max_tokens, round_to)
-                return rows_of_groups(split_to_count(plan, self._backend.all_reduce_max(len(plan))), per_group)
-        return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+        return micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)
 
     def _trim[Batch: TokenBatch](self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.trim(self._settings.make_sequence_length_divisible_by) for batch in batches]
@@ -381,3 +404,12 @@ class PolicyWorker:
             ends.callback(self._made.close)
             ends.callback(self.residency.close)
             self.abandon_refit()
+
+
+def _in_rows_of(batch: TokenBatch, plan: Sequence[Sequence[int]], pieces: Sequence[Tensor]) -> Tensor:
+    """[B, S, ...] from those of the micro-batches, whose rows `plan` has; 0 beyond their columns."""
+    shape = batch.input_ids.shape
+    whole = torch.zeros((*shape, *pieces[0].shape[2:]), dtype=pieces[0].dtype)
+    for rows, piece in zip(plan, pieces, strict=True):
+        whole[torch.as_tensor(rows), : piece.shape[1]] = piece
+    return whole

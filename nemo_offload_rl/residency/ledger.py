@@ -112,6 +112,8 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
     by_phase: dict[str, float] = {}
     for phase in Phase:
         entered = [report for report in reports if report.target is phase]
+        if phase is Phase.TEACHER_INFERENCE and not entered:
+            continue  # most runs have no teacher
         by_phase[f"{phase.value}/exposed_s"] = sum(report.exposed_s for report in entered)
         by_phase[f"{phase.value}/hidden_s"] = sum(report.hidden_s for report in entered)
     return by_phase | {

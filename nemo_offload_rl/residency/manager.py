@@ -28,6 +28,7 @@ from nemo_offload_rl.residency.plan import (
     OPTIMIZER_PART,
     PARAMS,
     PHASES,
+    TEACHER_LAYER,
     Phase,
     Placement,
     ResidencyPlan,
@@ -81,6 +82,7 @@ class ResidencyManager:
         }
         self._layer_waits = LayerWaits(self._states.values())
         self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
+        self._teacher_layers = [state for name, state in self._states.items() if row_of(name) == TEACHER_LAYER]
         self._groups = GroupSet(self._states, device)
         self._snapshots = Snapshots(self._groups, arena_for)
         self._ledger = Ledger()
@@ -178,7 +180,7 @@ class ResidencyManager:
         if self.phase is None:
             return 0
         report = TransitionReport(self.phase, self.phase)
-        num_bytes = self._prefetcher.evict(self._snapshots, report)
+        num_bytes = self._prefetcher.evict(self.phase, self._snapshots, report)
         self._ledger.add(report)
         return num_bytes
 
@@ -215,12 +217,19 @@ class ResidencyManager:
 
         At most two parts are on the device at once. `mark_written("optimizer")` comes before.
         """
-        if not self._parts:
+        yield from self._stream(self._parts, Phase.OPTIM_STEP)
+
+    def streamed_layers(self) -> Iterator[str]:
+        """Names of the teacher's layers in order, each while it is on the device; for one forward pass of it."""
+        yield from self._stream(self._teacher_layers, Phase.TEACHER_INFERENCE)
+
+    def _stream(self, states: Sequence[GroupState], phase: Phase) -> Iterator[str]:
+        if not states:
             return
-        report = TransitionReport(self.phase, self.phase or Phase.OPTIM_STEP)
-        parts = {state.group.name for state in self._parts}
-        others = {key for name, found in self._groups.records().items() if name not in parts for key in found}
-        for state in stream_through(self._parts, self._device, others, self._overlap, report):
+        report = TransitionReport(self.phase, self.phase or phase)
+        streamed = {state.group.name for state in states}
+        others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
+        for state in stream_through(states, self._device, others, self._overlap, report):
             yield state.group.name
         self._ledger.add(report)
 

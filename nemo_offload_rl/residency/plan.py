@@ -12,6 +12,9 @@ from types import MappingProxyType
 
 PARAMS, GRADS, OPTIMIZER, REFERENCE = "params", "grads", "optimizer", "reference"
 BASE = "base"  # frozen parameters under adapters: nothing writes them, so they cross to the host once
+TEACHER = "teacher"  # a frozen model of its own: on the host except for its pass
+TEACHER_LAYER = "teacher/layer"  # the row of every group `teacher/layer.<index>`, where its layers are streamed
+TEACHER_HEAD = "teacher_head"  # the rows of its output layer that training reads
 OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<index>`
 
 
@@ -23,6 +26,7 @@ class Phase(StrEnum):
     LP_INFERENCE = "lp_inference"
     REFIT = "refit"
     GENERATION = "generation"
+    TEACHER_INFERENCE = "teacher_inference"
 
 
 class Placement(StrEnum):
@@ -61,7 +65,7 @@ class PhaseSpec:
 
 PHASES: Mapping[Phase, PhaseSpec] = MappingProxyType(
     {
-        Phase.TRAINING: PhaseSpec(touches=frozenset({PARAMS, BASE, GRADS}), begins_with_forward=True),
+        Phase.TRAINING: PhaseSpec(touches=frozenset({PARAMS, BASE, GRADS, TEACHER_HEAD}), begins_with_forward=True),
         Phase.OPTIM_STEP: PhaseSpec(touches=frozenset({PARAMS, GRADS, OPTIMIZER})),
         Phase.LP_INFERENCE: PhaseSpec(
             touches=frozenset({PARAMS, BASE}),
@@ -72,6 +76,9 @@ PHASES: Mapping[Phase, PhaseSpec] = MappingProxyType(
         ),
         Phase.REFIT: PhaseSpec(touches=frozenset({PARAMS, BASE}), is_for_engine=True, reads_before=Phase.GENERATION),
         Phase.GENERATION: PhaseSpec(settles=True, is_for_engine=True),
+        Phase.TEACHER_INFERENCE: PhaseSpec(
+            touches=frozenset({TEACHER}), begins_with_forward=True, settles=True, prefetches_for=Phase.TRAINING
+        ),
     }
 )
 
@@ -89,6 +96,9 @@ class ResidencySettings:
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
         resident_groups: Groups that stay on the device for refit and generation, since there is room beside the engine.
         has_base: Adapters are trained; the model's own parameters are the group `base`.
+        has_teacher: There is a teacher.
+        has_teacher_head: Training reads its output layer.
+        streams_teacher: Its layers are on the device for their own forward only.
     """
 
     colocated: bool
@@ -98,6 +108,9 @@ class ResidencySettings:
     optimizer_cpu_offload: bool = False
     resident_groups: frozenset[str] = frozenset()
     has_base: bool = False
+    has_teacher: bool = False
+    has_teacher_head: bool = False
+    streams_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,11 @@ class ResidencyPlan:
     table: Mapping[str, Mapping[Phase, Placement]]
     pinned_groups: frozenset[str]
     shares_device: bool
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Those that a run with this plan has."""
+        return tuple(phase for phase in Phase if TEACHER in self.table or phase is not Phase.TEACHER_INFERENCE)
 
     def placement(self, group: str, phase: Phase) -> Placement:
         """Where `group` must be in `phase`."""
@@ -140,8 +158,8 @@ class ResidencyPlan:
     def render(self, sizes_bytes: Mapping[str, int] | None = None) -> str:
         """The table as text, with each group's size in GiB where `sizes_bytes` has it."""
         sizes = {name: f" ({size / 2**30:.2f} GiB)" for name, size in (sizes_bytes or {}).items()}
-        lines = [["group", *(phase.name for phase in Phase)]]
-        lines += [[name + sizes.get(name, ""), *(row[p].name for p in Phase)] for name, row in self.table.items()]
+        lines = [["group", *(phase.name for phase in self.phases)]]
+        lines += [[name + sizes.get(name, ""), *(row[p].name for p in self.phases)] for name, row in self.table.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -171,25 +189,38 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         return host if settings.colocated and group not in settings.resident_groups else same
 
     drop = freed if settings.colocated else same
+    # The teacher's pass reads nothing of the policy: what is away stays so, and gradients are of no use any more.
     optimizer_row = (
         device,
         device,
         host if settings.offload_optimizer_states_for_logprob else same,
         away(OPTIMIZER),
         away(OPTIMIZER),
+        host if settings.offload_optimizer_states_for_logprob else same,
     )
+    in_refit = device if settings.colocated else same
     rows = {
-        PARAMS: (device, device, device, device if settings.colocated else same, away(PARAMS)),
-        GRADS: (device, device, freed, drop, drop),
+        PARAMS: (device, device, device, in_refit, away(PARAMS), same),
+        GRADS: (device, device, freed, drop, drop, freed),
         OPTIMIZER: (host,) * len(Phase) if settings.optimizer_cpu_offload else optimizer_row,
         REFERENCE: (host,) * len(Phase),  # a snapshot: swapped into the parameters inside the reference context
     }
     pinned = {PARAMS, REFERENCE}
     if settings.has_base:
         pinned.add(BASE)
-        rows[BASE] = (device, device, device, device if settings.colocated else same, away(BASE))
+        rows[BASE] = (device, device, device, in_refit, away(BASE), same)
+    if settings.has_teacher:
+        pinned.add(TEACHER)
+        rows[TEACHER] = (host, host, host, host, host, device)
+    if settings.streams_teacher:
+        pinned.add(TEACHER_LAYER)
+        rows[TEACHER_LAYER] = (host,) * len(Phase)  # inside its pass they come and go one by one
+    if settings.has_teacher_head:
+        pinned.add(TEACHER_HEAD)
+        rows[TEACHER_HEAD] = (device, same, host, host, host, same)
     if settings.offload_optimizer_states:
-        rows[OPTIMIZER_PART] = (host, same, host, host, host)  # inside the step they come and go one by one
+        # Inside the step they come and go one by one.
+        rows[OPTIMIZER_PART] = (host, same, host, host, host, host)
     if settings.use_pinned_optimizer_offload:
         pinned |= {OPTIMIZER, OPTIMIZER_PART}
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}

@@ -98,17 +98,18 @@ class Prefetcher:
         self._work = work
         self.is_paused = False
 
-    def evict(self, snapshots: Snapshots, report: TransitionReport) -> int:
+    def evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
         """Offload what was prefetched, and the optimizer; prefetch nothing until the next phase. Returns the bytes.
 
-        The optimizer leaves only where the plan has host memory for it.
+        A group leaves only where the plan has host memory for it, and if it is the optimizer's or `now` has no need of
+        it.
         """
         self.is_paused = True
         num_bytes = snapshots.release_staged()
         wanted = {
             name: Placement.HOST
             for name, state in self._groups.states.items()
-            if row_of(name) in (OPTIMIZER, OPTIMIZER_PART)
+            if (row_of(name) in (OPTIMIZER, OPTIMIZER_PART) or self._plan.placement(name, now) is Placement.UNCHANGED)
             and state.location is Placement.DEVICE
             and any(self._plan.placement(name, phase) is Placement.HOST for phase in Phase)
         }

@@ -1,7 +1,8 @@
 """From a YAML file and command-line overrides to a plain resolved dictionary.
 
 1. Read the file and what its `defaults:` name (a path or a list, relative to the file), parents first, later wins.
-   A mapping with `_override_: true` replaces the inherited one instead of being merged into it.
+   A mapping with `_override_: true` replaces the inherited one instead of being merged into it; `_remove_: true` as its
+   only key takes the inherited one away.
 2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
 3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`.
 
@@ -27,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_offload_rl.errors import ConfigError
 
 _REPLACE_MARK = "_override_"
+_REMOVE_MARK = "_remove_"
 
 type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
 """From the unresolved configuration, a key that it does not have and the value for it to the hint for the user."""
@@ -178,8 +180,17 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
-    """`over` on top of `base`; mappings of `over` with the replace mark take the place of what `base` has."""
-    for key in _marked_paths(over):
+    """`over` on top of `base`; mappings of `over` with the replace mark take the place of what `base` has.
+
+    Those with the remove mark take it away.
+    """
+    for key in _marked_paths(over, _REMOVE_MARK):
+        for config in (over, base):
+            parent_key, _, leaf = key.rpartition(".")
+            parent = OmegaConf.select(config, parent_key) if parent_key else config
+            if isinstance(parent, DictConfig):
+                parent.pop(leaf, None)
+    for key in _marked_paths(over, _REPLACE_MARK):
         section = OmegaConf.select(over, key)
         section.pop(_REPLACE_MARK)
         if OmegaConf.select(base, key, throw_on_missing=False) is not None:
@@ -192,10 +203,10 @@ def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
     return merged
 
 
-def _marked_paths(config: DictConfig, prefix: str = "") -> list[str]:
+def _marked_paths(config: DictConfig, mark: str) -> list[str]:
     plain = OmegaConf.to_container(config, resolve=False)
-    suffix = f".{_REPLACE_MARK}"
-    return [key[: -len(suffix)] for key in flatten_keys(plain, prefix) if key.endswith(suffix)]
+    suffix = f".{mark}"
+    return [key[: -len(suffix)] for key in flatten_keys(plain) if key.endswith(suffix)]
 
 
 # ---------------------------------------------------------------- overrides

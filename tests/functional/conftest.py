@@ -237,6 +237,17 @@ def run_grpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
 
 
 @pytest.fixture(scope="session")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """Run any launch script to the end: its path and its arguments."""
+
+    def run(script: str, *arguments: str) -> Finished:
+        variables = {**environment(), **forked_workers.variables()}
+        return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(300)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def launch_grpo() -> Callable[..., Finished]:
     """Run to the end as a user does, by a new Python: overrides."""
 

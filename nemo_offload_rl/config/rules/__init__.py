@@ -6,6 +6,7 @@ from nemo_offload_rl.config.rules import (
     algorithm,
     availability,
     cluster,
+    distillation,
     memory,
     model,
     rollouts,
@@ -13,7 +14,14 @@ from nemo_offload_rl.config.rules import (
     training,
 )
 from nemo_offload_rl.config.rules.base import RuleSet
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig, SftMasterConfig
+from nemo_offload_rl.config.schema import (
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    GrpoMasterConfig,
+    RolloutMasterConfig,
+    RunConfig,
+    SftMasterConfig,
+)
 from nemo_offload_rl.config.validate import join_problems
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
@@ -34,9 +42,18 @@ _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
     *memory.RULES,
 )
 
+_ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
+    *cluster.ROLLOUT_RULES,
+    *rollouts.RULES,
+    *model.ROLLOUT_RULES,
+)
+
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
     _AVAILABILITY,
-    (*cluster.GRPO_RULES, *rollouts.RULES, *model.GRPO_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.GRPO_RULES),
+    (*_ROLLOUT_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.ROLLOUT_RULES),
+)
+DISTILLATION_RULES: RuleSet[DistillationMasterConfig] = RuleSet(
+    _AVAILABILITY, (*_ROLLOUT_RULES, *distillation.RULES, *_TRAINING_RULES, *memory.ROLLOUT_RULES)
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
     _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)

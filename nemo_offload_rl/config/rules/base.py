@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_offload_rl.algorithms.config import GrpoSectionConfig, SupervisedSectionConfig
+from nemo_offload_rl.algorithms.config import RolloutSectionConfig, SupervisedSectionConfig
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.data.config import (
     ArithmeticConfig,
@@ -74,7 +74,7 @@ def _kept(source: DataSource) -> tuple[str, float]:
 
 
 def no_validation_rows_problem(
-    data: AnyData, algorithm: str, section: GrpoSectionConfig | SupervisedSectionConfig
+    data: AnyData, algorithm: str, section: RolloutSectionConfig | SupervisedSectionConfig
 ) -> str | None:
     """What is wrong where a run validates and its data keep nothing for that, for every algorithm."""
     validates = section.val_period or section.val_at_start or section.val_at_end

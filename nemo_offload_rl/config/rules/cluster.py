@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import data_parallel_size
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
 from nemo_offload_rl.policy.rules import Rule
 
 
-def engine_tensor_parallel_size_divides_a_host(cfg: GrpoMasterConfig) -> str | None:
+def engine_tensor_parallel_size_divides_a_host(cfg: RolloutMasterConfig) -> str | None:
     """The engine's tensor-parallel size divides the devices of a host."""
     generation = cfg.policy.generation
     size, per_node = generation.vllm_cfg.tensor_parallel_size, cfg.cluster.workers_per_node
@@ -27,15 +27,16 @@ def port_range_is_ascending(cfg: RunConfig) -> str | None:
     return None
 
 
-def rollouts_fill_whole_training_batches(cfg: GrpoMasterConfig) -> str | None:
+def rollouts_fill_whole_training_batches(cfg: RolloutMasterConfig) -> str | None:
     """The training batch divides the responses of a step."""
-    prompts, group = cfg.grpo.num_prompts_per_step, cfg.grpo.num_generations_per_prompt
+    name, section = cfg.algorithm
+    prompts, group = section.num_prompts_per_step, section.num_generations_per_prompt
     batch = cfg.policy.train_global_batch_size
     if (prompts * group) % batch:
         return (
             f"policy.train_global_batch_size {batch} does not divide the {prompts * group} responses of a step "
-            f"(grpo.num_prompts_per_step {prompts} x num_generations_per_prompt {group}), so some would not be trained "
-            "on; change one of the three"
+            f"({name}.num_prompts_per_step {prompts} x num_generations_per_prompt {group}), so some would not be "
+            "trained on; change one of the three"
         )
     return None
 
@@ -110,7 +111,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     longest_sequence_is_divisible,
 )
 
-GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     engine_tensor_parallel_size_divides_a_host,
     rollouts_fill_whole_training_batches,
 )

@@ -11,8 +11,16 @@ import os
 from collections.abc import Collection, Mapping
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import (
+    WITH_ROLLOUTS,
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    GrpoMasterConfig,
+    RolloutMasterConfig,
+    RunConfig,
+)
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
@@ -23,6 +31,7 @@ from nemo_offload_rl.residency import (
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    TEACHER,
     Phase,
     ResidencyPlan,
     ResidencySettings,
@@ -38,7 +47,7 @@ _GIB = 2**30
 RESTING_BYTES = 3 * _GIB
 
 
-def engine_leaves_room_for_the_policy(cfg: GrpoMasterConfig) -> str | None:
+def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
     """The awake engine and what the policy keeps on the GPU meanwhile fit the GPU."""
     generation = cfg.policy.generation
     share = generation.vllm_cfg.gpu_memory_utilization
@@ -101,12 +110,12 @@ def _plan(kept: Collection[str] = ()) -> ResidencyPlan:
 
 def _shares_its_gpu(cfg: RunConfig) -> bool:
     """Whether an engine sleeps on the GPU while the policy trains."""
-    return isinstance(cfg, GrpoMasterConfig) and cfg.policy.generation.colocated.enabled
+    return isinstance(cfg, WITH_ROLLOUTS) and cfg.policy.generation.colocated.enabled
 
 
 def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
     """What an engine that never sleeps has of a GPU of `total_bytes` while the policy trains."""
-    if not isinstance(cfg, GrpoMasterConfig) or not cfg.policy.generation.colocated.enabled:
+    if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.generation.colocated.enabled:
         return 0
     vllm = cfg.policy.generation.vllm_cfg
     if vllm.enable_sleep_mode:
@@ -144,8 +153,9 @@ def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
 
 def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     """The least that a worker takes: neither loading nor activations nor an engine are counted."""
-    if isinstance(cfg, GrpoMasterConfig):
-        settings, keep_reference = grpo_worker(cfg.policy, cfg.grpo.seed), cfg.loss_fn.reference_policy_kl_penalty != 0
+    if isinstance(cfg, WITH_ROLLOUTS):
+        settings = grpo_worker(cfg.policy, cfg.algorithm[1].seed)
+        keep_reference = isinstance(cfg, GrpoMasterConfig) and cfg.loss_fn.reference_policy_kl_penalty != 0
     else:
         settings = supervised_worker(cfg.policy, cfg.algorithm[1].seed)
         keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
@@ -154,6 +164,8 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if groups["optimizer"]:
         sizes[OPTIMIZER_PART if settings.backend.streams_states else OPTIMIZER] = groups["optimizer"]
+    if isinstance(cfg, DistillationMasterConfig) and (teacher_bytes := _teacher_bytes(cfg)) is not None:
+        sizes[TEACHER] = teacher_bytes
     on_cpu = cfg.cluster.gpus_per_node == 0
     device_bytes = memory_total_bytes() if on_cpu else max((use.total_bytes for use in read_gpus().values()), default=0)
     return HostNeed(
@@ -166,5 +178,16 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     )
 
 
+def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
+    """Of one worker's part of the teacher; None for a model that is no local folder."""
+    if (sizes := read_model_sizes(cfg.teacher.model_name)) is None:
+        return None
+    backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
+    if isinstance(backend, MegatronConfig):
+        parallel = backend.model_parallel
+        num_ranks = parallel.tensor * parallel.pipeline * backend.expert_model_parallel_size
+    return COMPUTE_DTYPES[cfg.teacher.precision].itemsize * sizes.num_parameters // num_ranks
+
+
 RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)
-GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (engine_leaves_room_for_the_policy,)
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (engine_leaves_room_for_the_policy,)

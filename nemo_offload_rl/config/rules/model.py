@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base
 from nemo_offload_rl.policy.rules import Rule, local_model_config
 
@@ -18,7 +18,7 @@ def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
     )
 
 
-def rotary_frequencies_of_engine_and_policy_agree(cfg: GrpoMasterConfig) -> str | None:
+def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> str | None:
     """Rotary frequencies do not change with the longest row of a batch, which the engine never sees."""
     model = local_model_config(cfg)
     if model is None or (kind := changing_rope_type(model)) is None:
@@ -31,4 +31,4 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: GrpoMasterConfig) -> str 
 
 
 RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)
-GRPO_RULES: tuple[Rule[GrpoMasterConfig], ...] = (rotary_frequencies_of_engine_and_policy_agree,)
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (rotary_frequencies_of_engine_and_policy_agree,)

@@ -11,14 +11,14 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
-from nemo_offload_rl.config.schema import GrpoMasterConfig
+from nemo_offload_rl.config.schema import GrpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.generation.config import SERVING_CHAT_KWARGS
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.policy.rules import local_model_config
 from nemo_offload_rl.utils.listening import is_loopback
 
 
-def prompts_leave_room_for_a_response(cfg: GrpoMasterConfig) -> str | None:
+def prompts_leave_room_for_a_response(cfg: RolloutMasterConfig) -> str | None:
     """The longest prompt leaves room for at least one token in the engine and the policy."""
     prompt = cfg.data.max_input_seq_length
     limits = {
@@ -34,7 +34,7 @@ def prompts_leave_room_for_a_response(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def rollouts_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
+def rollouts_fit_the_policy(cfg: RolloutMasterConfig) -> str | None:
     """The engine ends rollouts where the policy's sequences end, or before."""
     limit, engine = cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len
     if engine > limit:
@@ -45,26 +45,27 @@ def rollouts_fit_the_policy(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def further_turns_answer_something(cfg: GrpoMasterConfig) -> str | None:
+def further_turns_answer_something(cfg: RolloutMasterConfig) -> str | None:
     """Rollouts of several turns have an environment that answers between them, and only those have one."""
-    turns, data = cfg.grpo.max_rollout_turns, cfg.data
+    (name, section), data = cfg.algorithm, cfg.data
+    turns = section.max_rollout_turns
     retrying = sorted(name for name, section in cfg.env.items() if section.retry_message is not None)
     answering = {*retrying, *(name for name, section in cfg.env.items() if section.target is not None)}
     named = {source.env_name or data.default.env_name for _, source in sources(data.train, "data.train")}
     if turns > 1 and not named.intersection(answering):
         return (
-            f"grpo.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; set "
-            f"env.{min(named)}.retry_message, or max_rollout_turns to 1"
+            f"{name}.max_rollout_turns is {turns}, but no environment of data.train says anything after a response; "
+            f"set env.{min(named)}.retry_message, or max_rollout_turns to 1"
         )
     if turns == 1 and retrying:
         return (
-            f"env.{retrying[0]}.retry_message is set, but grpo.max_rollout_turns is 1 and leaves no turn to answer it; "
-            "raise it, or set retry_message to null"
+            f"env.{retrying[0]}.retry_message is set, but {name}.max_rollout_turns is 1 and leaves no turn to answer "
+            "it; raise it, or set retry_message to null"
         )
     return None
 
 
-def endpoint_can_be_served(cfg: GrpoMasterConfig) -> str | None:
+def endpoint_can_be_served(cfg: RolloutMasterConfig) -> str | None:
     """An HTTP server has an engine that takes requests one by one, and is reached from the driver."""
     vllm, section = cfg.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
     if not vllm.expose_http_server:
@@ -95,18 +96,17 @@ def endpoint_can_be_served(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def rollouts_are_not_greedy(cfg: GrpoMasterConfig) -> str | None:
+def rollouts_are_not_greedy(cfg: RolloutMasterConfig) -> str | None:
     """Rollouts are sampled, not greedy."""
-    temperature, group = cfg.policy.generation.temperature, cfg.grpo.num_generations_per_prompt
+    temperature, group = cfg.policy.generation.temperature, cfg.algorithm[1].num_generations_per_prompt
     if temperature == 0:
-        return (
-            f"policy.generation.temperature is 0, so all {group} responses of a group are the same and every advantage "
-            "is 0; set it above 0 (val_temperature may be 0)"
-        )
+        told = f"all {group} responses of a group are the same and every advantage is 0"
+        told = told if isinstance(cfg, GrpoMasterConfig) else "there is no distribution to learn from"
+        return f"policy.generation.temperature is 0, so {told}; set it above 0 (val_temperature may be 0)"
     return None
 
 
-def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
+def cpu_engine_has_a_fixed_cache(cfg: RolloutMasterConfig) -> str | None:
     """On CPU the engine's KV cache has a fixed size."""
     if cfg.cluster.gpus_per_node == 0 and cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None:
         return (
@@ -116,7 +116,7 @@ def cpu_engine_has_a_fixed_cache(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def vllm_kwargs_are_allowed(cfg: GrpoMasterConfig) -> str | None:
+def vllm_kwargs_are_allowed(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_kwargs` sets nothing that has a key, and nothing that changes the model, its place or its samples."""
     key = "policy.generation.vllm_kwargs"
     for name in cfg.policy.generation.vllm_kwargs:
@@ -131,7 +131,7 @@ def vllm_kwargs_are_allowed(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
+def engine_weights_are_what_a_refit_brings(cfg: RolloutMasterConfig) -> str | None:
     """The engine derives nothing from the weights when it loads them, because refits would not update it."""
     model = local_model_config(cfg) or {}
     reasons = {
@@ -147,7 +147,7 @@ def engine_weights_are_what_a_refit_brings(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
+def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:
     """Every environment that data names is in `env`."""
     data = cfg.data
     for where, section in (("train", data.train), ("validation", data.validation)):
@@ -160,7 +160,7 @@ def every_environment_exists(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def weights_belong_to_a_list_of_rewards(cfg: GrpoMasterConfig) -> str | None:
+def weights_belong_to_a_list_of_rewards(cfg: RolloutMasterConfig) -> str | None:
     """Weights of rewards are as many as the functions that they are for; only code from outside has arguments."""
     for name, section in cfg.env.items():
         if section.target is None and (section.weights is not None or section.kwargs is not None):
@@ -177,22 +177,22 @@ def weights_belong_to_a_list_of_rewards(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def validation_has_prompts(cfg: GrpoMasterConfig) -> str | None:
+def validation_has_prompts(cfg: RolloutMasterConfig) -> str | None:
     """A run that validates has prompts to validate on."""
-    return no_validation_rows_problem(cfg.data, "grpo", cfg.grpo)
+    return no_validation_rows_problem(cfg.data, *cfg.algorithm)
 
 
-def validation_sets_are_used_whole(cfg: GrpoMasterConfig) -> str | None:
+def validation_sets_are_used_whole(cfg: RolloutMasterConfig) -> str | None:
     """A validation set keeps nothing back: all its rows are validated."""
     return validation_set_problem(cfg.data)
 
 
-def mixtures_of_prompts_have_their_weights(cfg: GrpoMasterConfig) -> str | None:
+def mixtures_of_prompts_have_their_weights(cfg: RolloutMasterConfig) -> str | None:
     """A mixture has one weight for each data set."""
     return mixture_problem(cfg.data)
 
 
-def engines_have_devices(cfg: GrpoMasterConfig) -> str | None:
+def engines_have_devices(cfg: RolloutMasterConfig) -> str | None:
     """Engines that do not share the trainer's devices have their own, and only those."""
     colocated = cfg.policy.generation.colocated
     resources = colocated.resources
@@ -205,7 +205,7 @@ def engines_have_devices(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
+def engine_fits_a_host_of_its_own(cfg: RolloutMasterConfig) -> str | None:
     """The tensor-parallel size of engines with devices of their own divides those of a host."""
     generation = cfg.policy.generation
     size, count = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources.gpus_per_node
@@ -217,7 +217,7 @@ def engine_fits_a_host_of_its_own(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule[GrpoMasterConfig], ...] = (
+RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     prompts_leave_room_for_a_response,
     rollouts_fit_the_policy,
     further_turns_answer_something,

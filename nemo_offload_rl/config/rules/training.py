@@ -11,10 +11,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.algorithms.config import needs_prev_logprobs
-from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES, Names, grpo_names, metric_problem
+from nemo_offload_rl.algorithms.metric_names import (
+    DPO_NAMES,
+    SFT_NAMES,
+    Names,
+    distillation_names,
+    grpo_names,
+    metric_problem,
+)
 from nemo_offload_rl.algorithms.save_deadline import seconds_of
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, RunConfig
+from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
 from nemo_offload_rl.policy.config import SchedulerMilestonesConfig
@@ -107,6 +114,10 @@ def save_deadline_is_a_time(cfg: RunConfig) -> str | None:
 
 
 def _metric_names(cfg: RunConfig) -> Names:
+    if isinstance(cfg, DistillationMasterConfig):
+        section = cfg.distillation
+        sizes = (section.num_generations_per_prompt, section.val_num_generations_per_prompt)
+        return distillation_names(group_size=sizes[0], val_group_size=sizes[1])
     if not isinstance(cfg, GrpoMasterConfig):
         return DPO_NAMES if isinstance(cfg, DpoMasterConfig) else SFT_NAMES
     grpo, loss = cfg.grpo, cfg.loss_fn

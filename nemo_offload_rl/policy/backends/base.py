@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.readers import Reader, TeacherHead
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.residency import StateGroup
@@ -173,6 +175,20 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on all ranks."""
+        ...
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """Which columns of the logits this rank computes."""
+        ...
+
+    def use_teacher_head(self, head: TeacherHead) -> None:
+        """Have losses that compare with a teacher's hidden states read this output layer."""
+        ...
+
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
         ...
@@ -225,4 +241,42 @@ class PolicyBackend(Protocol):
 
     def close(self) -> None:
         """Leave the process group, if this backend made it."""
+        ...
+
+
+class FrozenModel(Protocol):
+    """A model of one rank that is only read: a teacher."""
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands, as this model is spread over the ranks."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """What the output layer's logits are divided by."""
+        ...
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """Every byte that it keeps on the device between calls: `teacher`."""
+        ...
+
+    def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
+        """What a reader gives of each micro-batch, [B, S, ...] tensors on the CPU; 0 where nothing is scored."""
+        ...
+
+    def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
+        """Have each pass ask this for its layers, where they are groups of their own (`teacher/layer.<index>`)."""
+        ...
+
+    def output_rows(self, first: int, count: int) -> Tensor:
+        """[count, H] rows of the output layer in the compute type, a new tensor; a collective over all ranks."""
+        ...
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
+        ...
+
+    def close(self) -> None:
+        """Give memory back."""
         ...

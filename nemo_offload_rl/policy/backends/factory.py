@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, FrozenModel, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.backends.dtensor import split_plan
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as unsupported_by_dtensor
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
@@ -70,3 +70,20 @@ def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBacke
     from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 
     return DTensorBackend(settings, process)
+
+
+def build_teacher(settings: PolicySettings, process: ProcessInfo, *, streams_layers: bool) -> FrozenModel:
+    """A frozen model of one rank on the same backend as the policy, whose process groups are there.
+
+    Raises:
+        UserError: The model or a setting cannot be used.
+    """
+    if isinstance(settings.backend, MegatronConfig):
+        if streams_layers:
+            raise ConfigError("teacher.stream_layers is true, but only the DTensor backend has it; set it to false")
+        from nemo_offload_rl.policy.backends.megatron.frozen import FrozenMegatron
+
+        return FrozenMegatron(settings, settings.backend, process)
+    from nemo_offload_rl.policy.backends.dtensor.frozen import FrozenDTensor
+
+    return FrozenDTensor(settings, process, streams_layers=streams_layers)

@@ -7,6 +7,7 @@ from nemo_offload_rl.algorithms.metric_names import (
     DPO_NAMES,
     SFT_NAMES,
     data_set_problem,
+    distillation_names,
     grpo_names,
     metric_problem,
 )
@@ -72,7 +73,7 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
     prefixes = {"train": "train", "val": "validation"}
     computed = {
         f"{prefixes[prefix]}/{name}"
-        for names in (everything, SFT_NAMES, DPO_NAMES)
+        for names in (everything, distillation_names(group_size=64, val_group_size=64), SFT_NAMES, DPO_NAMES)
         for prefix, known in names.items()
         for name in known
     }

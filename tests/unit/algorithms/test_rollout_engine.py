@@ -48,7 +48,10 @@ def in_turn(
             raise error
         restarts.append(error)
 
-    return RolloutEngine(policy, engine, colocated=colocated, restart=restart, timer=PhaseTimer())
+    def bring() -> None:
+        policy.prepare_for_lp_inference()
+
+    return RolloutEngine(policy, engine, colocated=colocated, restart=restart, timer=PhaseTimer(), bring=bring)
 
 
 def test_engine_and_policy_change_places_in_this_order_beside_the_caller() -> None:

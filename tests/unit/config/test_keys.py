@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.schema import doc, section
 
-MASTERS = (GrpoMasterConfig, SftMasterConfig, DpoMasterConfig)
+MASTERS = (GrpoMasterConfig, DistillationMasterConfig, SftMasterConfig, DpoMasterConfig)
 
 
 def test_every_key_is_documented() -> None:

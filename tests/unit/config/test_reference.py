@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_offload_rl.config.keys import known_keys
 from nemo_offload_rl.config.reference import TARGET, main, render
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 
 
 def test_the_committed_reference_is_up_to_date() -> None:
@@ -14,7 +14,7 @@ def test_the_committed_reference_is_up_to_date() -> None:
 
 def test_the_reference_names_every_key_once() -> None:
     text = render()
-    for schema in (GrpoMasterConfig, SftMasterConfig, DpoMasterConfig):
+    for schema in (GrpoMasterConfig, DistillationMasterConfig, SftMasterConfig, DpoMasterConfig):
         for key in known_keys(schema):
             if not key.startswith("data.validation.") and ".datasets[]" not in key:
                 assert f"`{key}`" in text, key

@@ -319,7 +319,7 @@ MODEL_RULES = (dtensor.dtensor_trains_the_model, dtensor.tensor_parallelism_spli
 
 def test_every_rule_is_listed_and_broken_here() -> None:
     # In test_megatron_rules.py, test_memory_rules.py and test_model_rules.py.
-    listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.GRPO_RULES, *model.GRPO_RULES)
+    listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.ROLLOUT_RULES, *model.ROLLOUT_RULES)
     elsewhere = {rule.__name__ for rule in (*listed, *MODEL_RULES)}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)

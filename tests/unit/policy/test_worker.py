@@ -159,7 +159,7 @@ def test_gradients_reduced_once_a_step_are_those_reduced_after_every_micro_batch
         for reduces_each in (False, True):
             with one_rank_worker(folder, precision=precision) as worker:
                 if reduces_each:
-                    worker._backend._fsdp_root.set_requires_gradient_sync = events.append
+                    worker._backend._built.fsdp_root.set_requires_gradient_sync = events.append
                 worker.prepare_for_training()
                 worker.forward_backward(batch, NLL())
                 grads.append(full_grads(worker))

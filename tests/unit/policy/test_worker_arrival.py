@@ -36,7 +36,7 @@ def late_copies(monkeypatch):
 
 def away(worker):
     """Names of the parameters that are poisoned."""
-    named = worker._backend._model.hf_parameters()
+    named = worker._backend._built.module.hf_parameters()
     return [name for name, value in named if local_tensor(value.detach()).isnan().all()]
 
 
@@ -80,7 +80,7 @@ def test_a_layer_of_the_dtensor_backend_runs_while_the_next_is_on_its_way(folder
     folder, _ = folders("qwen3-tied")
     late_copies()
     with lora_worker(folder, "dtensor", lora={"enabled": lora}) as worker:
-        names = [name for name, _ in worker._backend._model.hf_parameters()]
+        names = [name for name, _ in worker._backend._built.module.hf_parameters()]
         by_layer = [{name for name in names if f"layers.{index}." in name} for index in range(2)]
         seen = []
         for index in range(2):

@@ -7,22 +7,43 @@ from pathlib import Path
 import pytest
 from toy_training import settings
 
-from nemo_offload_rl.residency import BASE, PHASES, Phase, PhaseSpec, Placement, choose_resident, resolve_plan
+from nemo_offload_rl.residency import (
+    BASE,
+    PHASES,
+    TEACHER_HEAD,
+    Phase,
+    PhaseSpec,
+    Placement,
+    choose_resident,
+    resolve_plan,
+)
 
 D, H, F, U = Placement.DEVICE, Placement.HOST, Placement.FREED, Placement.UNCHANGED
 
-#                                         TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION
+#                                         TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION TEACHER_INFERENCE
 EXPECTED = {
-    "default": ({}, {"params": [D, D, D, D, H], "grads": [D, D, F, F, F], "optimizer": [D, D, U, H, H]}),
-    "logprob": ({"offload_optimizer_states_for_logprob": True}, {"optimizer": [D, D, H, H, H]}),
+    "default": ({}, {"params": [D, D, D, D, H, U], "grads": [D, D, F, F, F, F], "optimizer": [D, D, U, H, H, U]}),
+    "logprob": ({"offload_optimizer_states_for_logprob": True}, {"optimizer": [D, D, H, H, H, H]}),
     "stream": (
         {"offload_optimizer_states": True},
-        {"optimizer": [D, D, U, H, H], "optimizer/part.0": [H, U, H, H, H], "optimizer/part.7": [H, U, H, H, H]},
+        {
+            "optimizer": [D, D, U, H, H, U],
+            "optimizer/part.0": [H, U, H, H, H, H],
+            "optimizer/part.7": [H, U, H, H, H, H],
+        },
     ),
-    "cpu": ({"optimizer_cpu_offload": True}, {"optimizer": [H, H, H, H, H]}),
+    "cpu": ({"optimizer_cpu_offload": True}, {"optimizer": [H, H, H, H, H, H]}),
     "apart": (
         {"colocated": False},
-        {"params": [D, D, D, U, U], "grads": [D, D, F, U, U], "optimizer": [D, D, U, U, U]},
+        {"params": [D, D, D, U, U, U], "grads": [D, D, F, U, U, F], "optimizer": [D, D, U, U, U, U]},
+    ),
+    "teacher": (
+        {"has_teacher": True, "has_teacher_head": True, "streams_teacher": True},
+        {
+            "teacher": [H, H, H, H, H, D],
+            "teacher/layer.3": [H, H, H, H, H, H],
+            "teacher_head": [D, U, H, H, H, U],
+        },
     ),
 }
 
@@ -51,7 +72,10 @@ def test_the_plan_cannot_be_changed_after_it_was_resolved():
 def test_the_printed_table_has_every_group_phase_and_size():
     text = resolve_plan(settings()).render({"params": 2 * 2**30})
     lines = text.splitlines()
-    assert lines[0].split() == ["group", *(phase.name for phase in Phase)]
+    phases = [phase.name for phase in Phase if phase is not Phase.TEACHER_INFERENCE]
+    assert lines[0].split() == ["group", *phases]
+    with_teacher = resolve_plan(settings(has_teacher=True)).render().splitlines()
+    assert with_teacher[0].split() == ["group", *(phase.name for phase in Phase)]
     assert lines[1].startswith("params (2.00 GiB)")
     assert [line.split()[0] for line in lines[1:]] == ["params", "grads", "optimizer", "reference"]
 
@@ -79,8 +103,8 @@ def test_a_resident_group_stays_for_refit_and_generation_and_the_others_leave():
 def test_the_estimate_of_a_phase_counts_what_the_plan_brings_or_leaves_there():
     sizes = {"params": 1, "grads": 2, "optimizer": 4, "optimizer/part.0": 8}
     plan = resolve_plan(settings(offload_optimizer_states=True, resident_groups=frozenset({"optimizer"})))
-    #                                                          TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION
-    assert [plan.device_bytes(sizes, phase) for phase in Phase] == [7, 15, 5, 5, 4]
+    #                                              TRAINING OPTIM_STEP LP_INFERENCE REFIT GENERATION TEACHER_INFERENCE
+    assert [plan.device_bytes(sizes, phase) for phase in Phase] == [7, 15, 5, 5, 4, 5]
 
 
 def test_cached_memory_is_released_for_an_engine_on_the_same_device_only():
@@ -91,12 +115,12 @@ def test_cached_memory_is_released_for_an_engine_on_the_same_device_only():
 
 @pytest.mark.parametrize("phase", Phase)
 def test_what_a_phase_touches_is_on_its_device(phase):
-    plan = resolve_plan(settings(has_base=True))
+    plan = resolve_plan(settings(has_base=True, has_teacher=True, has_teacher_head=True))
     assert all(plan.placement(group, phase) is D for group in PHASES[phase].touches)
 
 
 def documented_rows() -> dict[str, list[str]]:
-    """The five cells of each row of the document's two tables of phases, by the first word of the row."""
+    """The six cells of each row of the document's two tables of phases, by the first word of the row."""
     text = (Path(__file__).parents[3] / "docs/design/residency.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     return {re.findall(r"\w+", row[0])[0]: row[1:] for row in cells if len(row) == 1 + len(Phase) and row[0]}
@@ -115,6 +139,6 @@ def test_the_document_has_what_each_phase_does(name):
     for phase, cell in zip(Phase, documented_rows()[name], strict=True):
         value = getattr(PHASES[phase], name)
         if name == "touches":
-            assert set(cell.split(", ")) - {""} == value - {BASE}
+            assert set(cell.split(", ")) - {""} == value - {BASE, TEACHER_HEAD}
         else:
             assert cell == (value.name if isinstance(value, Phase) else shown[value])

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,28 +18,24 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.models.families import logits_divisor
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
-from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
-from nemo_offload_rl.policy.backends.dtensor.loading import build_causal_lm, find_weights, materialize, read_weights
-from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, decoder_layers
+from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
-from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder, load_config
-from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, measured_loss
+from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead, read_loss, reader_for
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
-from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
+from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
     BASE,
     PARAMS,
     GradsGroup,
     StateGroup,
-    TensorGroup,
     aligned,
     optimizer_tensors,
     unique_storages,
@@ -88,12 +83,10 @@ class DTensorBackend:
     def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
         check_settings(settings)
         check_model_folder(settings.model_name)
-        tp_size = settings.dtensor_cfg.tensor_parallel_size
         self._settings = settings
         self._device = torch.device(process.device)
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
-        self._config = load_config(settings.model_name, settings.hf_config_overrides)
-        parallel.check_model(self._config, tp_size)
+        self._teacher_head: TeacherHead | None = None
         with ExitStack() as made:
             if join_process_group(process):
                 made.callback(dist.destroy_process_group)
@@ -102,47 +95,10 @@ class DTensorBackend:
 
     def _build(self, process: ProcessInfo) -> None:
         """Everything that needs the process group."""
-        settings, tp_size = self._settings, self._settings.dtensor_cfg.tensor_parallel_size
-        mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
-        self._dp_group = mesh.get_group(parallel.DP)
-        self._tp_rank = mesh.get_local_rank(parallel.TP)
-        dp_mesh, tp_mesh = mesh[parallel.DP], mesh[parallel.TP]
-        self._rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
-        torch.manual_seed(settings.seed + self._rank_info.dp_rank)
-
-        on_gpu = self._device.type == "cuda"
-        packs = settings.sequence_packing.enabled
-        attention = choose_attention(self._config, self._device, self._compute_dtype, packs=packs)
-        causal_lm = build_causal_lm(self._config, attention)
-        sources = find_weights(causal_lm, settings.model_name)
-        if settings.dtensor_cfg.activation_checkpointing:
-            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        lora_cfg = settings.dtensor_cfg.lora_cfg
-        if lora_cfg.enabled:
-            add_adapters(causal_lm, lora_cfg, settings.seed)
-        shard = VocabShard(0, None)
-        if tp_size > 1:
-            parallel.apply_tensor_parallel(causal_lm, tp_mesh)
-            shard = VocabShard(self._tp_rank * self._config.vocab_size // tp_size, tp_mesh.get_group())
-        self._model = LogprobModel(
-            causal_lm,
-            temperature=settings.logprob_temperature * logits_divisor(self._config.to_dict()),
-            chunk_size=settings.logprob_chunk_size,
-            shard=shard,
-        )
-        layers = decoder_layers(causal_lm)
-        if settings.dtensor_cfg.torch_compile and on_gpu:
-            compile_layers(layers)
-        self._layers = list(layers)
-        # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
-        self._gather = parallel.gather if dp_mesh.size() > 1 else None
-        self._fsdp_root = parallel.apply_fsdp(self._model, layers, dp_mesh, self._compute_dtype)
-        materialize(self._model, self._device)
-        self._parameters = self._model.hf_parameters()
-        self._lora = LoraWeights(self._parameters, lora_cfg) if lora_cfg.enabled else None
-        read_weights(self._parameters if self._lora is None else self._lora.named_base(), sources)
-        if self._lora is not None:
-            self._parameters = self._lora.trainable
+        settings, on_gpu = self._settings, self._device.type == "cuda"
+        self._built = BuiltModel(settings, process)
+        self._parameters, self._lora = self._built.parameters, self._built.lora
+        self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
         if settings.optimizer is None:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
@@ -167,9 +123,6 @@ class DTensorBackend:
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._named_trainable()]
 
-    def _reshard(self) -> None:
-        parallel.reshard_all(self._fsdp_root)
-
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_groups(self) -> Sequence[StateGroup]:
@@ -177,22 +130,21 @@ class DTensorBackend:
 
         With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
         """
-        weights_group = partial(TensorGroup, prepare=self._reshard, layers=self._layers, layer_arrived=self._gather)
 
         def frozen() -> Iterator[tuple[str, Tensor]]:
             yield from self._lora.base if self._lora is not None else ()
-            yield from self._model.named_buffers()
+            yield from self._built.module.named_buffers()
 
         def params() -> Iterator[tuple[str, Tensor]]:
             yield from self._parameters
             yield from frozen()
 
         if self._lora is None:
-            weights = [weights_group(PARAMS, params)]
+            weights = [self._built.group(PARAMS, params)]
         else:
             weights = [
-                weights_group(PARAMS, lambda: self._parameters),
-                weights_group(BASE, frozen),
+                self._built.group(PARAMS, lambda: self._parameters),
+                self._built.group(BASE, frozen),
             ]
         return (
             *weights,
@@ -223,16 +175,15 @@ class DTensorBackend:
         before_micro_batch: Callable[[int], None],
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
-        self._model.train()
+        self._built.module.train()
         totals = Totals(self._device)
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
             if self._rank_info.world_size == 1:
                 # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
                 # end. With more ranks they would.
-                self._fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            scores_BS, batch = self._score(micro_batch, loss_fn.token_stat)
-            loss, metrics = measured_loss(loss_fn, scores_BS, batch, norm)
+                self._built.fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            loss, metrics = self._loss(micro_batch, loss_fn, norm)
             loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
@@ -242,46 +193,47 @@ class DTensorBackend:
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics without gradients, dropout off."""
-        self._model.eval()
+        self._built.module.eval()
         totals = Totals(self._device)
         try:
             for micro_batch in micro_batches:
-                scores_BS, batch = self._score(micro_batch, loss_fn.token_stat)
-                loss, metrics = measured_loss(loss_fn, scores_BS, batch, norm)
+                loss, metrics = self._loss(micro_batch, loss_fn, norm)
                 totals.add(loss, metrics)
         finally:
-            self._reshard()
+            self._built.reshard()
         return totals.reduce(self._dp_group)
 
-    @torch.no_grad()
+    def _loss(self, micro_batch: TrainBatch, loss_fn: LossFn, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        scores_BS, batch = self._built.read(micro_batch, lambda batch: reader_for(loss_fn, batch, self._teacher_head))
+        return read_loss(loss_fn, scores_BS, batch, norm)
+
+    def use_teacher_head(self, head: TeacherHead) -> None:
+        """See `PolicyBackend`."""
+        self._teacher_head = head
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on all ranks."""
+        return self._built.config.vocab_size
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """This rank's columns of the logits."""
+        return self._built.head.shard
+
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        self._model.eval()
-        try:
-            found = [self._score(micro_batch, None)[0].logprobs for micro_batch in micro_batches]
-        finally:
-            self._reshard()
-        return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
-
-    def _score[Batch: TokenBatch](self, micro_batch: Batch, stat: TokenStat | None) -> tuple[TokenScores, Batch]:
-        """Tensors [B, S] of the scored tokens, 0 elsewhere, and the micro-batch on the device."""
-        # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
-        scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
-        if self._settings.sequence_packing.enabled:
-            width = micro_batch.input_ids.shape[1]
-            row = PackedRow.of(micro_batch.input_lengths, width, scored_N, self._device)
-        batch = micro_batch.to(self._device)
-        return self._model(batch.input_ids, scored_N.to(self._device, non_blocking=True), row, stat), batch
+        return [scores_BS.logprobs for scores_BS in self._built.read_all(micro_batches, ReadScores())]
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
-        self._reshard()
-        parallel.drop_unreduced_grads(self._fsdp_root)
+        self._built.reshard()
+        parallel.drop_unreduced_grads(self._built.fsdp_root)
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""
-        norm = optim.global_grad_norm(self._trainable(), self._tp_rank, self._device)
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)
@@ -338,7 +290,7 @@ class DTensorBackend:
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
         """Read what `stage_save` wrote."""
-        self._reshard()
+        self._built.reshard()
         dcp.load_state(path, self._training_state(), streamed)
 
     def _training_state(self) -> checkpoint.DTensorState:
@@ -346,7 +298,7 @@ class DTensorBackend:
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""
-        export_hf_folder(path, self.named_weights(), self._config, self._settings)
+        export_hf_folder(path, self.named_weights(), self._built.config, self._settings)
 
     def close(self) -> None:
         """Leave the process group, if this backend made it."""

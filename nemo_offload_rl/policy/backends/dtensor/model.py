@@ -1,4 +1,4 @@
-"""The module that FSDP wraps: token ids in, token logprobs out."""
+"""The module that FSDP wraps: token ids in, logprobs or whatever else a `Reader` reads out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
-from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, chunked_scores
-from nemo_offload_rl.policy.interfaces import TokenStat
+from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader
 
 PREFIX = "causal_lm."
 
@@ -83,28 +82,26 @@ class PackedRow:
 
 
 class LogprobModel(nn.Module):
-    """Token logprobs of a Hugging Face causal model; logits exist only inside `forward`, and only for scored tokens.
+    """What a `Reader` makes of a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
     Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
     and `attention.py` from the sequences' bounds.
     """
 
-    def __init__(self, causal_lm: Any, *, temperature: float, chunk_size: int | None, shard: VocabShard) -> None:
+    def __init__(self, causal_lm: Any, head: Head) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._how = {"temperature": temperature, "chunk_size": chunk_size, "shard": shard}
+        self._head = head
 
-    def forward(
-        self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None, stat: TokenStat | None
-    ) -> TokenScores:
-        """[B, S] float32 logprobs by the package's convention, and a stat at the same places; 0 elsewhere.
+    def forward(self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None, reader: Reader) -> Any:
+        """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
 
         Args:
             input_ids_BS: [B, S] int64.
             scored_N: [N] int64 places in the flattened rows, the tokens to score: real, and never a row's first.
             row: The real tokens as one row, which the model gets instead; None for the padded rows.
-            stat: What to measure beside; None for nothing.
+            reader: What to make of the hidden states before the scored tokens.
         """
         if row is None:
             hidden_BSH = self.causal_lm.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
@@ -113,13 +110,16 @@ class LogprobModel(nn.Module):
             hidden_TH, place_N = self._of_row(input_ids_BS, row), row.places_N
         before_NH = hidden_TH.index_select(0, place_N - 1)
         targets_N = input_ids_BS.flatten().index_select(0, scored_N)
-        output_layer = self.causal_lm.get_output_embeddings()
-        scores_N = chunked_scores(output_layer, before_NH, targets_N, stat=stat, **self._how)
+        positions = Positions(before_NH, targets_N, scored_N)
+        found = reader(self.causal_lm.get_output_embeddings(), positions, self._head)
 
-        def at_their_places(found_N: Tensor) -> Tensor:
-            return found_N.new_zeros(input_ids_BS.numel()).index_copy(0, scored_N, found_N).view_as(input_ids_BS)
+        def at_their_places(found_N: Tensor | None) -> Tensor | None:
+            if found_N is None:
+                return None
+            whole = found_N.new_zeros(input_ids_BS.numel(), *found_N.shape[1:]).index_copy(0, scored_N, found_N)
+            return whole.unflatten(0, input_ids_BS.shape)
 
-        return scores_N.map(at_their_places)
+        return type(found)(*map(at_their_places, found))
 
     def _of_row(self, input_ids_BS: Tensor, row: PackedRow) -> Tensor:
         """[T, H] hidden states."""

@@ -21,6 +21,7 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.megatron import caches, optim, parallel, state
 from nemo_offload_rl.policy.backends.megatron.activation_offload import (
     ActivationOffloading,
@@ -39,6 +40,7 @@ from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -162,7 +164,21 @@ class MegatronBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
-        return parallel.from_last_stage(self._passes.logprobs(micro_batches))
+        return [found[0] for found in parallel.from_last_stage(self._passes.read(micro_batches, ReadScores()))]
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on all ranks."""
+        return self._model.hf_config.vocab_size
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """This rank's columns of the logits."""
+        return self._passes.shard
+
+    def use_teacher_head(self, head: TeacherHead) -> None:
+        """See `PolicyBackend`."""
+        self._passes.teacher_head = head
 
     def drop_grads(self) -> None:
         """Zero the gradient buffers and forget what a pass that raised left behind."""

@@ -28,6 +28,7 @@ class ModelInput:
         ids_RL: Token ids.
         positions_RL: Position of each token in its sample.
         targets_RL: The token after each one; arbitrary where there is none.
+        sources_RL: Its place in the flattened samples; arbitrary where there is none.
         places_N: Of the places that `by_place` makes, those in which any rank has a token to score.
         packed: Where samples begin, for packed input.
         scored_K: Positions in the flattened whole input, in the samples' order, whose targets' logprobs are wanted.
@@ -39,6 +40,7 @@ class ModelInput:
     ids_RL: Tensor
     positions_RL: Tensor
     targets_RL: Tensor
+    sources_RL: Tensor
     places_N: Tensor
     packed: PackedSeqParams | None
     scored_K: Tensor
@@ -47,11 +49,11 @@ class ModelInput:
     order_T: Tensor | None
 
     def of_samples(self, scored_RL: Tensor) -> Tensor:
-        """[B, S] values by the convention of logprobs, from those of the positions' targets; 0 where none is scored."""
+        """[B, S, ...] by the convention of logprobs, from [R, L, ...] of the positions' targets; 0 where not scored."""
         scored_RT = scored_RL if self.order_T is None else _gather_positions(scored_RL, self.order_T)
-        found_K = scored_RT.flatten().index_select(0, self.scored_K)
-        values = found_K.new_zeros(self.samples_shape.numel()).index_copy(0, self.tokens_K, found_K)
-        return values.view(self.samples_shape)
+        found_K = scored_RT.flatten(0, 1).index_select(0, self.scored_K)
+        shape = (self.samples_shape.numel(), *found_K.shape[1:])
+        return found_K.new_zeros(shape).index_copy(0, self.tokens_K, found_K).unflatten(0, self.samples_shape)
 
 
 def by_place(value_RL: Tensor, splits: int) -> Tensor:
@@ -84,17 +86,20 @@ def lay_out(
     else:
         lengths_B = torch.full_like(batch.input_lengths, -(-num_columns // row_multiple) * row_multiple)
     width = max(num_columns, int(lengths_B.max()))
-    ids_BP, is_scored_BP = (F.pad(value, (0, width - num_columns)) for value in (ids_BS, is_scored_BS))
+    source_BS = torch.arange(ids_BS.numel()).view_as(ids_BS)
+    ids_BP, source_BP, is_scored_BP = (
+        F.pad(value, (0, width - num_columns)) for value in (ids_BS, source_BS, is_scored_BS)
+    )
     position_BP = torch.arange(width).expand_as(ids_BP)
     packed = None
     if pack:
         is_kept_BP = position_BP < lengths_B.unsqueeze(1)
-        ids_BP, position_BP, is_scored_BP = (
-            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, position_BP, is_scored_BP)
+        ids_BP, source_BP, position_BP, is_scored_BP = (
+            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, source_BP, position_BP, is_scored_BP)
         )
         packed = _packed_params(lengths_B, device, multiple)
     # The token after the last is the first, which is not scored.
-    targets_RT, is_scored_RT = ids_BP.roll(-1, dims=1), is_scored_BP.roll(-1, dims=1)
+    targets_RT, sources_RT, is_scored_RT = (value.roll(-1, dims=1) for value in (ids_BP, source_BP, is_scored_BP))
     order_T = None
     if cp_size > 1:
         starts = lengths_B.cumsum(0) - lengths_B if pack else lengths_B.new_zeros(1)
@@ -109,6 +114,7 @@ def lay_out(
         ids_RL=move(ids_BP[:, mine]),
         positions_RL=move(position_BP[:, mine]),
         targets_RL=move(targets_RT[:, mine]),
+        sources_RL=move(sources_RT[:, mine]),
         places_N=move(is_scored_PX.any(dim=1).nonzero().squeeze(1)),
         packed=packed,
         scored_K=move(is_scored_RT.flatten().nonzero().squeeze(1)),

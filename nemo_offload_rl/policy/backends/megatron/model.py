@@ -39,7 +39,8 @@ class BuiltModel:
     """A model and what converts it to Hugging Face's names.
 
     Attributes:
-        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (one in all here).
+        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (one in all here); without these
+            wrappers where nothing is trained.
         bridge: Megatron-Bridge's `AutoBridge`.
         hf_config: The Hugging Face config, overrides included.
         config: Megatron's transformer config.
@@ -53,8 +54,10 @@ class BuiltModel:
     folder: ModelFolder
 
 
-def build_model(settings: PolicySettings, cfg: MegatronConfig) -> BuiltModel:
+def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: bool = False) -> BuiltModel:
     """Load the weights of `policy.model_name` into a Megatron model; every rank calls it.
+
+    With `is_frozen` nothing is trained: there is no wrapper for data parallelism, which would have gradients.
 
     Raises:
         UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
@@ -92,11 +95,16 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig) -> BuiltModel:
     with warnings.catch_warnings():
         # It points to a builder that 0.6.2's conversions do not use yet.
         warnings.simplefilter("ignore", DeprecationWarning)
-        chunks = provider.provide_distributed_model(ddp_config=_ddp_config(cfg), data_parallel_random_init=False)
+        chunks = provider.provide_distributed_model(
+            ddp_config=None if is_frozen else _ddp_config(cfg),
+            wrap_with_ddp=not is_frozen,
+            data_parallel_random_init=False,
+        )
     set_rotation(chunks, rotation)
     config = chunks[0].config
-    config.no_sync_func = chunks[0].no_sync
-    config.finalize_model_grads_func = _finalize_gradients
+    if not is_frozen:
+        config.no_sync_func = chunks[0].no_sync
+        config.finalize_model_grads_func = _finalize_gradients
     return BuiltModel(chunks, bridge, hf_config, config, folder)
 
 

@@ -1,7 +1,7 @@
 """Forward and backward passes through Megatron's schedules: losses while training, logprobs otherwise.
 
 Logits never leave the model: its output layer is called by `GPTModel`'s output processor, chunk by chunk, and what
-comes out of the last pipeline stage are logprobs and what is measured beside them.
+comes out of the last pipeline stage is what a `Reader` makes of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
-from nemo_offload_rl.policy.backends.logprobs import TokenScores, VocabShard, chunked_scores, measured_loss
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
-from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
+from nemo_offload_rl.policy.backends.readers import (
+    Head,
+    Positions,
+    Reader,
+    ReadHiddenStates,
+    TeacherHead,
+    read_loss,
+    reader_for,
+)
+from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
@@ -36,6 +46,9 @@ class Passes:
         cfg: The Megatron backend's settings.
         activations: Guards the passes where activations are offloaded.
         device: Where micro-batches are put.
+
+    Attributes:
+        teacher_head: For losses that read one.
     """
 
     def __init__(
@@ -60,7 +73,8 @@ class Passes:
         self._token_multiple = 1 if recipe is None else get_fp8_align_size(Fp8Recipe(recipe))
         # Megatron pads no vocabulary here: its rows are dealt out evenly, or the model was refused.
         num_rows = model.hf_config.vocab_size // tp_group.size()
-        self._shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
+        self.shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
+        self.teacher_head: TeacherHead | None = None
 
     def train(
         self,
@@ -72,7 +86,7 @@ class Passes:
         """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
         with self._activations.training_pass(len(micro_batches)):
             return self._run(
-                micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, before_micro_batch, forward_only=False
+                micro_batches, _Losses(loss_fn, norm), self._reader_of(loss_fn), before_micro_batch, forward_only=False
             )
 
     @torch.no_grad()
@@ -81,25 +95,29 @@ class Passes:
     ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
         """The same without gradients, dropout off."""
         with self._activations.forward_only():
-            return self._run(micro_batches, _Losses(loss_fn, norm), loss_fn.token_stat, forward_only=True)
+            return self._run(micro_batches, _Losses(loss_fn, norm), self._reader_of(loss_fn), forward_only=True)
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[B, S] logprobs by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
+    def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
+        """What a reader gives by micro-batch on the CPU, on the last pipeline stage, nothing on the others."""
         with self._activations.forward_only():
-            found = self._run(micro_batches, _keep_logprobs, None, forward_only=True)
-        return [logprobs_BS.cpu() for logprobs_BS in found]  # at the end: each of these waits for the device
+            found = self._run(micro_batches, _keep, lambda _: reader, forward_only=True)
+        # At the end: each of these waits for the device.
+        return [tuple(None if value is None else value.cpu() for value in scores_BS) for scores_BS in found]
+
+    def _reader_of(self, loss_fn: LossFn) -> Callable[[Any], Reader]:
+        return lambda batch: reader_for(loss_fn, batch, self.teacher_head)
 
     def _run(
         self,
         micro_batches: Sequence[Any],
-        consume: Callable[[TokenScores, Any], tuple[Tensor, Any]],
-        stat: TokenStat | None,
+        consume: Callable[[Any, Any], tuple[Tensor, Any]],
+        reader_of: Callable[[Any], Reader],
         before_micro_batch: Callable[[int], None] = lambda index: None,
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Results of `consume`, which turns the scores of a micro-batch into a scalar and a result to keep."""
+        """Results of `consume`, which turns what was read of a micro-batch into a scalar and a result to keep."""
         if not micro_batches:
             return []
         for chunk in self._chunks:
@@ -119,12 +137,12 @@ class Passes:
             )
             batch = batch.to(self._device)
 
-            def reduce(scores_BS: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Any]:
-                scalar, result = consume(TokenScores(*scores_BS), batch)  # Megatron's wrappers make it a plain tuple
+            def reduce(scores_BS: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Any]:
+                scalar, result = consume(scores_BS, batch)  # a plain tuple: Megatron's wrappers make it one
                 # No tokens: our losses are divided by the counts of the global batch already.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            return self._forward(chunk, laid_out, stat), reduce
+            return self._forward(chunk, laid_out, reader_of(batch)), reduce
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -137,28 +155,28 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _forward(self, chunk: Any, laid_out: ModelInput, stat: TokenStat | None) -> Any:
-        """`TokenScores` on the last pipeline stage, hidden states on the others."""
+    def _forward(self, chunk: Any, laid_out: ModelInput, reader: Reader) -> Any:
+        """What the reader gives on the last pipeline stage, hidden states on the others."""
         return chunk(
             input_ids=laid_out.ids_RL,
             position_ids=laid_out.positions_RL,
             attention_mask=None,  # causal, and rows are padded on the right
             packed_seq_params=laid_out.packed,
-            output_processor=partial(self._scores_of, stat),
+            output_processor=partial(self._read, reader),
             output_processor_context=laid_out,
         )
 
-    def _scores_of(
+    def _read(
         self,
-        stat: TokenStat | None,
+        reader: Reader,
         *,
         hidden_states: Tensor,
         output_layer: Any,
         output_weight: Tensor | None,
         context: ModelInput,
         **_: Any,
-    ) -> TokenScores:
-        """Tensors [B, S] from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
+    ) -> Any:
+        """Tensors [B, S, ...] from last hidden states, of which this rank has [L / sequence_parallel_size, R, hidden].
 
         With sequence parallelism the output layer gathers the ranks' positions, as many from each: a place among a
         rank's P positions stands for one position of every rank (X of them), and is scored if any of those is.
@@ -170,36 +188,50 @@ class Passes:
             # One rank after the other.
             return found.unflatten(0, (splits, len(hidden_N1H))).squeeze(2).transpose(0, 1)
 
-        targets_PX = by_place(context.targets_RL, splits)
-        scores_NX = chunked_scores(
-            logits,
-            hidden_states.flatten(0, 1).index_select(0, context.places_N).unsqueeze(1),
-            targets_PX.index_select(0, context.places_N),
-            temperature=self._temperature,
-            chunk_size=None if self._chunk_size is None else max(1, self._chunk_size // splits),
-            shard=self._shard,
-            stat=stat,
+        targets_PX, sources_PX = (by_place(value, splits) for value in (context.targets_RL, context.sources_RL))
+        hidden_N1H = hidden_states.flatten(0, 1).index_select(0, context.places_N).unsqueeze(1)
+        targets_NX, sources_NX = (value.index_select(0, context.places_N) for value in (targets_PX, sources_PX))
+        if isinstance(reader, ReadHiddenStates):
+            hidden_N1H = _of_all_ranks(hidden_N1H, splits)
+        head = Head(
+            self._temperature, None if self._chunk_size is None else max(1, self._chunk_size // splits), self.shard
         )
+        found = reader(logits, Positions(hidden_N1H, targets_NX, sources_NX), head)
 
-        def at_their_places(found_NX: Tensor) -> Tensor:
-            found_PX = found_NX.new_zeros(targets_PX.shape).index_copy(0, context.places_N, found_NX)
-            return context.of_samples(found_PX.t().unflatten(1, (length, rows)).flatten(0, 1).t())
+        def at_their_places(found_NX: Tensor | None) -> Tensor | None:
+            if found_NX is None:
+                return None
+            found_PX = found_NX.new_zeros(*targets_PX.shape, *found_NX.shape[2:]).index_copy(
+                0, context.places_N, found_NX
+            )
+            found_LR = found_PX.transpose(0, 1).unflatten(1, (length, rows)).flatten(0, 1)
+            return context.of_samples(found_LR.transpose(0, 1))
 
-        return scores_NX.map(at_their_places)
+        return type(found)(*map(at_their_places, found))
+
+
+def _of_all_ranks(hidden_N1H: Tensor, splits: int) -> Tensor:
+    """[N, X, H] what the sequence-parallel ranks have in the same places; without gradient."""
+    if splits == 1:
+        return hidden_N1H
+    pieces = [torch.empty_like(hidden_N1H) for _ in range(splits)]
+    dist.all_gather(pieces, hidden_N1H.contiguous(), group=parallel.tensor_parallel_group())
+    return torch.cat(pieces, dim=1)
 
 
 class _Losses:
-    """Loss and metrics of a micro-batch's scores."""
+    """Loss and metrics of a micro-batch."""
 
     def __init__(self, loss_fn: LossFn, norm: LossNorm) -> None:
         self._loss_fn = loss_fn
         self._norm = norm
 
-    def __call__(self, scores_BS: TokenScores, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
-        loss, metrics = measured_loss(self._loss_fn, scores_BS, batch, self._norm)
+    def __call__(self, scores_BS: Any, batch: TrainBatch) -> tuple[Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        loss, metrics = read_loss(self._loss_fn, scores_BS, batch, self._norm)
         # A copy: the schedule scales the loss in place.
         return loss, (loss.detach().clone(), metrics)
 
 
-def _keep_logprobs(scores_BS: TokenScores, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    return scores_BS.logprobs.new_zeros(()), scores_BS.logprobs
+def _keep(scores_BS: tuple[Tensor | None, ...], batch: TokenBatch) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    assert scores_BS[0] is not None
+    return scores_BS[0].new_zeros((), dtype=torch.float32), scores_BS

@@ -59,7 +59,7 @@ def assert_as_from_pretrained(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with one_rank_worker(folder) as worker:
         assert_equal(full_params(worker), {name: value.detach() for name, value in model.named_parameters()})
-        causal_lm = worker._backend._model.causal_lm
+        causal_lm = worker._backend._built.module.causal_lm
         assert_equal(dict(causal_lm.named_buffers()), dict(model.named_buffers()))
         assert causal_lm.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
         is_tied = model.lm_head.weight is model.model.embed_tokens.weight

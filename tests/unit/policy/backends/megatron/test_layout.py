@@ -72,6 +72,10 @@ def check_input(laid_out, batch, rank, context_parallel_size, sequence_parallel_
     count = scored.grad.sum()
     dist.all_reduce(count, group=parallel.context_parallel_group())
     assert count == int((expected_logprobs(batch) != 0).sum())
+    # What is known of a token elsewhere is found at its place, and what is made there comes back, in several columns.
+    sources = laid_out.of_samples(laid_out.sources_RL.float().unsqueeze(-1).repeat(1, 1, 2))
+    place_BS = torch.arange(batch.input_ids.numel(), dtype=torch.float32).view_as(batch.input_ids) * batch.is_scored()
+    assert torch.equal(sources, torch.stack((place_BS, place_BS), dim=-1))
     if laid_out.packed is not None:
         starts = laid_out.packed.cu_seqlens_q.tolist()
         longest = max(end - start for start, end in pairwise(starts))

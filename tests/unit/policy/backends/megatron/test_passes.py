@@ -9,6 +9,7 @@ from megatron_cpu_shim import megatron_on_cpu
 from policy_cases import PAD_ID, make_settings, make_sparse_batch, run_ranks
 
 from nemo_offload_rl.policy.backends.config import ModelParallel
+from nemo_offload_rl.policy.backends.readers import ReadScores
 from nemo_offload_rl.policy.interfaces import TokenStat
 
 HIDDEN, VOCABULARY = 16, PAD_ID + 2
@@ -58,8 +59,8 @@ def check(process):
             )
             layer.zero_grad()
             mine_LRH = hidden_LRH.detach().chunk(2)[process.rank].clone().requires_grad_()
-            scores_BS = passes._scores_of(
-                TokenStat.ENTROPY,
+            scores_BS = passes._read(
+                ReadScores(TokenStat.ENTROPY),
                 hidden_states=mine_LRH,
                 output_layer=layer,
                 output_weight=None,

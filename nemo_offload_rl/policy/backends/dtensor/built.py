@@ -1,0 +1,147 @@
+"""A Hugging Face model over the ranks of a (dp, tp) mesh, with its weights, and its passes over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.models.families import logits_divisor
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo
+from nemo_offload_rl.policy.backends.dtensor import parallel
+from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
+from nemo_offload_rl.policy.backends.dtensor.loading import build_causal_lm, find_weights, materialize, read_weights
+from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, decoder_layers
+from nemo_offload_rl.policy.backends.hf_folder import load_config
+from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.readers import Head, Reader
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import TensorGroup
+
+
+class BuiltModel:
+    """The model; made on every rank at once, after the process group.
+
+    Args:
+        settings: Of the policy, or of a teacher in its terms.
+        process: This rank.
+        is_frozen: Nothing is trained: parameters have the compute type, in which FSDP would gather them, and no
+            gradient.
+
+    Attributes:
+        config: The Hugging Face config, overrides included.
+        dp_group: Ranks with different data.
+        tp_rank: This rank among those that share each layer.
+        rank_info: Where this process stands.
+        head: How logits are read; it has this rank's vocabulary columns.
+        module: What FSDP wraps.
+        fsdp_root: The same as FSDP's.
+        layers: The decoder layers, in order.
+        gather: Begins to gather a layer's parameters on the current stream; None where nothing is gathered.
+        parameters: All of them by their Hugging Face names; with adapters, those only.
+        lora: The adapters, if there are any.
+    """
+
+    def __init__(self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False) -> None:
+        tp_size, lora_cfg = settings.dtensor_cfg.tensor_parallel_size, settings.dtensor_cfg.lora_cfg
+        self.config = load_config(settings.model_name, settings.hf_config_overrides)
+        parallel.check_model(self.config, tp_size)
+        self._device = torch.device(process.device)
+        self._packs = settings.sequence_packing.enabled
+        mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
+        self.dp_group = mesh.get_group(parallel.DP)
+        self.tp_rank = mesh.get_local_rank(parallel.TP)
+        dp_mesh, tp_mesh = mesh[parallel.DP], mesh[parallel.TP]
+        self.rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
+        if not is_frozen:
+            torch.manual_seed(settings.seed + self.rank_info.dp_rank)
+
+        on_gpu, compute_dtype = self._device.type == "cuda", COMPUTE_DTYPES[settings.precision]
+        attention = choose_attention(self.config, self._device, compute_dtype, packs=self._packs)
+        causal_lm = build_causal_lm(self.config, attention)
+        sources = find_weights(causal_lm, settings.model_name)
+        if is_frozen:
+            freeze(causal_lm, compute_dtype)
+        if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
+            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora_cfg.enabled:
+            add_adapters(causal_lm, lora_cfg, settings.seed)
+        shard = VocabShard(0, None)
+        if tp_size > 1:
+            parallel.apply_tensor_parallel(causal_lm, tp_mesh)
+            shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
+        temperature = settings.logprob_temperature * logits_divisor(self.config.to_dict())
+        self.head = Head(temperature, settings.logprob_chunk_size, shard)
+        self.module = LogprobModel(causal_lm, self.head)
+        layers = decoder_layers(causal_lm)
+        if settings.dtensor_cfg.torch_compile and on_gpu:
+            compile_layers(layers)
+        self.layers = list(layers)
+        # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
+        self.gather = parallel.gather if dp_mesh.size() > 1 else None
+        self.fsdp_root = parallel.apply_fsdp(self.module, layers, dp_mesh, compute_dtype)
+        materialize(self.module, self._device)
+        self.parameters = self.module.hf_parameters()
+        self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
+        read_weights(self.parameters if self.lora is None else self.lora.named_base(), sources)
+        if self.lora is not None:
+            self.parameters = self.lora.trainable
+
+    def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
+        """A state group of tensors of the model, which arrives layer by layer."""
+        return TensorGroup(name, tensors, prepare=self.reshard, layers=self.layers, layer_arrived=self.gather)
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+        parallel.reshard_all(self.fsdp_root)
+
+    def read[Batch: TokenBatch](self, micro_batch: Batch, reader_of: Callable[[Batch], Reader]) -> tuple[Any, Batch]:
+        """What a reader gives of the scored tokens, [B, S, ...], 0 elsewhere; and the micro-batch on the device.
+
+        Args:
+            micro_batch: On the host.
+            reader_of: The reader, given the micro-batch on the device.
+        """
+        # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
+        scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
+        if self._packs:
+            width = micro_batch.input_ids.shape[1]
+            row = PackedRow.of(micro_batch.input_lengths, width, scored_N, self._device)
+        batch = micro_batch.to(self._device)
+        scored_N = scored_N.to(self._device, non_blocking=True)
+        return self.module(batch.input_ids, scored_N, row, reader_of(batch)), batch
+
+    @torch.no_grad()
+    def read_all(
+        self,
+        micro_batches: Iterable[TokenBatch],
+        reader: Reader,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Any]:
+        """What a reader gives of each micro-batch, on the CPU, dropout off; each is read inside of an `around`."""
+        self.module.eval()
+        found = []
+        try:
+            for micro_batch in micro_batches:
+                with around():
+                    found.append(self.read(micro_batch, lambda _: reader)[0])
+        finally:
+            self.reshard()
+        return [to_cpu(scores_BS) for scores_BS in found]  # at the end: each of these waits for the device
+
+
+def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of the meta device in `dtype`, without gradient; buffers stay as they are."""
+    for parameter in causal_lm.parameters():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(False)
+
+
+def to_cpu(scores: Any) -> Any:
+    """A NamedTuple of tensors or None, with the tensors on the CPU."""
+    return type(scores)(*(None if value is None else value.cpu() for value in scores))

@@ -1,0 +1,34 @@
+"""Which rows of a batch go through a model together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
+from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
+from nemo_offload_rl.data.packing import pack_rows
+from nemo_offload_rl.policy.settings import PolicySettings
+
+
+def micro_batch_rows(
+    settings: PolicySettings, batch: TokenBatch, all_reduce_max: Callable[[int], int], *, is_training: bool, size: int
+) -> list[list[int]]:
+    """Row indices by micro-batch of `size` rows, or as many as a budget of tokens holds.
+
+    The same number of micro-batches on every data-parallel rank; rows of a group stay together.
+    """
+    per_group = batch.rows_per_group
+    by_tokens = {plan_micro_batches: settings.dynamic_batching, pack_rows: settings.sequence_packing}
+    for make_plan, batching in by_tokens.items():
+        if batching.enabled:
+            packed = make_plan is pack_rows
+            max_tokens = batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
+            round_to = max(batching.sequence_length_round, settings.make_sequence_length_divisible_by)
+            lengths = batch.input_lengths.tolist()
+            if per_group > 1:
+                lengths = group_lengths(lengths, per_group, round_to=round_to, packed=packed)
+                max_tokens = max_tokens if packed else max_tokens // per_group
+            plan = make_plan(lengths, max_tokens, round_to)
+            return rows_of_groups(split_to_count(plan, all_reduce_max(len(plan))), per_group)
+    return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
