@@ -121,7 +121,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
     """
     name = path or "the configuration"
     if (algorithm := algorithm_of(config)) is None:
-        raise ConfigError(f"{name} trains by none of {', '.join(ALGORITHMS)}; those are what this package has")
+        raise ConfigError(f"{name} trains by none of {', '.join(ALGORITHMS)}; those are what is converted")
     if not is_nemo_rl(config):
         raise ConfigError(f"{name} has none of the keys that only NeMo-RL has; use it as it is")
     for section in _SECTIONS:

@@ -90,6 +90,12 @@ def test_files_of_another_algorithm_are_told_apart() -> None:
         load_distillation_config("examples/configs/grpo_arithmetic_cpu.yaml")
 
 
+def test_a_file_of_nemo_rl_is_told_what_to_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("distillation: {topk_logits_k: 64}\npolicy: {generation_batch_size: 64}\n")
+    with pytest.raises(ConfigError, match=r"begin with examples/configs/distillation_math.yaml"):
+        load_distillation_config(tmp_path / "theirs.yaml")
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     save_model_folder(tmp_path / "student", 0)
     save_model_folder(tmp_path / "teacher", 1, qwen3_config(num_layers=3))
