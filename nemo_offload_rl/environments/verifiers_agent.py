@@ -6,6 +6,7 @@ https://github.com/PrimeIntellect-ai/verifiers. Install it with this package's e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from nemo_offload_rl.environments.agents import AgentTask
@@ -30,7 +31,7 @@ class VerifiersAgent:
 
     def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None, correct_from: float = 1.0) -> None:
         try:
-            import verifiers
+            verifiers: Any = import_module("verifiers")  # optional, so that it is not there for every reader of types
         except ImportError as error:
             raise ConfigError(
                 f"the package verifiers cannot be imported ({error}); install this package with its extra `agents`"
@@ -48,11 +49,11 @@ class VerifiersAgent:
         is the user's message, and the answer what the rubric compares with.
         """
         from openai import AsyncOpenAI
-        from verifiers.clients import OpenAIChatCompletionsClient
 
+        clients: Any = import_module("verifiers.clients")
         async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=None) as client:
             output = await self._environment.run_rollout(
-                self._input(task), OpenAIChatCompletionsClient(client), task.model, sampling_args={}
+                self._input(task), clients.OpenAIChatCompletionsClient(client), task.model, sampling_args={}
             )
         error = output.get("error")
         if error is not None and not any(name in str(error) for name in _OF_THE_POLICY):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from pydantic import PrivateAttr
 from vllm import SamplingParams
@@ -145,9 +145,9 @@ class RecordedChat(OpenAIServingChat):
         if isinstance(rendered, ErrorResponse) or request._call is None:
             return rendered
         messages, (prompt,) = rendered
-        if prompt.get("type") != "token":
+        if prompt["type"] != "token":
             return create_error_response("rollouts are text: images, audio and embeddings cannot be trained on")
-        token_ids = prompt["prompt_token_ids"]
+        token_ids: list[int] = cast(Any, prompt)["prompt_token_ids"]
         if self._adds_bos:
             token_ids = [*missing_bos(self._turns.tokenizer, token_ids), *token_ids]
         token_ids = list(request._call.prompt(messages, token_ids, self._turns))

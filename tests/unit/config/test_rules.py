@@ -28,6 +28,8 @@ HALF_A_FILE = (
 )
 
 WEIGHTED = "loss_fn.use_importance_sampling_correction=true"
+SERVER = "policy.generation.vllm_cfg"
+SERVES = (f"{SERVER}.expose_http_server=true", f"{SERVER}.async_engine=true")
 BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
 
 # rule name -> overrides that break it, and words that its message must have
@@ -46,6 +48,15 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "set env.arithmetic.retry_message",
         ),
         (["+env.arithmetic.retry_message=wrong"], "leaves no turn to answer it"),
+    ],
+    "endpoint_can_be_served": [
+        ([f"{SERVER}.expose_http_server=true"], "set async_engine to true"),
+        ([f"{SERVER}.http_server_serving_chat_kwargs={{tool_parser: hermes}}"], "set that to true"),
+        (
+            [*SERVES, f"{SERVER}.http_server_serving_chat_kwargs={{chat_template: x}}"],
+            "known are enable_auto_tools, tool_parser, reasoning_parser",
+        ),
+        ([*SERVES, "cluster.num_nodes=2"], "set it to 0.0.0.0, and the environment variable NEMO_OFFLOAD_RL_TOKEN"),
     ],
     "rollouts_fit_the_policy": [(["policy.generation.vllm_cfg.max_model_len=33"], "lower it to that")],
     "engines_have_devices": [

@@ -77,7 +77,7 @@ def test_rules_name_only_keys_that_are_here():
     targets = [pattern for pattern, rule in SAME.items() if isinstance(rule, Same)]
     targets += [rule.to for rule in RENAMED.values() if isinstance(rule, Renamed)]
     free = ("policy.hf_config_overrides", "policy.tokenizer.chat_template_kwargs", "policy.generation.vllm_kwargs")
-    free += ("policy.megatron_cfg.env_vars",)
+    free += ("policy.megatron_cfg.env_vars", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs")
     for target in targets:
         assert target in known or target.startswith(free), target
 
