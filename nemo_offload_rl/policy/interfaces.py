@@ -88,7 +88,7 @@ class DivergenceScores(NamedTuple):
 class DivergenceLoss(ABC):
     """A `LossFn` on divergences from a teacher: its first argument has them in place of logprobs.
 
-    Its batches are `DistillationBatch`es.
+    Its batches are of the class `DistillationBatch`.
     """
 
     token_stat: TokenStat | None = None

@@ -53,7 +53,8 @@ ON_GPU = (
 
 
 def command(*overrides: str, config: Path = CPU_CONFIG, script: str = "examples/run_grpo.py") -> list[str]:
-    return [sys.executable, script, "--config", str(config), *SMALL, *overrides]
+    small = SMALL if config == CPU_CONFIG else ()  # keys of that configuration
+    return [sys.executable, script, "--config", str(config), *small, *overrides]
 
 
 def environment() -> dict[str, str]:
