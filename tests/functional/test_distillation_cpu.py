@@ -44,7 +44,8 @@ from make_model import SIZES, make_model, make_tokenizer
 model = make_model(7, {**SIZES, "hidden_size": 160, "num_hidden_layers": 4})
 with torch.no_grad():
     common = torch.randn(160, generator=torch.Generator().manual_seed(0))
-    model.get_input_embeddings().weight.mul_(10).add_(0.5 * common)
+    model.get_input_embeddings().weight.add_(0.5 * common)
+    model.model.norm.weight.mul_(10)
 model.save_pretrained(sys.argv[1])
 make_tokenizer().save_pretrained(sys.argv[1])
 """
