@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.config.convert import DistillationConfig, DpoConfig, GrpoConfig, SftConfig
+    from nemo_offload_rl.config.convert import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,20 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
     return to_dpo_config(cfg, resolved)
 
 
+def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig:
+    """Load, check and convert the configuration of an evaluation; arguments and errors as above."""
+    from nemo_offload_rl.config.convert import to_eval_config
+    from nemo_offload_rl.config.rules import check_rules
+    from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
+    from nemo_offload_rl.config.schema import EvalMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+
+    resolved = _load(path, overrides, "eval", EvalMasterConfig)
+    cfg = validate_keys(resolved, EvalMasterConfig)
+    check_rules(cfg, EVAL_RULES)
+    return to_eval_config(cfg, resolved)
+
+
 def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: type) -> Mapping[str, Any]:
     from nemo_offload_rl.config.validate import missing_key_message
     from nemo_offload_rl.migrate import is_nemo_rl, migrate
@@ -101,7 +115,7 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
         logger.info("%s is NeMo-RL's; what becomes of its keys:\n%s", path, migration.report.render())
         migration.check()
         raw = migration.config
-    others = [name for name in ("grpo", "distillation", "sft", "dpo") if name in raw and name != algorithm]
+    others = [name for name in ("grpo", "distillation", "sft", "dpo", "eval") if name in raw and name != algorithm]
     if others and algorithm not in raw:
         raise ConfigError(
             f"{path} configures {others[0]}, not {algorithm}; start it with examples/run_{others[0]}.py, or give the "

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.schema import (
     DistillationMasterConfig,
     DpoMasterConfig,
+    EvalMasterConfig,
     GrpoMasterConfig,
     RolloutMasterConfig,
     SftMasterConfig,
 )
 from nemo_offload_rl.data.source_keys import TaskKeys
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
@@ -56,6 +59,14 @@ class DpoConfig(DpoMasterConfig):
     """Everything a DPO run needs to know. Batch sizes of `policy` count pairs; those of `worker` count rows."""
 
     worker: PolicySettings
+    resolved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvalMasterConfig):
+    """Everything an evaluation needs to know."""
+
+    engine: VllmSettings
     resolved: Mapping[str, Any]
 
 
@@ -164,6 +175,52 @@ def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfi
     return extend(DpoConfig, cfg, data=data, worker=worker, resolved=resolved)
 
 
+def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
+    """As `to_grpo_config`; a checkpoint of a run becomes the model folder in it, for the tokenizer too.
+
+    Raises:
+        ConfigError: There is no model in the checkpoint.
+    """
+    generation, model_name = cfg.generation, model_folder(cfg.generation.model_name)
+    engine = extend(
+        VllmSettings,
+        generation.vllm_cfg,
+        model_name=model_name,
+        hf_config_overrides=generation.hf_config_overrides,
+        vllm_kwargs={**generation.vllm_kwargs, "load_format": "auto"},
+        seed=cfg.eval.seed,
+    )
+    is_models = cfg.tokenizer.name == generation.model_name
+    tokenizer = replace(cfg.tokenizer, name=model_name) if is_models else cfg.tokenizer
+    data = with_task_keys(type(cfg.data), resolved["data"])
+    return extend(EvalConfig, cfg, data=data, tokenizer=tokenizer, engine=engine, resolved=resolved)
+
+
+def model_folder(name: str) -> str:
+    """The Hugging Face folder that a name stands for: of a checkpoint its `hf/`, of several those of the newest.
+
+    Raises:
+        ConfigError: A folder is neither a model nor a checkpoint that has one.
+    """
+    folder = Path(name)
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return name
+    numbered = {path.name.removeprefix("step_"): path for path in folder.glob("step_*") if path.is_dir()}
+    steps = sorted((int(number), path) for number, path in numbered.items() if number.isdigit())
+    checkpoint = steps[-1][1] if steps else folder
+    if (checkpoint / "hf" / "config.json").is_file():
+        return str(checkpoint / "hf")
+    if (checkpoint / "progress.json").is_file():
+        raise ConfigError(
+            f"generation.model_name {name}: the checkpoint {checkpoint.name} has no model folder hf/; continue its run "
+            "with checkpointing.save_consolidated=true, or name a checkpoint that has one"
+        )
+    raise ConfigError(
+        f"generation.model_name {name} is a folder without config.json and no checkpoint; name a model folder, a "
+        "checkpoint or a model on the hub"
+    )
+
+
 def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
     """What a policy worker of GRPO is told."""
     generation = policy.generation
@@ -197,4 +254,5 @@ def with_task_keys[Data](kind: type[Data], data: Mapping[str, Any]) -> Data:
             return {**source, "datasets": [fill(part) for part in source["datasets"]]}
         return {**default, **source}
 
-    return from_mapping(kind, {**data, "train": fill(data["train"]), "validation": fill(data["validation"])})
+    sources = {key: fill(data[key]) for key in ("train", "validation") if key in data}
+    return from_mapping(kind, {**data, **sources})

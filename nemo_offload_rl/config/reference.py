@@ -18,10 +18,12 @@ from omegaconf import OmegaConf
 
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES
+from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
 from nemo_offload_rl.config.schema import (
     EXEMPLARS,
     DistillationMasterConfig,
     DpoMasterConfig,
+    EvalMasterConfig,
     GrpoMasterConfig,
     SftMasterConfig,
 )
@@ -51,8 +53,8 @@ python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml g
 - An unknown key is an error that names the nearest known one.
 
 The tables below give every key: those of a GRPO run first, then what is different for [distillation](#distillation),
-[SFT](#sft) and [DPO](#dpo). The default is what the exemplar sets: `grpo_math_1B.yaml`, `distillation_math.yaml`,
-`sft.yaml` or `dpo.yaml` in `examples/configs`; code has no defaults.
+[SFT](#sft), [DPO](#dpo) and an [evaluation](#evaluation). The default is what the exemplar sets: `grpo_math_1B.yaml`,
+`distillation_math.yaml`, `sft.yaml`, `dpo.yaml` or `eval.yaml` in `examples/configs`; code has no defaults.
 """
 
 _SUPERVISED = """\
@@ -71,6 +73,14 @@ the keys that they have above; there is no section `grpo`.
 """
 
 
+_EVALUATION = """\
+## Evaluation
+
+`examples/run_eval.py --config examples/configs/eval.yaml`. The sections `env` and `cluster` have the keys that they
+have above, `tokenizer` those of `policy.tokenizer`, and `data.validation` those of `data.train`.
+"""
+
+
 def render() -> str:
     """The whole page."""
     lines = [_HEAD, *_sections(GrpoMasterConfig)]
@@ -83,6 +93,7 @@ def render() -> str:
         without = ", ".join(f"`{key}`" for key in sorted(gone))
         lines.append(_SUPERVISED.format(name=name, section=name.lower(), exemplar=EXEMPLARS[schema], without=without))
         lines += _sections(schema, only=(name.lower(), "data"), heading="###")
+    lines += [_EVALUATION, *_sections(EvalMasterConfig, only=("eval", "generation", "data"), heading="###")]
     lines += ["## Rules between keys", "", "All are checked before Ray starts.", ""]
     lines += [f"- {rule.__doc__}" for rule in GRPO_RULES]
     known = {rule.__name__ for rule in GRPO_RULES}
@@ -90,6 +101,7 @@ def render() -> str:
     of_distillation = {rule.__name__: rule for rule in DISTILLATION_RULES if rule.__name__ not in known}
     lines += ["", "For distillation:", "", *(f"- {rule.__doc__}" for rule in of_distillation.values())]
     lines += ["", "For SFT and DPO:", "", *(f"- {rule.__doc__}" for rule in more.values())]
+    lines += ["", "For evaluations:", "", *(f"- {rule.__doc__}" for rule in EVAL_RULES)]
     return "\n".join(lines) + "\n"
 
 

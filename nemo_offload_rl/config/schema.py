@@ -14,7 +14,15 @@ from nemo_offload_rl.algorithms.config import (
     SftSectionConfig,
     SupervisedSectionConfig,
 )
-from nemo_offload_rl.data.config import DataConfig, DpoDataConfig, EnvConfig, SftDataConfig
+from nemo_offload_rl.algorithms.evaluation_config import EvalGenerationConfig, EvalSectionConfig
+from nemo_offload_rl.data.config import (
+    DataConfig,
+    DpoDataConfig,
+    EnvConfig,
+    EvalDataConfig,
+    SftDataConfig,
+    TokenizerConfig,
+)
 from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.rules import PolicyRun
 from nemo_offload_rl.schema import doc, section
@@ -99,6 +107,18 @@ class DpoMasterConfig:
         return "dpo", self.dpo
 
 
+@section
+class EvalMasterConfig:
+    """Every key of an evaluation."""
+
+    eval: Annotated[EvalSectionConfig, doc("What is measured.")]
+    generation: Annotated[EvalGenerationConfig, doc("The model, and how it responds.")]
+    tokenizer: Annotated[TokenizerConfig, doc("The tokenizer, with the keys of `policy.tokenizer`.")]
+    data: Annotated[EvalDataConfig, doc("Prompts.")]
+    env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
+    cluster: Annotated[ClusterConfig, doc("The machines.")]
+
+
 class RunConfig(PolicyRun, Protocol):
     """What every one of them has: for rules that serve all."""
 
@@ -123,5 +143,6 @@ EXEMPLARS: dict[type, str] = {
     DistillationMasterConfig: "distillation_math.yaml",
     SftMasterConfig: "sft.yaml",
     DpoMasterConfig: "dpo.yaml",
+    EvalMasterConfig: "eval.yaml",
 }
 """Under examples/configs: the file of each kind of run that sets every key."""

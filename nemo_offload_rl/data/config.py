@@ -179,6 +179,23 @@ class DataConfig:
 
 
 @section
+class EvalDataConfig:
+    """`data` of an evaluation: the prompts."""
+
+    max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
+    overlong_rows: Annotated[
+        Literal["drop", "error"],
+        doc("What happens to a longer prompt: `drop` leaves it out and logs how many there are, `error` ends the run."),
+    ]
+    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
+    validation: Annotated[
+        DatasetConfig,
+        doc("All rows of this data set; of `arithmetic` the held-out ones. Keys as `data.train` of GRPO."),
+    ]
+    default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
+
+
+@section
 class SftDefaultConfig:
     """`data.default`: how rows become conversations, unless a data set says otherwise."""
 

@@ -14,6 +14,7 @@ from nemo_offload_rl.data.config import (
     DataConfig,
     DataSource,
     DpoDataConfig,
+    EvalDataConfig,
     MixtureConfig,
     MixtureKeys,
     OpenAIFormatConfig,
@@ -81,9 +82,13 @@ def load_rows(settings: DataSource) -> Splits[Row]:
 
 
 def load_prompts(
-    settings: DataConfig, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+    settings: DataConfig | EvalDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> Splits[Prompt]:
     """Prompts for training, and for validation what `data.train` keeps aside and all of `data.validation`.
+
+    An evaluation has no `data.train`, and no prompts for training.
 
     Args:
         settings: The keys `data.*`.
@@ -173,7 +178,7 @@ def load_example_pairs(
 
 
 def _load_splits[R, T](
-    settings: DataConfig | SftDataConfig | DpoDataConfig,
+    settings: DataConfig | EvalDataConfig | SftDataConfig | DpoDataConfig,
     load: Callable[[DataSource, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
 ) -> Splits[T]:
     """Rows of every data set, encoded.
@@ -188,7 +193,8 @@ def _load_splits[R, T](
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
     weights: list[float] = []
-    sources = _parts(settings.train)
+    training = None if isinstance(settings, EvalDataConfig) else settings.train
+    sources = () if training is None else _parts(training)
     more = () if settings.validation is None else _parts(settings.validation)
     names = iter(data_set_names([source for source, _ in (*sources, *more)]))
     for source, weight in sources:
@@ -212,7 +218,7 @@ def _load_splits[R, T](
     return Splits(
         train=tuple(row for rows in train for row in rows),
         validation=_in_turn(validation),
-        parts=parts if isinstance(settings.train, MixtureKeys) else (),
+        parts=parts if isinstance(training, MixtureKeys) else (),
     )
 
 

@@ -31,12 +31,13 @@ def read_table(
         DataError: Neither the hub nor the cache has it, or it has no such part, split or column.
     """
     import datasets  # heavy: only when it is needed
+    from datasets.exceptions import DatasetsError
 
     said = f"{path}{f' ({subset})' if subset else ''}"
     try:
         # The split is asked for by name, since it is then the only one that is prepared.
         loaded = datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # the hub's own errors are OSErrors
+    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
         raise DataError(
             f"data set {said} is no file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
@@ -59,5 +60,6 @@ def read_table(
             )
         loaded = loaded.select_columns(list(columns))
     for batch in loaded.iter(batch_size=1000):
+        assert isinstance(batch, dict), type(batch)
         names = list(batch)
         yield from (dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -147,12 +147,14 @@ def field_of(record: Record, key: str, setting: str | None) -> Any:
         return record.fields[key]
     value: Any = record.fields
     for part in key.split("."):
-        is_index = isinstance(value, list) and part.isdigit() and int(part) < len(value)
-        if not is_index and not (isinstance(value, Mapping) and part in value):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
             known = ", ".join(sorted(record.fields)) or "none"
             fix = f"set {setting} to one of them" if setting is not None else f"write {key!r} into each row"
             raise DataError(f"{record.origin} has no field {key!r} (fields: {known}); {fix}")
-        value = value[int(part) if is_index else part]
     return value
 
 

@@ -50,6 +50,7 @@ def write_report(run_dir: Path) -> Path:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     html = environment.from_string(_PAGE).render(
+        style=STYLE,
         title=run_dir.resolve().name,
         rows=summary(metrics),
         sections=sections(run_dir, metrics),
@@ -148,14 +149,7 @@ _ROWS = (
     _Row("timing/total_s", "seconds per step, median", _median(".2f")),
 )
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ title }}</title>
-<style>
+STYLE = """\
 :root { color-scheme: light dark; --text: #1b1e23; --page: #ffffff; --line: #e3e5e8; --code: #f5f6f8; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6ea; --page: #16181c; --line: #33373d; --code: #1f2227; }
@@ -173,7 +167,18 @@ figcaption { font-weight: 600; margin: .5rem 0 .2rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
 summary { cursor: pointer; padding: .3rem 0; }
-pre { background: var(--code); padding: 1rem; overflow-x: auto; font-size: .85rem; }
+pre { background: var(--code); padding: 1rem; overflow-x: auto; font-size: .85rem; }"""
+"""Of every page, for light and dark mode."""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{{ title }}</title>
+<style>
+{{ style | safe }}
 </style>
 </head>
 <body>

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from nemo_offload_rl.config.rules.base import (
     Rule,
@@ -118,8 +120,12 @@ def cpu_engine_has_a_fixed_cache(cfg: RolloutMasterConfig) -> str | None:
 
 def vllm_kwargs_are_allowed(cfg: RolloutMasterConfig) -> str | None:
     """`vllm_kwargs` sets nothing that has a key, and nothing that changes the model, its place or its samples."""
-    key = "policy.generation.vllm_kwargs"
-    for name in cfg.policy.generation.vllm_kwargs:
+    return vllm_kwargs_problem(cfg.policy.generation.vllm_kwargs, "policy.generation.vllm_kwargs")
+
+
+def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
+    """What is wrong with further arguments of vLLM, which are at `key`."""
+    for name in arguments:
         if name in OWN_KEYS:
             return f"{key}.{name} would be set twice; remove it and use {OWN_KEYS[name]}"
         if name in REFUSED:

@@ -1,0 +1,114 @@
+"""What the keys of an evaluation demand of each other."""
+
+from __future__ import annotations
+
+from nemo_offload_rl.config.rules.base import RuleSet, sources
+from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem
+from nemo_offload_rl.config.schema import EvalMasterConfig
+from nemo_offload_rl.data.config import ArithmeticConfig, MixtureKeys
+
+
+def k_is_at_most_the_number_of_responses(cfg: EvalMasterConfig) -> str | None:
+    """`eval.k_value` is at most `eval.num_tests_per_prompt`."""
+    k, num = cfg.eval.k_value, cfg.eval.num_tests_per_prompt
+    if k > num:
+        return f"eval.k_value {k} is above eval.num_tests_per_prompt {num}; raise the one or lower the other"
+    return None
+
+
+def several_responses_are_sampled(cfg: EvalMasterConfig) -> str | None:
+    """Several responses to a prompt are sampled, not greedy."""
+    num, generation = cfg.eval.num_tests_per_prompt, cfg.generation
+    if num > 1 and (generation.temperature == 0 or generation.top_k == 1):
+        return (
+            f"eval.num_tests_per_prompt is {num}, but with generation.temperature {generation.temperature:g} and top_k "
+            f"{generation.top_k} all responses to a prompt are the same; raise the temperature, or set it to 1"
+        )
+    return None
+
+
+def prompts_leave_room_for_a_response(cfg: EvalMasterConfig) -> str | None:
+    """`data.max_input_seq_length` is below `generation.vllm_cfg.max_model_len`."""
+    longest, room = cfg.data.max_input_seq_length, cfg.generation.vllm_cfg.max_model_len
+    if longest >= room:
+        return (
+            f"data.max_input_seq_length {longest} leaves no room for a response in generation.vllm_cfg.max_model_len "
+            f"{room}; lower the one or raise the other"
+        )
+    return None
+
+
+def evaluated_environments_exist(cfg: EvalMasterConfig) -> str | None:
+    """Every environment that data name is a key of `env`."""
+    for place, source in sources(cfg.data.validation, "data.validation"):
+        name = source.env_name or cfg.data.default.env_name
+        if name not in cfg.env:
+            return (
+                f"{place} is scored by the environment {name}, which is no key of env (keys: {', '.join(cfg.env)}); "
+                f"add env.{name}, or set data.default.env_name"
+            )
+    return None
+
+
+def every_row_is_evaluated(cfg: EvalMasterConfig) -> str | None:
+    """No row is kept aside, `arithmetic` has some to hold out, and a mixture has its weights."""
+    mixture = cfg.data.validation
+    if (
+        isinstance(mixture, MixtureKeys)
+        and mixture.weights is not None
+        and len(mixture.weights) != len(mixture.datasets)
+    ):
+        return "data.validation.weights does not have one number for each data set; set it to null"
+    for place, source in sources(cfg.data.validation, "data.validation"):
+        if isinstance(source, ArithmeticConfig):
+            if not source.holdout:
+                return f"{place}.holdout is 0, but of arithmetic only held-out problems are evaluated; set their number"
+        elif source.split_validation_size > 0:
+            return f"{place}.split_validation_size is not 0, but all rows are evaluated; set it to 0"
+    return None
+
+
+def evaluating_engine_fits_its_devices(cfg: EvalMasterConfig) -> str | None:
+    """An engine on a CPU has a fixed cache, and its tensor-parallel size divides the devices of a host."""
+    vllm, cluster = cfg.generation.vllm_cfg, cfg.cluster
+    if cluster.gpus_per_node == 0 and vllm.kv_cache_memory_gib is None:
+        return (
+            "generation.vllm_cfg.kv_cache_memory_gib is null, but cluster.gpus_per_node is 0 and "
+            "gpu_memory_utilization says nothing on CPU; set it, for instance to 0.25"
+        )
+    if cluster.workers_per_node % vllm.tensor_parallel_size:
+        return (
+            f"generation.vllm_cfg.tensor_parallel_size {vllm.tensor_parallel_size} does not divide the "
+            f"{cluster.workers_per_node} devices of a host; choose a divisor"
+        )
+    return None
+
+
+def evaluation_kwargs_are_allowed(cfg: EvalMasterConfig) -> str | None:
+    """`generation.vllm_kwargs` obeys the rules of `policy.generation.vllm_kwargs`."""
+    return vllm_kwargs_problem(cfg.generation.vllm_kwargs, "generation.vllm_kwargs")
+
+
+def evaluation_serves_no_endpoint(cfg: EvalMasterConfig) -> str | None:
+    """An evaluation serves nothing over HTTP."""
+    if cfg.generation.vllm_cfg.expose_http_server:
+        return (
+            "generation.vllm_cfg.expose_http_server is true, but an evaluation asks the engine itself and serves nothing "
+            "over HTTP; set it to false"
+        )
+    return None
+
+
+EVAL_RULES: RuleSet[EvalMasterConfig] = RuleSet(
+    (),
+    (
+        k_is_at_most_the_number_of_responses,
+        several_responses_are_sampled,
+        prompts_leave_room_for_a_response,
+        evaluated_environments_exist,
+        every_row_is_evaluated,
+        evaluating_engine_fits_its_devices,
+        evaluation_kwargs_are_allowed,
+        evaluation_serves_no_endpoint,
+    ),
+)

@@ -1,0 +1,92 @@
+"""The page of an evaluation: what was measured, and responses to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from nemo_offload_rl.report.page import STYLE
+
+_NUM_SHOWN = 20
+"""Prompts whose responses are on the page, of each data set."""
+
+
+def evaluation_page(
+    model: str,
+    data_sets: Sequence[str],
+    table: Sequence[tuple[str, Sequence[str]]],
+    records: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+) -> str:
+    """The page as HTML, one file with everything inside.
+
+    Args:
+        model: Its name or folder, the title.
+        data_sets: Columns of the table.
+        table: Name and values of each metric.
+        records: Responses as in responses.jsonl; those to the first prompts of each data set are shown.
+        config: Resolved.
+    """
+    import jinja2
+
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    shown: dict[str, set[int]] = {}
+    for record in records:
+        places = shown.setdefault(record["data_set"], set())
+        if record["prompt_index"] in places or len(places) < _NUM_SHOWN:
+            places.add(record["prompt_index"])
+            groups.setdefault(record["prompt_index"], []).append(record)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_PAGE).render(
+        style=STYLE,
+        model=model,
+        data_sets=data_sets,
+        table=table,
+        groups=[group for _, group in sorted(groups.items())],
+        config=yaml.safe_dump(dict(config), sort_keys=False),
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{{ model }}</title>
+<style>
+{{ style | safe }}
+th { text-align: right; padding: .2rem 0 .2rem 1.5rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>
+</head>
+<body>
+<h1>{{ model }}</h1>
+<table>
+<tr><td></td>{% for name in data_sets %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for name, values in table %}
+<tr><td>{{ name }}</td>{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+<h2>Responses</h2>
+{% for group in groups %}
+{% set num_right = group | selectattr("correct") | list | length %}
+<details><summary>{{ group[0].data_set }}, prompt {{ group[0].prompt_index + 1 }}:
+{{ num_right }} of {{ group | length }} right</summary>
+<pre>{{ group[0].prompt }}</pre>
+<p>Answer: {{ group[0].reference_answer }}</p>
+{% for record in group %}
+<p>{{ record.kind }}, {{ "right" if record.correct else "wrong" }}{{ ", cut" if record.truncated }}</p>
+<pre>{{ record.response }}</pre>
+{% endfor %}
+</details>
+{% endfor %}
+<h2>Records</h2>
+<details><summary>Resolved configuration</summary><pre>{{ config }}</pre></details>
+</body>
+</html>
+"""
