@@ -93,8 +93,8 @@ def evaluation_serves_no_endpoint(cfg: EvalMasterConfig) -> str | None:
     """An evaluation serves nothing over HTTP."""
     if cfg.generation.vllm_cfg.expose_http_server:
         return (
-            "generation.vllm_cfg.expose_http_server is true, but an evaluation asks the engine itself and serves nothing "
-            "over HTTP; set it to false"
+            "generation.vllm_cfg.expose_http_server is true, but an evaluation asks the engine itself and serves "
+            "nothing over HTTP; set it to false"
         )
     return None
 
