@@ -21,6 +21,7 @@ from nemo_offload_rl.generation.vllm.env import vllm_env
 from nemo_offload_rl.utils.cli import run_main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from run_eval import main
 
 
 @contextmanager
@@ -37,7 +38,5 @@ def local_engine(config: EvalConfig) -> Iterator[LocalEngine]:
 
 
 if __name__ == "__main__":
-    from run_eval import main
-
     evaluation.evaluation_engine = local_engine
     run_main(main)

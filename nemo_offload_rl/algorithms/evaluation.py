@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from nemo_offload_rl.config.convert import EvalConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
@@ -82,9 +83,17 @@ def run_eval(config: EvalConfig) -> Results:
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    with open_environments(config.env, code, splits) as environments, evaluation_engine(config) as engine:
+    with ExitStack() as stack:
+        environments = stack.enter_context(open_environments(config.env, code, splits))
+        scoring = {name: found for name, found in environments.items() if not isinstance(found, AgentEnvironment)}
+        if agents := environments.keys() - scoring.keys():
+            raise ConfigError(
+                f"env.{min(agents)} talks to the engine over HTTP, which an evaluation does not serve; name an "
+                "environment that scores responses"
+            )
+        engine = stack.enter_context(evaluation_engine(config))
         logger.info("%d prompts for %s", len(prompts), config.engine.model_name)
-        evaluation = evaluate(config, prompts, engine.generate, environments, decode)
+        evaluation = evaluate(config, prompts, engine.generate, scoring, decode)
     results = evaluation.results(config.eval.k_value)
     logger.info("results:\n%s", render(results))
     if config.eval.save_path is not None:

@@ -9,6 +9,7 @@ import pytest
 from nemo_offload_rl.config import load_eval_config, load_grpo_config
 from nemo_offload_rl.config.convert import model_folder
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
+from nemo_offload_rl.data.published_config import MathProblemsConfig
 from nemo_offload_rl.errors import ConfigError
 
 EVAL = Path("examples/configs/eval.yaml")
@@ -28,6 +29,7 @@ def test_the_shipped_evaluation_passes_every_check_and_loads_the_models_own_weig
     config = load_eval_config(EVAL)
     assert config.engine.model_name == config.tokenizer.name == config.generation.model_name
     assert config.engine.vllm_kwargs == {"load_format": "auto"}
+    assert isinstance(config.data.validation, MathProblemsConfig)
     assert config.data.validation.env_name == "math"
 
 
