@@ -147,6 +147,7 @@ def supervised(train, validation=None, **changes) -> SftDataConfig:
         shuffle=True,
         train=train,
         validation=validation,
+        loss_span="response",
         overlong_rows="error",
         add_eos=True,
         default=SftDefaultConfig(prompt_file=None, system_prompt_file=None, processor="math_hf_data_processor"),
