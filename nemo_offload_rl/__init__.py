@@ -1,3 +1,62 @@
-"""RL post-training of language models on Ray, with training state moved at the speed of the link."""
+"""RL post-training of language models on Ray, with training state moved at the speed of the link.
+
+The names below are stable. Each is imported when it is first used, so that importing the package costs nothing.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 __version__ = "0.1.0"
+
+if _TYPE_CHECKING:
+    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+    from nemo_offload_rl.algorithms.losses import sequence_mean_share, token_mean_share
+    from nemo_offload_rl.algorithms.supervised_setup import run_dpo, run_sft
+    from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
+    from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
+    from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn
+    from nemo_offload_rl.environments.sandbox import SandboxResult, run_python
+    from nemo_offload_rl.errors import UserError
+    from nemo_offload_rl.experience.types import Rollout
+    from nemo_offload_rl.utils.metric_sinks import MetricSink
+
+_MODULES = {
+    "run_grpo": "algorithms.grpo_setup",
+    "run_sft": "algorithms.supervised_setup",
+    "run_dpo": "algorithms.supervised_setup",
+    "load_grpo_config": "config",
+    "load_sft_config": "config",
+    "load_dpo_config": "config",
+    "Environment": "environments.interfaces",
+    "Observation": "environments.interfaces",
+    "Response": "environments.interfaces",
+    "Score": "environments.interfaces",
+    "Turn": "environments.interfaces",
+    "run_python": "environments.sandbox",
+    "SandboxResult": "environments.sandbox",
+    "LossNorm": "data.batch",
+    "PolicyGradientBatch": "data.batch",
+    "sequence_mean_share": "algorithms.losses",
+    "token_mean_share": "algorithms.losses",
+    "Rollout": "experience.types",
+    "MetricSink": "utils.metric_sinks",
+    "UserError": "errors",
+}
+
+__all__ = [
+    "run_grpo", "run_sft", "run_dpo", "load_grpo_config", "load_sft_config", "load_dpo_config",
+    "Environment", "Response", "Turn", "Score", "Observation", "run_python", "SandboxResult",
+    "PolicyGradientBatch", "LossNorm", "token_mean_share", "sequence_mean_share", "Rollout", "MetricSink", "UserError",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from nemo_offload_rl.schema import doc, section
 
@@ -45,6 +45,28 @@ class AdvEstimatorConfig:
         bool,
         doc("For `reinforce_plus_plus`: subtract the mean reward of the group first; not read by `grpo`."),
     ]
+    target: Annotated[
+        str | None,
+        doc(
+            "A function of your own instead (docs/guides/your-own-reward.md): `package.module.name` or "
+            "`path/to/file.py:name`; null or absent: `name` says how."
+        ),
+    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+
+
+@section
+class RolloutFilterConfig:
+    """`grpo.rollout_filter`: a function of your own that leaves rollouts out of the loss."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "`package.module.name` or `path/to/file.py:name`: from the rollouts of a group to a list that says whether "
+            "each is trained on; null trains on all. Their rewards count for advantages and metrics in any case."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
 
 
 @section
@@ -126,6 +148,7 @@ class GrpoSectionConfig(RolloutSectionConfig):
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
     adv_estimator: Annotated[AdvEstimatorConfig, doc("From rewards to advantages.")]
+    rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts are trained on; absent: all.")] | None = None
     advantage_clip_low: Annotated[float | None, doc("Advantages below this become this; null for no bound.")]
     advantage_clip_high: Annotated[float | None, doc("Advantages above this become this; null for no bound.")]
     seq_logprob_error_threshold: Annotated[
@@ -241,6 +264,15 @@ class ClippedPGLossConfig:
             "step, which need no pass then. Requires one update for each step."
         ),
     ]
+    target: Annotated[
+        str | None,
+        doc(
+            "A function of your own instead of this loss (docs/guides/your-own-reward.md): `package.module.name` or "
+            "`path/to/file.py:name`; null or absent: none. Of the other keys those still say which logprobs it is "
+            "given: `reference_policy_kl_penalty` (not 0) and `force_on_policy_ratio`."
+        ),
+    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
 
 
 def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> bool:

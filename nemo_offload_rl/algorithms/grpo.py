@@ -27,6 +27,7 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
@@ -47,6 +48,7 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         parts: Policy, engine, data and environments.
         run_logger: Gets every metric.
         progress: Shows steps to a person.
+        code: A user's own parts.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         parts: RolloutParts,
         run_logger: RunLogger,
         progress: RunProgress,
+        code: GrpoCode | None = None,
     ) -> None:
         super().__init__(settings, generation, parts, run_logger, progress)
-        self._loss = ClippedPGLoss(loss)
+        self._code = code or GrpoCode()
+        self._loss = self._code.loss or ClippedPGLoss(loss)
         self._needs_prev = needs_prev_logprobs(settings, loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
@@ -83,6 +87,9 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         rewards = self._training_rewards(rollouts)
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
         mask = mask * rollouts.loss_multipliers()
+        kept = self._code.kept(rollouts)
+        if kept is not None:
+            mask = mask * kept
         batch = rollouts.collate(pad_id=parts.pad_id, multiple=parts.width_multiple, sample_mask=mask)
 
         self._engine.wait_for_sleep()
@@ -94,12 +101,11 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         with timer.phase("reference_logprobs"):
             reference_logprobs = self._reference_logprobs(batch)
         with timer.phase("advantages"):
-            advantages = token_advantages(
-                self._settings,
-                rewards.reshape(rollouts.num_prompts, rollouts.group_size),
-                batch.loss_mask,
-                self._loss.kl_in_reward(prev_logprobs, reference_logprobs),
-            )
+            rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
+            advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
+            if advantages is None:
+                kl_BS = self._loss.kl_in_reward(prev_logprobs, reference_logprobs)
+                advantages = token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS)
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
             )
@@ -113,6 +119,8 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
             result = parts.policy.train(training_batch, self._loss)
         metrics = train_metrics(groups, rewards, by_response, result, timer.seconds(), parts.speed)
         metrics |= about_agreement
+        if kept is not None:
+            metrics["rollout_filter_rate"] = 1.0 - kept.mean().item()
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
         return metrics

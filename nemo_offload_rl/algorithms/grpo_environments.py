@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from nemo_offload_rl.data.config import EnvConfig
+from nemo_offload_rl.data.config import BUILT_IN, EnvConfig
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
@@ -21,14 +22,16 @@ type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
 
 SCORING_TIMEOUT_S = 5.0
 AGENT_TIMEOUT_S = 600.0
-_BUILT_IN = ("arithmetic", "math")
 
 
-def load_code(settings: Mapping[str, EnvConfig], *, has_endpoint: bool = False) -> dict[str, Sequence[UserCode]]:
+def load_code(
+    settings: Mapping[str, EnvConfig], given: Mapping[str, Any] | None = None, *, has_endpoint: bool = False
+) -> dict[str, Sequence[UserCode]]:
     """Import what `env.*.target` names.
 
     Args:
         settings: The keys `env.*`.
+        given: Rewards, lists of rewards and environments that Python code gave, by name, in place of those.
         has_endpoint: Whether the engines serve what agents talk to.
 
     Raises:
@@ -36,15 +39,26 @@ def load_code(settings: Mapping[str, EnvConfig], *, has_endpoint: bool = False) 
         ConfigError: An environment is neither built in nor a user's, or is an agent that would have nobody to talk to.
     """
     code: dict[str, Sequence[UserCode]] = {}
+    for name, value in (given or {}).items():
+        if name not in settings:
+            raise ConfigError(
+                f"environments has {name}, but the configuration has no env.{name}; add it, with "
+                f"+env.{name}.num_workers=2"
+            )
+        values = value if isinstance(value, list | tuple) else [value]
+        code[name] = [UserCode(f"environments[{name!r}]", one) for one in values]
     for name, section in settings.items():
-        if section.target is not None:
+        if name in code:
+            if is_agent(code[name]):
+                _check_agent(name, section, has_endpoint=has_endpoint)
+        elif section.target is not None:
             targets = (section.target,) if isinstance(section.target, str) else section.target
             code[name] = [UserCode.named(f"env.{name}.target", target, section.kwargs) for target in targets]
             if is_agent(code[name]):
                 _check_agent(name, section, has_endpoint=has_endpoint)
-        elif name not in _BUILT_IN:
+        elif name not in BUILT_IN:
             raise ConfigError(
-                f"env.{name} is not an environment of this package ({', '.join(_BUILT_IN)}); set env.{name}.target to "
+                f"env.{name} is not an environment of this package ({', '.join(BUILT_IN)}); set env.{name}.target to "
                 "your own, or correct the name"
             )
     return code

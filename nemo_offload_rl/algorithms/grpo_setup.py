@@ -6,8 +6,9 @@ Everything that can be wrong in the user's input is found before Ray starts; `gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
@@ -17,8 +18,10 @@ from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_trainer import EndpointParts, RolloutParts, RolloutTrainer
+from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.config.convert import GrpoConfig, RolloutConfig
 from nemo_offload_rl.data.datasets import load_prompts
+from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.data.tokenizer import load_tokenizer
@@ -39,17 +42,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_grpo(config: GrpoConfig) -> None:
+@dataclass(frozen=True, kw_only=True)
+class GivenObjects:
+    """What Python code gave in place of what the configuration names; see `run_grpo`."""
+
+    environments: Mapping[str, Any] | None = None
+    train_data: Rows | None = None
+    validation_data: Rows | None = None
+    callbacks: Sequence[Any] = ()
+
+
+def run_grpo(
+    config: GrpoConfig,
+    *,
+    environments: Mapping[str, Any] | None = None,
+    train_data: Rows | None = None,
+    validation_data: Rows | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
     """Run GRPO from a checked configuration.
+
+    Args:
+        config: From `load_grpo_config`.
+        environments: In place of what `env.NAME` says, by NAME: a reward function `(prompt, response, answer, **row)`,
+            a list of them, or an `Environment`, as an object or as its class.
+        train_data: Rows with `prompt`, `answer` and any other columns, in place of `data.train` and `data.validation`.
+        validation_data: The same in place of `data.validation`.
+        callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
 
-    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
-        return GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
+    own = GrpoCode.load(config.grpo, config.loss_fn)
+    given = GivenObjects(
+        environments=environments, train_data=train_data, validation_data=validation_data, callbacks=callbacks
+    )
 
-    run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0)
+    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
+        return GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress, own)
+
+    run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0, given=given)
 
 
 def run_with_rollouts(
@@ -58,6 +91,7 @@ def run_with_rollouts(
     *,
     keep_reference: bool = False,
     teacher: TeacherSettings | None = None,
+    given: GivenObjects | None = None,
 ) -> None:
     """Build what a run with rollouts is made of, run it, and take it down.
 
@@ -66,15 +100,18 @@ def run_with_rollouts(
         make_trainer: From what was built to the loop.
         keep_reference: The loss reads logprobs of the initial policy.
         teacher: The loss reads distributions of this model.
+        given: Objects in place of what the configuration names.
 
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
-    code = load_code(config.env, has_endpoint=config.engine.endpoint is not None)
+    given = given or GivenObjects()
+    code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
     check_model(config.worker)
     name, section = config.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer)
-    prompts = load_prompts(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    data = with_given_rows(config.data, given.train_data, given.validation_data)
+    prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     _check_validation(config, prompts)
     _check_metric(config, prompts)
     loader = ShuffledLoader(
@@ -92,7 +129,8 @@ def run_with_rollouts(
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, prompts))
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
+        is_resumed = resume_from is not None
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, is_resumed, given.callbacks))
         workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))

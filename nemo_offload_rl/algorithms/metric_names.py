@@ -45,6 +45,7 @@ def grpo_names(
     scores_before_training: bool,
     truncates: bool,
     masks_by_error: bool,
+    filters: bool = False,
 ) -> Names:
     """What a GRPO run measures.
 
@@ -55,6 +56,7 @@ def grpo_names(
         scores_before_training: Whether there is a logprob pass, which has a rate.
         truncates: Whether there is a `loss_fn.truncated_importance_sampling_ratio`.
         masks_by_error: Whether there is a `grpo.seq_logprob_error_threshold`.
+        filters: Whether there is a `grpo.rollout_filter.target`.
     """
     spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
     return {
@@ -68,6 +70,7 @@ def grpo_names(
             "generation_tokens_per_s",
             *(("logprob_tokens_per_s", *_AGREEMENT) if scores_before_training else ()),
             *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
+            *(("rollout_filter_rate",) if filters else ()),
             *(_TRUNCATION if truncates else ()),
             *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
             "reward_mean/<data set>",

@@ -5,10 +5,11 @@ Everything that can be wrong in the user's input, the data and its lengths inclu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
 from nemo_offload_rl.config.convert import DpoConfig, SftConfig, SupervisedConfig
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
+from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
@@ -35,13 +37,25 @@ type StartPolicy = Callable[[SupervisedConfig, bool], AbstractContextManager[Pol
 """From the configuration, and whether to keep a reference, to a policy that ends with the context."""
 
 
-def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
+def run_sft(
+    config: SftConfig,
+    start_policy: StartPolicy | None = None,
+    console: Console | None = None,
+    *,
+    train_data: Rows | None = None,
+    validation_data: Rows | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
     """Run SFT from a checked configuration.
 
     Args:
         config: The run.
         start_policy: None starts workers on the Ray cluster that `config.cluster` describes.
         console: Where progress is shown; None for standard output.
+        train_data: Rows with `messages`, or with `prompt` and `completion`, in place of `data.train` and
+            `data.validation`.
+        validation_data: The same in place of `data.validation`.
+        callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
 
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
@@ -49,7 +63,8 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
     kwargs = config.policy.tokenizer.chat_template_kwargs
-    examples = load_examples(config.data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
+    data = with_given_rows(config.data, train_data, validation_data)
+    examples = load_examples(data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
     recipe = SftRecipe(
         examples=examples,
         decode=whole_text(tokenizer),
@@ -57,14 +72,23 @@ def run_sft(config: SftConfig, start_policy: StartPolicy | None = None, console:
         width_multiple=config.policy.make_sequence_length_divisible_by,
     )
     run = _Run("sft", config, config.sft, recipe, examples.parts)
-    _train(run, start_policy or ray_policy, keep_reference=False, console=console)
+    _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
 
 
-def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console: Console | None = None) -> None:
-    """Run DPO from a checked configuration; arguments and errors as above."""
+def run_dpo(
+    config: DpoConfig,
+    start_policy: StartPolicy | None = None,
+    console: Console | None = None,
+    *,
+    train_data: Rows | None = None,
+    validation_data: Rows | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Run DPO from a checked configuration; arguments and errors as above, rows with `prompt`, `chosen`, `rejected`."""
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
-    pairs = load_example_pairs(config.data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    data = with_given_rows(config.data, train_data, validation_data)
+    pairs = load_example_pairs(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
     saved: ReferenceFile | None = None
     if config.dpo.precompute_reference_logprobs and config.checkpointing.enabled:
         path = Path(config.checkpointing.checkpoint_dir) / FILE_NAME
@@ -78,7 +102,7 @@ def run_dpo(config: DpoConfig, start_policy: StartPolicy | None = None, console:
         saved=saved,
     )
     run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
-    _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console)
+    _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
 
 
 @contextmanager
@@ -116,7 +140,14 @@ class _Run:
     parts: tuple[Part, ...]
 
 
-def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, console: Console | None) -> None:
+def _train(
+    run: _Run,
+    start_policy: StartPolicy,
+    *,
+    keep_reference: bool,
+    console: Console | None,
+    callbacks: Sequence[Any],
+) -> None:
     name, config, settings, recipe = run.name, run.config, run.settings, run.recipe
     if settings.validates and not recipe.num_validation_items:
         raise ConfigError(
@@ -134,7 +165,7 @@ def _train(run: _Run, start_policy: StartPolicy, *, keep_reference: bool, consol
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_from is not None, callbacks))
         policy = stack.enter_context(start_policy(config, keep_reference))
         owners = dict.fromkeys(policy.local_pids(), "policy")
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s

@@ -141,7 +141,9 @@ class DataDefaultConfig:
         ),
     ]
     system_prompt_file: Annotated[str | None, doc("Text file of the system message; null for none.")]
-    processor: Annotated[str, doc("Function that turns a row into messages, by name.")]
+    processor: Annotated[
+        str, doc("Function that turns a row into messages, by name, or one of your own: `path/to/file.py:name`.")
+    ]
     env_name: Annotated[str, doc("Environment that scores the responses: a key of `env`.")]
 
 
@@ -205,7 +207,9 @@ class SftDefaultConfig:
     system_prompt_file: Annotated[
         str | None, doc("Text file of the system message, for conversations that have none; null for none.")
     ]
-    processor: Annotated[str, doc("Function that turns a row with a prompt into messages, by name.")]
+    processor: Annotated[
+        str, doc("Function that turns a row with a prompt into messages, by name, or your own: `path/to/file.py:name`.")
+    ]
 
 
 @section
@@ -270,6 +274,10 @@ class DpoDataConfig(SupervisedDataKeys):
         ),
     ]
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
+
+
+BUILT_IN = ("arithmetic", "math")
+"""Environments of this package, by their names in `env`."""
 
 
 @section

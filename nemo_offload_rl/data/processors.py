@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.encoding import missing_bos, render
@@ -12,7 +13,8 @@ from nemo_offload_rl.data.prompt_file import PromptFile, read_prompt_file, read_
 from nemo_offload_rl.data.records import Message, Prompt, Row
 from nemo_offload_rl.data.source_keys import TaskKeys
 from nemo_offload_rl.data.tools import check_shown
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, UserCodeError
+from nemo_offload_rl.targets import UserCode, is_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,14 +84,38 @@ def load_templates(task: TaskKeys) -> PromptTemplates:
 
 
 def processor_named(name: str | None) -> Processor:
-    """The processor of that name.
+    """The processor of that name, or the one of a user's that it names as `path/to/file.py:name` or `module.name`.
 
     Raises:
         DataError: There is none.
+        UserCodeError: A user's cannot be imported.
     """
+    if name is not None and is_target(name):
+        return _of_user(name)
     if name is None or name not in PROCESSORS:
         raise DataError(f"processor {name!r} is unknown; set data.default.processor to one of: {', '.join(PROCESSORS)}")
     return PROCESSORS[name]
+
+
+@cache
+def _of_user(target: str) -> Processor:
+    """A function `(prompt, answer, **row)` of a user's: text is a message of the user, anything else messages."""
+    code = UserCode.named("processor", target)
+
+    def process(row: Row, templates: PromptTemplates) -> list[Message]:
+        given = {**row.metadata, "prompt": row.question, "answer": row.answer}
+        code.check_named(given)
+        made = code.call_named(given)
+        messages = [{"role": "user", "content": made}] if isinstance(made, str) else made
+        is_list = isinstance(messages, list) and bool(messages)
+        if not is_list or not all(isinstance(entry, Mapping) and {"role", "content"} <= {*entry} for entry in messages):
+            raise UserCodeError(
+                f"{code.label} ({code.place}): of {row.origin} it made {str(made)[:60]!r}; return text, or a list of "
+                "messages with `role` and `content`"
+            )
+        return with_prompt_files([dict(message) for message in messages], templates)
+
+    return process
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from nemo_offload_rl.data.config import (
 )
 from nemo_offload_rl.data.readers import Record, read_records
 from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
+from nemo_offload_rl.data.source_keys import FileKeys, GivenRows
 from nemo_offload_rl.data.tools import tools_of, with_tool_calls
 from nemo_offload_rl.errors import DataError
 
@@ -26,7 +27,7 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     Raises:
         DataError: The data cannot be read, or a row is not what it should be; the message names file and line.
     """
-    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
+    records = _records(settings)
     rows = [
         replace(
             response_row(record, settings.input_key, settings.output_key), tools=tools_of(record, settings.tool_key)
@@ -38,14 +39,14 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
 
 def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
     """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
-    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
+    records = _records(settings)
     rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
     return split_by(rows, lambda row: opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
 
 
 def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
     """Pairs; those with the same prompt stay on one side of the split. Errors as above."""
-    records = read_records(Path(settings.path), settings.split, subset=settings.subset)
+    records = _records(settings)
     if isinstance(settings, PreferenceConfig):
         rows = [ranked_pair(record) for record in records]
     else:
@@ -54,6 +55,19 @@ def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[Pr
     pairs = zip(rows, records, strict=True)
     rows = [replace(row, tools=tools_of(record, settings.tool_key)) for row, record in pairs]
     return split_by(rows, lambda row: repr(row.prompt), share=settings.split_validation_size, seed=settings.seed)
+
+
+def _records(settings: FileKeys) -> list[Record]:
+    if not isinstance(settings, GivenRows):
+        return read_records(Path(settings.path), settings.split, subset=settings.subset)
+    if not settings.rows:
+        raise DataError(f"{settings.path} has no rows; give some")
+    records = []
+    for number, row in enumerate(settings.rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{settings.path}[{number}] is a {type(row).__name__}; give a dictionary for each row")
+        records.append(Record(row, f"{settings.path}[{number}]"))
+    return records
 
 
 def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, share: float, seed: int) -> Splits[T]:

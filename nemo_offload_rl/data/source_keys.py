@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from nemo_offload_rl.schema import doc, section
 
@@ -29,6 +31,13 @@ class HeldOutKeys:
         doc("Share of the rows kept for validation; 0, or left out, keeps none, as in `data.validation`.", ge=0, lt=1),
     ] = 0.0
     seed: Annotated[int, doc("Seed that picks those rows; left out: 42.", ge=0)] = 42
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenRows:
+    """Beside the keys of a data set: its rows, which a script has given, instead of a file's."""
+
+    rows: Sequence[Mapping[str, Any]]
 
 
 @section

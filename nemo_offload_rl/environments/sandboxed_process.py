@@ -65,11 +65,14 @@ def confine(memory_bytes: int, cpu_s: int) -> bool:
 def run(code: str) -> None:
     """Execute statements; the value of a last line that is an expression is printed."""
     tree = ast.parse(code, "<code>")
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = None
+    if tree.body and isinstance(end := tree.body[-1], ast.Expr):
+        last = end.value
+        tree.body.pop()
     names = {"__name__": "__main__", "__builtins__": builtins}
     exec(compile(tree, "<code>", "exec"), names)
     if last is not None:
-        value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)
+        value = eval(compile(ast.Expression(last), "<code>", "eval"), names)
         if value is not None:
             sys.stdout.write(f"{value!r}\n")
 

@@ -17,7 +17,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -27,7 +27,7 @@ from typing import Any, Self
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.metric_sinks import open_sinks
+from nemo_offload_rl.utils.metric_sinks import open_sinks, user_sinks
 from nemo_offload_rl.utils.schema import LoggerConfig
 
 _LOG = logging.getLogger(__name__)
@@ -47,12 +47,21 @@ class RunLogger:
         resolved_config: Plain dictionaries, written to config.yaml.
         resume: Append to an existing metrics.jsonl and go on with the runs of Weights & Biases and MLflow; otherwise an
             older file is renamed metrics.1.jsonl and so on.
+        callbacks: Functions of step and metrics, or `MetricSink`s, that get every metric too.
 
     Raises:
         ConfigError: The folder cannot be written, or a wanted logger is not installed.
+        UserCodeError: One of `logger.sinks` or of the callbacks cannot be used.
     """
 
-    def __init__(self, settings: LoggerConfig, resolved_config: Mapping[str, Any], resume: bool = False) -> None:
+    def __init__(
+        self,
+        settings: LoggerConfig,
+        resolved_config: Mapping[str, Any],
+        resume: bool = False,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        users = user_sinks(settings, callbacks)
         self.run_dir = Path(settings.log_dir)
         if settings.numbered_runs:
             self.run_dir, resume = self._next_folder(), False
@@ -68,7 +77,7 @@ class RunLogger:
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        self._sinks = open_sinks(settings, self.run_dir, resolved_config, record, resume)
+        self._sinks = [*open_sinks(settings, self.run_dir, resolved_config, record, resume), *users]
 
     def _next_folder(self) -> Path:
         """A new folder below the run folder, numbered after the highest; two starts at a time get two."""

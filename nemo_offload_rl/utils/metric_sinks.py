@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.targets import UserCode
 from nemo_offload_rl.utils.prometheus import PrometheusSink
 from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 
@@ -217,6 +219,61 @@ class MlflowSink:
         except self._failures as error:
             self._is_lost = True  # trying again takes minutes each time
             _LOG.warning("MLflow is lost and gets nothing more of this run: %s", _first_line(error))
+
+
+class UserSink:
+    """Code of a user's: a function of step and metrics, or an object with `write`, and `write_samples` and `close`.
+
+    Args:
+        code: The function, object or class.
+
+    Raises:
+        UserCodeError: It cannot be made or called.
+    """
+
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+        if inspect.isclass(code.value):
+            code.check_positional(())
+        self._object: Any = code.make()
+        self._has_write = hasattr(self._object, "write")
+        if self._has_write:
+            UserCode(f"{code.label}.write", self._object.write).check_positional(("step", "metrics"))
+        else:
+            code.check_positional(("step", "metrics"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand a copy over."""
+        if self._has_write:
+            with self._code.telling():
+                self._object.write(step, dict(metrics))
+        else:
+            self._code.call(step, dict(metrics))
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """Hand them over, if they are wanted."""
+        if hasattr(self._object, "write_samples"):
+            with self._code.telling():
+                self._object.write_samples(step, list(lines))
+
+    def close(self) -> None:
+        """Let it end, if it can."""
+        if hasattr(self._object, "close"):
+            with self._code.telling():
+                self._object.close()
+
+
+def user_sinks(settings: LoggerConfig, callbacks: Sequence[Any] = ()) -> list[MetricSink]:
+    """Those of `logger.sinks`, and objects that Python code gave.
+
+    Raises:
+        UserCodeError: One cannot be used.
+    """
+    named = [
+        UserCode.named(f"logger.sinks.{index}.target", sink.target, sink.kwargs)
+        for index, sink in enumerate(settings.sinks or ())
+    ]
+    return [UserSink(code) for code in (*named, *(UserCode("callbacks", callback) for callback in callbacks))]
 
 
 def open_sinks(

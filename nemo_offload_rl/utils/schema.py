@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from nemo_offload_rl.schema import doc, section
 
@@ -54,6 +54,22 @@ class PrometheusConfig:
 
 
 @section
+class SinkConfig:
+    """An entry of `logger.sinks`: code of your own that gets every metric."""
+
+    target: Annotated[
+        str,
+        doc(
+            "`package.module.Name` or `path/to/file.py:name`: a function of step and metrics, or a class with `write`.",
+            min_length=1,
+        ),
+    ]
+    kwargs: Annotated[
+        dict[str, Any] | None, doc("Further arguments of the function, or those of the class; null or absent: none.")
+    ] = None
+
+
+@section
 class LoggerConfig:
     """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
 
@@ -82,6 +98,9 @@ class LoggerConfig:
         bool, doc("Also answer a Prometheus server while the run goes on; needs the section `logger.prometheus`.")
     ]
     prometheus: Annotated[PrometheusConfig, doc("Prometheus; may be deleted with `~logger.prometheus`.")] | None = None
+    sinks: Annotated[tuple[SinkConfig, ...], doc("Code of your own that metrics go to too; absent: none.")] | None = (
+        None
+    )
 
 
 @section

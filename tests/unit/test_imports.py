@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[2] / "nemo_offload_rl"
 ALLOWED = {
     "residency": set(),
     "models": set(),
-    "utils": {"errors", "models", "schema"},
-    "data": {"errors", "schema"},
+    "utils": {"errors", "models", "schema", "targets"},
+    "data": {"errors", "schema", "targets"},
     "environments": {"data", "errors", "targets"},
     "weight_sync": {"errors", "generation", "policy", "utils"},
     "generation": {"weight_sync", "data", "errors", "schema", "utils"},

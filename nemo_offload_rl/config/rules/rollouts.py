@@ -14,6 +14,7 @@ from nemo_offload_rl.config.rules.base import (
     validation_set_problem,
 )
 from nemo_offload_rl.config.schema import GrpoMasterConfig, RolloutMasterConfig
+from nemo_offload_rl.data.config import BUILT_IN
 from nemo_offload_rl.generation.config import SERVING_CHAT_KWARGS
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.policy.rules import local_model_config
@@ -52,7 +53,7 @@ def further_turns_answer_something(cfg: RolloutMasterConfig) -> str | None:
     (name, section), data = cfg.algorithm, cfg.data
     turns = section.max_rollout_turns
     retrying = sorted(name for name, section in cfg.env.items() if section.retry_message is not None)
-    answering = {*retrying, *(name for name, section in cfg.env.items() if section.target is not None)}
+    answering = {*retrying, *(name for name, env in cfg.env.items() if env.target is not None or name not in BUILT_IN)}
     named = {source.env_name or data.default.env_name for _, source in sources(data.train, "data.train")}
     if turns > 1 and not named.intersection(answering):
         return (

@@ -128,6 +128,7 @@ def _metric_names(cfg: RunConfig) -> Names:
         scores_before_training=needs_prev_logprobs(grpo, loss),
         truncates=loss.truncated_importance_sampling_ratio is not None,
         masks_by_error=grpo.seq_logprob_error_threshold is not None,
+        filters=grpo.rollout_filter is not None and grpo.rollout_filter.target is not None,
     )
 
 

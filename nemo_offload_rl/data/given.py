@@ -1,0 +1,80 @@
+"""Data sets that a script gives as rows: lists of dictionaries, or anything like them, such as `datasets.Dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_offload_rl.data.config import (
+    BinaryPreferenceConfig,
+    DataConfig,
+    DpoDataConfig,
+    OpenAIFormatConfig,
+    ResponseDatasetConfig,
+    SftDataConfig,
+)
+from nemo_offload_rl.data.source_keys import GivenRows, TaskKeys
+from nemo_offload_rl.schema import keys_of
+
+type Rows = Iterable[Mapping[str, Any]]
+"""Rows with the columns of the algorithm; see `with_given_rows`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenQuestions(GivenRows, ResponseDatasetConfig):
+    """A prompt and its answer or completion in each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenConversations(GivenRows, OpenAIFormatConfig):
+    """A conversation in each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenPairs(GivenRows, BinaryPreferenceConfig):
+    """A better and a worse response in each row."""
+
+
+def with_given_rows[Data: (DataConfig, SftDataConfig, DpoDataConfig)](
+    data: Data, train: Rows | None, validation: Rows | None
+) -> Data:
+    """The section `data` with rows in the place of its data sets.
+
+    Columns are `prompt` and `answer` (may be absent) for GRPO; `messages`, or `prompt` and `completion`, for SFT;
+    `prompt` (may be absent), `chosen` and `rejected` for DPO. All other columns reach rewards and processors.
+
+    Args:
+        data: The section; `data.default` holds for the rows.
+        train: In place of `data.train`, and then of `data.validation` too; None leaves both.
+        validation: In place of `data.validation`; None leaves it, or with `train` leaves nothing to validate on.
+    """
+    if train is not None:
+        data = replace(data, train=_source(data, train, "train_data"), validation=None)
+    if validation is not None:
+        data = replace(data, validation=_source(data, validation, "validation_data"))
+    return data
+
+
+def _source(data: Any, rows: Rows, name: str) -> Any:
+    found: Sequence[Any] = list(rows)
+    columns = set(found[0]) if found and isinstance(found[0], Mapping) else set()
+    default = {key: getattr(data.default, key) for key in keys_of(TaskKeys) if hasattr(data.default, key)}
+    common = {"path": name, "split_validation_size": 0.0, "seed": 0, **default}
+    if isinstance(data, DpoDataConfig):
+        return GivenPairs(
+            dataset_name="BinaryPreferenceDataset",
+            prompt_key="prompt" if "prompt" in columns else None,
+            chosen_key="chosen",
+            rejected_key="rejected",
+            rows=found,
+            **common,
+        )
+    if isinstance(data, SftDataConfig) and "messages" in columns:
+        return GivenConversations(dataset_name="OpenAIFormatDataset", chat_key="messages", rows=found, **common)
+    output_key = "completion" if isinstance(data, SftDataConfig) else "answer"
+    if output_key == "answer":
+        found = [{"answer": "", **row} if isinstance(row, Mapping) else row for row in found]
+    return GivenQuestions(
+        dataset_name="ResponseDataset", input_key="prompt", output_key=output_key, rows=found, **common
+    )

@@ -1,0 +1,101 @@
+"""A user's own loss, advantages and choice of rollouts."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from local_grpo import make_prompts
+
+from nemo_offload_rl.algorithms.user_code import GrpoCode, UserLoss
+from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.errors import UserCodeError
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.targets import UserCode
+
+SETTINGS = load_grpo_config("examples/configs/grpo_math_1B.yaml").loss_fn
+
+
+def rollouts(num_prompts: int = 2, group_size: int = 2) -> RolloutBatch:
+    prompts = make_prompts(["x"] * num_prompts)
+    made = [
+        Rollout(
+            prompt=prompt, segments=(Segment(token_ids=(5,) * (row + 1), logprobs=(-1.0,) * (row + 1)),),
+            response_text="5", reward=float(row), correct=bool(row), truncated=row == 0,
+        )
+        for prompt in prompts for row in range(group_size)
+    ]  # fmt: skip
+    return RolloutBatch(rollouts=tuple(made), group_size=group_size)
+
+
+REWARDS = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+MASK = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda logprobs, batch: logprobs.sum(), r"cannot be called as <lambda>\(logprobs, batch, norm\)"),
+        (lambda logprobs, batch, norm: logprobs, r"returned a tensor of shape \(2, 4\); return a tensor of no dimen"),
+        (lambda logprobs, batch, norm: 1.0, "returned a float"),
+        (lambda logprobs, batch, norm: logprobs.sum().detach(), "its loss has no gradient"),
+        (lambda logprobs, batch, norm: logprobs.sum() / 0, "its loss is -inf where all logprobs are finite"),
+        (lambda logprobs, batch, norm: batch.advantage.sum(), "AttributeError: .* at .*test_user_code.py"),
+    ],
+)
+def test_a_loss_is_tried_before_anything_starts(function, message):
+    with pytest.raises(UserCodeError, match=message):
+        UserLoss(SETTINGS, UserCode("loss_fn.target", function)).check()
+
+
+def test_a_loss_travels_and_is_measured_beside_the_metrics_of_the_clipped_one():
+    factor = 3.0
+    loss = UserLoss(SETTINGS, UserCode("loss", lambda logprobs, batch, norm: (factor * logprobs.sum(), {"mine": 2.0})))
+    loss.check()
+    again = pickle.loads(pickle.dumps(loss))
+    assert again.settings == SETTINGS
+    again.check()
+
+
+def test_advantages_are_the_functions_by_response_or_by_token():
+    def centred(rewards, lengths):
+        assert lengths.tolist() == [[1, 2], [1, 2]]
+        return rewards - 0.5
+
+    by_response = GrpoCode(adv_estimator=UserCode("a", centred)).advantages(rollouts(), REWARDS, MASK)
+    assert by_response is not None
+    assert by_response.tolist() == [[-0.5] * 3, [0.5] * 3] * 2
+    by_token = GrpoCode(adv_estimator=UserCode("a", lambda mask: mask.cumsum(1))).advantages(rollouts(), REWARDS, MASK)
+    assert by_token is not None
+    assert by_token.tolist() == [[1.0, 2.0, 3.0]] * 4
+    assert GrpoCode().advantages(rollouts(), REWARDS, MASK) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda rewards: rewards[0], r"shape \(2,\); return a tensor of shape \(2, 2\)"),
+        (lambda rewards: rewards / 0, "not all fin"),
+    ],
+)
+def test_other_advantages_are_told(function, message):
+    with pytest.raises(UserCodeError, match=message):
+        GrpoCode(adv_estimator=UserCode("a", function)).advantages(rollouts(), REWARDS, MASK)
+
+
+def test_a_filter_keeps_what_it_says_group_by_group():
+    seen = []
+
+    def keep(group):
+        seen.append(len(group))
+        return [not rollout.truncated for rollout in group]
+
+    kept = GrpoCode(rollout_filter=UserCode("f", keep)).kept(rollouts())
+    assert kept is not None
+    assert kept.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert seen == [2, 2]
+    with pytest.raises(UserCodeError, match="returned 1 answers for 2 rollouts"):
+        GrpoCode(rollout_filter=UserCode("f", lambda group: [True])).kept(rollouts())
+    with pytest.raises(UserCodeError, match="TypeError"):
+        GrpoCode(rollout_filter=UserCode("f", lambda group: None)).kept(rollouts())
