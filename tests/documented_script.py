@@ -1,4 +1,4 @@
-"""Runs the Python of docs/guides/python.md, with policy and engine in this process; by a test as a process of its own."""
+"""Runs the Python of docs/guides/python.md, policy and engine in this process; by a test as a process of its own."""
 
 from __future__ import annotations
 

@@ -36,12 +36,17 @@ def start(clone, tmp_path):
     return run
 
 
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_examples_of_every_part_work_together_in_one_run(start, clone, read_metrics):
     problems = "path: examples/custom/problems.jsonl, input_key: problem, output_key: answer, seed: 1"
     source = f"dataset_name: ResponseDataset, {problems}, split_validation_size: 0.25"
     done = start(
         "one_process_grpo.py", "--config", CONFIG, "grpo.max_num_steps=2", "~data.train",
-        f"+data.train={{dataset_name: mixture, weights: [1, 1], datasets: [{{{source}}}, {{{source}, env_name: tool}}]}}",
+        f"+data.train={{dataset_name: mixture, weights: [1, 1], datasets: [{{{source}}}, "
+        f"{{{source}, env_name: tool}}]}}",
         "+env.tool={target: calculator.py:Calculator, kwargs: {call: '([0-9].*)'}, num_workers: 2, timeout_s: 60}",
         "data.default.processor=loss.py:as_sum", "grpo.max_rollout_turns=2", "policy.max_total_sequence_length=64",
         "loss_fn.target=loss.py:reinforce", "grpo.adv_estimator.target=loss.py:above_the_group",
@@ -82,8 +87,9 @@ def test_examples_of_every_part_work_together_in_one_run(start, clone, read_metr
             loss -= record["advantage"] * sum(counted)
         assert metrics[step]["train/loss"] == pytest.approx(loss / num_tokens, abs=1e-4)
         assert metrics[step]["train/mean_logprob"] == pytest.approx(logprobs / num_tokens, rel=1e-3)
-    shown = [json.loads(line) for line in (clone / "rewards.jsonl").read_text().splitlines()]
-    assert shown == [{"step": step, "reward": metrics[step]["train/reward_mean"]} for step in (1, 2)]
+    assert lines_of(clone / "rewards.jsonl") == [
+        {"step": step, "reward": metrics[step]["train/reward_mean"]} for step in (1, 2)
+    ]
 
 
 def test_the_script_of_the_guide_runs_as_it_is_written(start, clone, read_metrics):

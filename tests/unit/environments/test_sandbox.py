@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter of system calls is x86-64's"),
 ]
+IMPORTS = "import os, socket, subprocess, threading, resource, signal, ctypes, math\n"
 MORE = ("os", "socket", "subprocess", "threading", "resource", "signal", "ctypes", "math")
 
 
@@ -71,13 +72,13 @@ def test_what_goes_wrong_in_it_is_told(code, error):
     ],
 )  # fmt: skip
 def test_files_network_processes_signals_and_limits_are_out_of_reach(code):
-    result = run_python(code, modules=MORE)
+    result = run_python(IMPORTS + code, modules=MORE)
     assert result.status == "failed"
     assert "Operation not permitted" in result.output
 
 
 def test_a_thread_cannot_be_started():
-    result = run_python("threading.Thread(target=print).start()", modules=MORE)
+    result = run_python(f"{IMPORTS}threading.Thread(target=print).start()", modules=MORE)
     assert (result.status, "can't start new thread" in result.output) == ("failed", True)
 
 
@@ -86,7 +87,7 @@ def test_nothing_of_the_environment_and_no_open_file_of_this_process_is_there(mo
     with socket.socketpair()[0] as ours:
         os.set_inheritable(ours.fileno(), True)
         code = f"print(sorted(os.environ))\nos.read({ours.fileno()}, 1)"
-        result = run_python(code, modules=MORE)
+        result = run_python(IMPORTS + code, modules=MORE)
     assert "SECRET" not in result.output
     assert "Bad file descriptor" in result.output
 
