@@ -73,7 +73,6 @@ def run_grpo(
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
-
     own = GrpoCode.load(config.grpo, config.loss_fn)
     given = GivenObjects(
         environments=environments, train_data=train_data, validation_data=validation_data, callbacks=callbacks

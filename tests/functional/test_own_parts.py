@@ -6,6 +6,7 @@ import ast
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import Finished, Script
@@ -36,7 +37,7 @@ def start(clone, tmp_path):
     return run
 
 
-def lines_of(path: Path) -> list[dict]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
