@@ -69,6 +69,7 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
         scores_before_training=True,
         truncates=True,
         masks_by_error=True,
+        filters=True,
     )
     prefixes = {"train": "train", "val": "validation"}
     computed = {
