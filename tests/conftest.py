@@ -11,6 +11,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast an example is made or runs depends on the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
 NUM_CPUS = 6

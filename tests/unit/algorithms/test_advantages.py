@@ -60,7 +60,7 @@ def nemo_rl_advantages(rewards: list[float], leave_one_out: bool) -> list[float]
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
 def test_normalized_advantages_are_nemo_rls(leave_one_out):
-    @hypothesis_settings(max_examples=100, deadline=None)
+    @hypothesis_settings(max_examples=100)
     @given(rewards=st.lists(st.integers(-4, 4).map(float), min_size=2, max_size=16))
     def check(rewards):
         found = group_advantages(torch.tensor([rewards]), leave_one_out=leave_one_out, normalize=True)[0].tolist()
@@ -107,7 +107,7 @@ GROUPS = st.integers(2, 7).flatmap(
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_every_group_of_any_size_has_the_advantages_computed_in_plain_numbers(leave_one_out, normalize):
-    @hypothesis_settings(max_examples=100, deadline=None)
+    @hypothesis_settings(max_examples=100)
     @given(groups=GROUPS)
     def check(groups):
         found = group_advantages(torch.tensor(groups), leave_one_out=leave_one_out, normalize=normalize)
@@ -117,7 +117,7 @@ def test_every_group_of_any_size_has_the_advantages_computed_in_plain_numbers(le
     check()
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(
     rewards=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=6),
     leave_one_out=st.booleans(),

@@ -128,7 +128,7 @@ def histories(draw):
 
 
 @given(history=histories(), limit=st.integers(1, 4), higher=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_whatever_is_measured_no_better_checkpoint_is_removed_while_a_worse_one_stays(history, limit, higher):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

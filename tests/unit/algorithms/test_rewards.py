@@ -42,7 +42,7 @@ def test_overlong_filtering_masks_truncated_samples_only():
 REWARDS = st.floats(-1e6, 1e6, width=32)
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(reward=REWARDS, other=REWARDS, low=st.integers(-5, 5), width=st.integers(1, 5), to=st.integers(-5, 5))
 def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward, other, low, width, to):
     settings = RewardScalingConfig(
@@ -54,7 +54,7 @@ def test_scaling_is_the_line_through_both_ends_and_keeps_order_and_range(reward,
     assert (first - second) * (reward - other) >= 0
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(length=st.integers(0, 50), buffer=st.integers(1, 20), limit=st.integers(21, 40), penalty=st.integers(0, 4))
 def test_the_length_penalty_is_nemo_rls_formula_below_and_beyond_the_limit(length, buffer, limit, penalty):
     settings = RewardShapingConfig(

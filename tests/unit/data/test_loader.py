@@ -29,7 +29,7 @@ def test_without_shuffling_every_epoch_keeps_the_order_and_skips_the_incomplete_
     assert loader.batches_per_epoch == 3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     num_items=st.integers(3, 14), batch_size=st.integers(1, 3), num_epochs=st.integers(1, 4), taken=st.integers(0, 9)
 )
@@ -56,7 +56,7 @@ def first_position(loader: ShuffledLoader[int]) -> int:
     return loader.state_dict()["position"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(num_before=st.integers(0, 12), num_after=st.integers(1, 8), seed=st.integers(0, 9))
 def test_a_loader_restored_from_its_state_goes_on_with_the_same_batches(num_before, num_after, seed):
     loader = make_loader(seed=seed)

@@ -34,7 +34,7 @@ def test_without_shuffling_each_part_keeps_its_order():
     assert [row for row in order if row < 30] == list(range(10, 20))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(total=st.integers(0, 50), weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
 def test_shares_are_whole_add_up_and_are_less_than_one_from_exact(total, weights):
     counts = share_out(total, weights)

@@ -59,7 +59,7 @@ def test_a_file_without_exactly_one_place_is_refused(tmp_path, text, message):
 TEXT = st.text(st.sampled_from("ab{}\\ \n\u2028é"), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(before=TEXT, after=TEXT)
 @example(before="\\boxed{", after="}")
 def test_what_is_escaped_for_str_format_is_read_as_str_format_reads_it(tmp_path_factory, before, after):
@@ -69,7 +69,7 @@ def test_what_is_escaped_for_str_format_is_read_as_str_format_reads_it(tmp_path_
     assert filled(tmp_path_factory.getbasetemp(), template) == template.format(QUESTION)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(template=st.text(st.sampled_from("a{}\\"), max_size=10))
 def test_no_file_loses_a_brace_or_raises_anything_but_a_line(tmp_path_factory, template):
     try:

@@ -102,7 +102,7 @@ WORDS = st.text(st.sampled_from(f'a"\\\n\r\té{LINE_BREAKS}') | st.characters(ex
 FIELDS = st.dictionaries(WORDS, WORDS | st.lists(st.dictionaries(WORDS, WORDS | st.none()), max_size=2), max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(FIELDS, min_size=1, max_size=4),
     escaped=st.booleans(),

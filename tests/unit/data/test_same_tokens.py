@@ -68,7 +68,7 @@ WORDS = st.lists(st.sampled_from(["the", "answer", " ", "\n", "1", "+", "é", "a
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example(kind="merges", bos="none", add_bos=False, question="\n\n", answers=("the", "the"))
 @given(
     kind=st.sampled_from(["bytes", "merges", "merges over spaces"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from closeness import assert_close
 from engine_process import EngineProcess, engine_process, engine_settings, send_weights
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_families import FAMILIES, checkpoint_tensors, save_family_folder, trained_by
 from policy_cases import NLL, full_params, make_batch, one_rank_worker
@@ -101,7 +101,7 @@ def test_a_refit_of_any_order_and_buckets_is_whole_or_names_what_it_lacks(
     names = list(checkpoint_tensors(models[0]))
     runs = []
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @settings(max_examples=40, derandomize=True)
     @given(
         order=st.permutations(names),
         missing=st.sets(st.sampled_from(names), max_size=3),

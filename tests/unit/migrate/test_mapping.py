@@ -227,7 +227,7 @@ def test_a_prompt_file_is_theirs_and_never_one_of_the_same_name_here(tmp_path):
     assert found == str(tmp_path / "examples/prompts/cot.txt")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(nodes=st.integers(1, 8), gpus=st.integers(2, 8), engine_nodes=st.integers(1, 7), engine_gpus=st.integers(1, 7))
 def test_trainer_and_engines_together_have_the_devices_of_their_cluster(nodes, gpus, engine_nodes, engine_gpus):
     if nodes == 1:

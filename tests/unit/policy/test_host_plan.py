@@ -155,7 +155,7 @@ def has_residency_keys(policy):
     return policy.colocated or policy.engine_memory_share > 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(NEEDS)
 def test_advice_that_is_followed_fits(case):
     need = drawn_need(case)

@@ -165,7 +165,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moves=MOVES, for_logprob=st.booleans(), streamed=st.booleans(), has_room=st.booleans())
 def test_whatever_the_order_nothing_is_read_before_it_was_waited_for(moves, for_logprob, streamed, has_room):
     training = Training(

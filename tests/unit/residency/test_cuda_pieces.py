@@ -17,7 +17,7 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES, holes=st.sets(st.integers(0, 23), max_size=4))
 def test_every_copy_crosses_once_in_order_and_small_neighbours_cross_together(sizes, holes):
     arena = HostArena()

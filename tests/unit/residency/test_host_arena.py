@@ -11,7 +11,7 @@ from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES
 from nemo_offload_rl.residency.host_regions import PageableRegion
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=20), order=st.randoms())
 def test_blocks_never_overlap_and_freeing_them_in_any_order_leaves_one_gap(sizes, order):
     arena = HostArena()

@@ -29,7 +29,7 @@ FLAGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(phases=PHASES, flags=FLAGS, steps=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_any_phase_sequence_with_steps_in_between_leaves_the_same_bits_as_plain_training(phases, flags, steps):
     """Invariant 1."""
@@ -44,7 +44,7 @@ def test_any_phase_sequence_with_steps_in_between_leaves_the_same_bits_as_plain_
         assert_bitwise_equal(moved.contents(), plain.contents())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(phases=PHASES, flags=FLAGS)
 def test_the_observed_peak_is_the_estimators_and_stays_under_a_capacity_of_exactly_that(phases, flags):
     """Invariant 2."""

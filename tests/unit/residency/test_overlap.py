@@ -17,7 +17,7 @@ from nemo_offload_rl.residency.prefetch import WorkMemory
 MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(moves=MOVES, for_logprob=st.booleans(), streamed=st.booleans(), part_bytes=st.sampled_from([None, 1, 300]))
 def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
     moves, for_logprob, streamed, part_bytes

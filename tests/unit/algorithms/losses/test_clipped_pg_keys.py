@@ -66,7 +66,7 @@ def test_loss_gradient_and_every_metric_equal_those_in_plain_numbers_for_all_com
         torch.testing.assert_close(gradient, slopes, msg=str(settings))
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40)
 @given(settings=VARIANTS, seed=st.integers(0, 1000), cut=st.integers(1, 5))
 def test_splitting_into_micro_batches_changes_neither_loss_nor_metrics_nor_gradient(settings, seed, cut):
     now, batch, norm = random_batch(seed)
@@ -116,7 +116,7 @@ def extreme_batches(draw) -> tuple[torch.Tensor, PolicyGradientBatch, LossNorm]:
     return draw(table(LOGPROBS)), batch, norm
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(settings=VARIANTS, given_batch=extreme_batches())
 def test_finite_logprobs_give_a_finite_loss_and_gradient_whatever_the_masks_and_ratios(settings, given_batch):
     now, batch, norm = given_batch

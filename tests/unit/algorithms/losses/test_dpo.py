@@ -148,7 +148,7 @@ def test_loss_and_gradient_follow_the_formula_for_all_combinations_of_keys():
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9, msg=str(settings))
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(
     values=st.lists(st.floats(-(2.0**100), 0.0, width=32) | st.floats(-50.0, 0.0, width=32), min_size=6, max_size=6),
     mask=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),

@@ -157,7 +157,7 @@ def test_beyond_the_input_clamp_there_is_no_gradient_of_estimate_or_weight(estim
 FINITE = st.floats(-(2.0**100), 0.0, width=32) | st.floats(-60.0, 0.0, width=32)
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(
     estimator=st.sampled_from(ESTIMATORS),
     logprobs=st.tuples(FINITE, FINITE, FINITE),

@@ -48,7 +48,7 @@ def test_the_gradient_is_minus_one_over_the_counted_tokens_of_the_global_batch_a
 MASKS = st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=4)
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(values=st.lists(st.floats(-(2.0**120), 0.0, width=32), min_size=4, max_size=4), mask=MASKS, kept=st.booleans())
 def test_finite_logprobs_give_a_finite_loss_and_gradient_whatever_the_masks(values, mask, kept):
     logprobs, batch = torch.tensor([values], requires_grad=True), make_batch([mask], [float(kept)])

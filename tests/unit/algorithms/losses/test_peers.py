@@ -155,7 +155,7 @@ def test_reinforce_plus_plus_normalizes_over_all_tokens_and_takes_the_kl_out_of_
     both(loss, now, with_advantages, norm, total / kept(batch).sum())
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(
     rewards=st.lists(st.floats(-5, 5, width=32), min_size=6, max_size=6),
     lengths=st.lists(st.integers(0, 5), min_size=6, max_size=6),

@@ -76,7 +76,7 @@ def test_no_position_at_all_has_gradients_of_zero(chunk_size, stat):
     assert torch.equal(layer.weight.grad, torch.zeros(9, 4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 5),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -44,7 +44,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_part_of_any_tensor_is_that_of_the_tensor_in_the_files_type(folder: Path, data: st.DataObject) -> None:
     files = WeightFiles(str(folder))
@@ -90,7 +89,6 @@ def test_quantized_tensors_and_missing_files_are_refused(tmp_path: Path) -> None
 SHAPES = st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4)
 
 
-@settings(deadline=None)
 @given(wanted=SHAPES, found=SHAPES, harmless=st.sampled_from([(), ("a|b",)]))
 def test_names_and_shapes_agree_in_both_directions_or_are_refused(wanted, found, harmless) -> None:
     ignored = set("ab") if harmless else set()

@@ -115,7 +115,7 @@ def test_clear_gives_everything_back() -> None:
     assert pool.total_bytes == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=20))
 def test_what_is_kept_between_passes_is_within_the_limit_whatever_comes(passes: list[list[int]]) -> None:
     pool, _ = make_pool(32)
