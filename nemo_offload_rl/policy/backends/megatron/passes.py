@@ -207,7 +207,8 @@ class Passes:
             found_LR = found_PX.transpose(0, 1).unflatten(1, (length, rows)).flatten(0, 1)
             return context.of_samples(found_LR.transpose(0, 1))
 
-        return type(found)(*map(at_their_places, found))
+        make: Any = type(found)  # whose fields may be None or not
+        return make(*map(at_their_places, found))
 
 
 def _of_all_ranks(hidden_N1H: Tensor, splits: int) -> Tensor:
