@@ -31,7 +31,8 @@ from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.utils.schema import CheckpointingConfig
 
-LIFE_S = 0.6  # at most, after it is ready
+MOST_STEPS = 10  # of a life before its end is drawn
+FURTHER_S = 0.2  # at most, from there to the kill
 
 
 def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_step: int) -> None:
@@ -108,11 +109,12 @@ def main(folder: Path, num_kills: int) -> None:
                 folder, log, async_save=asynchronous, checkpoints=True, last_step=10_000
             )
         )
-        while not log.exists() or log.stat().st_size == 0:
+        num_notes = 1 + draw.randint(0, MOST_STEPS)
+        while not log.exists() or len(read_notes(log)) < num_notes:
             if os.waitpid(pid, os.WNOHANG)[0]:
                 sys.exit(f"life {life} ended by itself")
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, LIFE_S))
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, FURTHER_S))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):

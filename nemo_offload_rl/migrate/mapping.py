@@ -38,10 +38,8 @@ _ONLY_THEIRS = (
     "grpo.async_grpo",
     "data.num_workers",
     "data.train.data_path",
-    "env.math.math_verify_impl",
     "logger.monitor_gpus",
     "logger.swanlab_enabled",
-    "checkpointing.checkpoint_must_save_by",
 )
 _ONLY_OURS = (
     "policy.residency_overlap",

@@ -91,7 +91,8 @@ def test_files_of_another_algorithm_are_told_apart() -> None:
 
 
 def test_a_file_of_nemo_rl_is_told_what_to_begin_with(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text("distillation: {topk_logits_k: 64}\npolicy: {generation_batch_size: 64}\n")
+    theirs = "distillation: {topk_logits_k: 64}\npolicy: {generation_batch_size: 64}\nlogger: {monitor_gpus: true}\n"
+    (tmp_path / "theirs.yaml").write_text(theirs)
     with pytest.raises(ConfigError, match=r"begin with examples/configs/distillation_math.yaml"):
         load_distillation_config(tmp_path / "theirs.yaml")
 
