@@ -70,9 +70,15 @@ class Run:
 def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
     """The command line of these benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.7B", choices=list(SHAPES))
+    add_arguments(parser, lengths)
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser, lengths: str, *, shape: str = "1.7B", rows: int = 2) -> None:
+    """What `run_children` reads, with these defaults."""
+    parser.add_argument("--shape", default=shape, choices=list(SHAPES))
     parser.add_argument("--lengths", default=lengths, help="tokens of a micro-batch, one row each; several by commas")
-    parser.add_argument("--rows", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--rows", type=int, default=rows, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="run these variants, by their whole names")
@@ -83,7 +89,6 @@ def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--overrides", nargs="*", default=(), metavar="KEY=VALUE", help="of every variant")
-    return parser.parse_args()
 
 
 def run_variants(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, Any]:

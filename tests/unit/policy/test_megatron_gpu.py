@@ -35,6 +35,11 @@ GPU = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
 MIB = 2**20
 WITH_MASTERS: dict[str, Any] = {"use_precision_aware_optimizer": False}
 PRECISION_AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+BFLOAT16_MOMENTS: dict[str, Any] = {
+    **PRECISION_AWARE,
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
 CPU_OPTIMIZER: dict[str, Any] = {
     "use_precision_aware_optimizer": True,
     "optimizer_cpu_offload": True,
@@ -44,6 +49,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "masters": WITH_MASTERS,
     "masters, not sharded": {**WITH_MASTERS, "use_distributed_optimizer": False},
     "precision-aware": PRECISION_AWARE,
+    "bfloat16 moments": BFLOAT16_MOMENTS,
     "precision-aware, overlapped": {**PRECISION_AWARE, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "on the CPU": CPU_OPTIMIZER,
     "on the CPU, overlapped": {**CPU_OPTIMIZER, "overlap_cpu_optimizer_d2h_h2d": True},
@@ -134,7 +140,7 @@ def test_residency_changes_no_bit_of_any_flavour_and_leaves_nothing_on_the_gpu(f
     assert away.leftovers == STAGING
 
 
-@pytest.mark.parametrize("flavour", ["masters", "masters, not sharded", "precision-aware", "sgd"])
+@pytest.mark.parametrize("flavour", ["masters", "masters, not sharded", "precision-aware", "bfloat16 moments", "sgd"])
 def test_the_optimizer_keeps_the_bytes_of_its_spec_and_what_is_made_for_a_load_is_the_same(
     folder: Path, tmp_path: Path, flavour: str
 ) -> None:
@@ -165,7 +171,7 @@ def test_what_building_the_model_left_on_the_gpu_goes_before_the_first_generatio
         assert report.leftovers == []
 
 
-@pytest.mark.parametrize("flavour", ["masters", "precision-aware"])
+@pytest.mark.parametrize("flavour", ["masters", "precision-aware", "bfloat16 moments"])
 def test_streamed_states_change_no_bit(folder: Path, flavour: str) -> None:
     resident = run(gpu_settings(folder, colocated=False, **FLAVOURS[flavour]))
     streamed = run(gpu_settings(folder, **FLAVOURS[flavour], **STREAMED))
@@ -194,7 +200,10 @@ def test_an_update_with_gradients_that_are_not_finite_leaves_no_trace(folder: Pa
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    **{name: FLAVOURS[name] for name in ("masters", "precision-aware", "on the CPU", "half on the CPU")},
+    **{
+        name: FLAVOURS[name]
+        for name in ("masters", "precision-aware", "bfloat16 moments", "on the CPU", "half on the CPU")
+    },
     "masters, streamed": {**WITH_MASTERS, **STREAMED},
     "precision-aware, streamed": {**PRECISION_AWARE, **STREAMED},
 }

@@ -21,8 +21,7 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
-from nemo_offload_rl.policy.backends.megatron import caches, optim, parallel, state
+from nemo_offload_rl.policy.backends.megatron import caches, expert_weights, optim, parallel, state
 from nemo_offload_rl.policy.backends.megatron.activation_offload import (
     ActivationOffloading,
     check_modules,
@@ -41,6 +40,7 @@ from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
 from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -96,7 +96,7 @@ class MegatronBackend:
         self._weight_specs: list[WeightSpec] | None = None
         self._conversions: list[Any] | None = None
         self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
-        check_shapes(self._model.folder, self.weight_specs())
+        check_shapes(self._model.folder, self.weight_specs(), self._model.hf_config.model_type)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -162,9 +162,10 @@ class MegatronBackend:
         assert found is not None
         return found
 
-    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
-        return [found[0] for found in parallel.from_last_stage(self._passes.read(micro_batches, ReadScores()))]
+        read = self._passes.read(micro_batches, ReadScores(only_whole=whole))
+        return [found[0] for found in parallel.from_last_stage(read)]
 
     @property
     def vocab_size(self) -> int:
@@ -185,12 +186,15 @@ class MegatronBackend:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        self._model.biases.forget()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and zero the gradients; skipped if their norm is not finite."""
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         with self._streamed.streaming(iter(streamed)):
             is_updated, _, _ = self._optimizer.step()
+        if is_updated:
+            self._model.biases.update()
         self.drop_grads()
         if self._cfg.distributed_data_parallel_config.overlap_param_gather:
             # Parameters are whole between calls: they may leave, be sent or be saved next.
@@ -238,18 +242,24 @@ class MegatronBackend:
         return self._weight_specs
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, one at a time; tied tensors once; a collective over all ranks.
+        """Full tensors, one at a time; tied tensors once, experts of a layer stacked; a collective over all ranks.
 
         Adapters are merged into the weights that they belong to.
         """
         chunks = list(self._chunks)
-        if self._conversions is None:
+        conversions = self._conversions
+        if conversions is None:
             # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
-            self._conversions = self._model.bridge.get_conversion_tasks(chunks)
-        for name, tensor in self._model.bridge.export_hf_weights(
-            chunks, cpu=False, show_progress=False, conversion_tasks=self._conversions
-        ):
-            yield name, tensor.detach()
+            conversions = self._conversions = list(self._model.bridge.get_conversion_tasks(chunks))
+
+        def export(tasks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._model.bridge.export_hf_weights(
+                chunks, cpu=False, show_progress=False, conversion_tasks=tasks
+            ):
+                yield name, tensor.detach()
+
+        num_experts = self._model.config.num_moe_experts or 0
+        yield from expert_weights.exported(chunks, conversions, num_experts, export)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG."""

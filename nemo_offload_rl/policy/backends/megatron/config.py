@@ -33,6 +33,13 @@ class MegatronOptimizerConfig:
     use_precision_aware_optimizer: Annotated[
         bool, doc("Transformer Engine's optimizer, which holds the fp32 masters itself.")
     ]
+    exp_avg_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        doc("Type of Adam's first moment; bfloat16 needs `use_precision_aware_optimizer`."),
+    ]
+    exp_avg_sq_dtype: Annotated[
+        Literal["float32", "bfloat16"], doc("Type of Adam's second moment, as `exp_avg_dtype`.")
+    ]
     clip_grad: Annotated[float | None, doc("Gradients are scaled down to this norm; 0 or null for no limit.", ge=0)]
     optimizer_cpu_offload: Annotated[bool, doc("Keep the optimizer on the host for good and compute its update there.")]
     optimizer_offload_fraction: Annotated[
@@ -98,6 +105,11 @@ class MegatronFp8Config:
     force_clear_fp8_caches: Annotated[
         bool, doc("Free the 8-bit copies of the weights before each refit; the next forward pass makes them again.")
     ]
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens between two exchanges are a multiple of: the block that shares a scale, else 16."""
+        return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16) if self.enabled else 1
 
 
 @section
@@ -205,6 +217,24 @@ class MegatronConfig:
         ),
     ]
     freeze_moe_router: Annotated[bool, doc("Do not train the routers of mixture-of-experts models.")]
+    moe_router_load_balancing_type: Annotated[
+        Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
+        doc(
+            "Auxiliary loss that spreads tokens over experts: none, or of each micro-batch, of each sequence (padded "
+            "batches only), of all micro-batches so far of a step. RL wants none: its gradient is not the policy's."
+        ),
+    ]
+    moe_aux_loss_coeff: Annotated[
+        float, doc("What that loss is multiplied by, as a mean over the tokens of a step, padding left out.", ge=0)
+    ]
+    moe_router_bias_update_rate: Annotated[
+        float,
+        doc(
+            "After each step the expert biases of models that have them (DeepSeek-V3, GLM-4.5) grow by this where an "
+            "expert had fewer tokens than the mean, and shrink where it had more; 0 leaves them as they are.",
+            ge=0,
+        ),
+    ]
     moe_router_dtype: Annotated[
         Literal["fp32", "fp64"] | None, doc("Type the router computes in; null for the model's.")
     ]

@@ -6,6 +6,7 @@ nothing of tensors that it does not ask for.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ import torch.distributed as dist
 
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.base import WeightSpec
+from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 8192  # of an embedding that are compared at a time
 
@@ -29,12 +33,13 @@ class ModelFolder:
         source: Megatron-Bridge's view of the files, which it chooses in its own order.
         model_name: `policy.model_name`.
         tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
+        left_out: Layers whose tensors are as if they were not there.
 
     Raises:
         UserError: The files cannot be read, or there are none.
     """
 
-    def __init__(self, source: Any, model_name: str, tied: tuple[str, str] | None) -> None:
+    def __init__(self, source: Any, model_name: str, tied: tuple[str, str] | None, left_out: range = range(0)) -> None:
         self.model_name = model_name
         paths = sorted({Path(source.path) / file for file in source.key_to_filename_map.values()})
         if not paths:
@@ -43,7 +48,18 @@ class ModelFolder:
                 "reads; save the model anew with save_pretrained, or use policy.dtensor_cfg."
             )
         self._files = WeightFiles(model_name, paths)
-        self.shapes = {name: shape for name, shape in self._files.shapes.items() if not re.search(COMPUTED, name)}
+        places = tuple(f"model.layers.{layer}." for layer in left_out)
+        if any(name.startswith(places) for name in self._files.shapes):
+            logger.warning(
+                "policy.model_name=%s: its %d layers for multi-token prediction are not trained, and exports lack them",
+                model_name,
+                len(left_out),
+            )
+        self.shapes = {
+            name: shape
+            for name, shape in self._files.shapes.items()
+            if not re.search(COMPUTED, name) and not name.startswith(places)
+        }
         self._tied = tied
 
     def tied_copies(self) -> set[str]:
@@ -96,13 +112,20 @@ def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
         )
 
 
-def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec]) -> None:
+def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec], model_type: str) -> None:
     """Refuse a model whose export differs from its folder in a name or a shape.
+
+    Args:
+        folder: The folder.
+        exported: What the model exports, experts stacked or not.
+        model_type: As config.json has it.
 
     Raises:
         UserError: With the first tensor that differs.
     """
-    shapes = {spec.name: spec.shape for spec in exported if not re.search(COMPUTED, spec.name)}
+    hub = HubNames(model_type)
+    pieces = (piece for spec in exported for piece in hub.pieces(spec.name, spec.shape))
+    shapes = {piece.name: piece.shape for piece in pieces if not re.search(COMPUTED, piece.name)}
     _refuse_difference(folder, shapes.keys())
     for name, shape in folder.shapes.items():
         if shapes[name] != shape:

@@ -49,7 +49,7 @@ class FrozenMegatron:
         activations = ActivationOffloading([self._model.config], 0, self._device)
         self._passes = Passes(self._model, settings, cfg, activations, self._device)
         specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._named_weights()]
-        check_shapes(self._model.folder, specs)
+        check_shapes(self._model.folder, specs, self._model.hf_config.model_type)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -60,6 +60,11 @@ class FrozenMegatron:
     def temperature(self) -> float:
         """What logits are divided by."""
         return self._temperature
+
+    @property
+    def softcap(self) -> float | None:
+        """See `FrozenModel`."""
+        return None
 
     def state_groups(self) -> Sequence[StateGroup]:
         """Parameters and buffers."""

@@ -29,6 +29,7 @@ class ModelInput:
         positions_RL: Position of each token in its sample.
         targets_RL: The token after each one; arbitrary where there is none.
         sources_RL: Its place in the flattened samples; arbitrary where there is none.
+        is_padding_RL: Which tokens are of no sample.
         places_N: Of the places that `by_place` makes, those in which any rank has a token to score.
         packed: Where samples begin, for packed input.
         scored_K: Positions in the flattened whole input, in the samples' order, whose targets' logprobs are wanted.
@@ -41,6 +42,7 @@ class ModelInput:
     positions_RL: Tensor
     targets_RL: Tensor
     sources_RL: Tensor
+    is_padding_RL: Tensor
     places_N: Tensor
     packed: PackedSeqParams | None
     scored_K: Tensor
@@ -91,11 +93,12 @@ def lay_out(
         F.pad(value, (0, width - num_columns)) for value in (ids_BS, source_BS, is_scored_BS)
     )
     position_BP = torch.arange(width).expand_as(ids_BP)
+    is_padding_BP = position_BP >= batch.input_lengths.unsqueeze(1)
     packed = None
     if pack:
         is_kept_BP = position_BP < lengths_B.unsqueeze(1)
-        ids_BP, source_BP, position_BP, is_scored_BP = (
-            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, source_BP, position_BP, is_scored_BP)
+        ids_BP, source_BP, position_BP, is_scored_BP, is_padding_BP = (
+            value[is_kept_BP].unsqueeze(0) for value in (ids_BP, source_BP, position_BP, is_scored_BP, is_padding_BP)
         )
         packed = _packed_params(lengths_B, device, multiple)
     # The token after the last is the first, which is not scored.
@@ -115,6 +118,7 @@ def lay_out(
         positions_RL=move(position_BP[:, mine]),
         targets_RL=move(targets_RT[:, mine]),
         sources_RL=move(sources_RT[:, mine]),
+        is_padding_RL=move(is_padding_BP[:, mine]),
         places_N=move(is_scored_PX.any(dim=1).nonzero().squeeze(1)),
         packed=packed,
         scored_K=move(is_scored_RT.flatten().nonzero().squeeze(1)),

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
+from nemo_offload_rl.policy.backends.megatron.balancing import ExpertBiases, adds_router_loss
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
 from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
+from nemo_offload_rl.policy.backends.megatron.mappings import complete_bridge
 from nemo_offload_rl.policy.backends.megatron.rope import (
     check_fusion,
     provider_fields,
@@ -45,6 +48,7 @@ class BuiltModel:
         hf_config: The Hugging Face config, overrides included.
         config: Megatron's transformer config.
         folder: Where the weights came from.
+        biases: Those of its experts.
     """
 
     chunks: Sequence[Any]
@@ -52,6 +56,7 @@ class BuiltModel:
     hf_config: Any
     config: Any
     folder: ModelFolder
+    biases: ExpertBiases
 
 
 def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: bool = False) -> BuiltModel:
@@ -63,7 +68,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
         ConfigError: The model is of a kind that is not converted.
     """
-    auto_bridge = import_auto_bridge()
+    auto_bridge = complete_bridge(import_auto_bridge())
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
     _check_config(settings.model_name, hf_config)
     rotation = rotation_of(hf_config)
@@ -77,8 +82,11 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
         ) from error
     bridge.hf_pretrained.config = hf_config
-    folder = ModelFolder(bridge.hf_pretrained.state.source, settings.model_name, _tied_names(hf_config))
+    folder = ModelFolder(
+        bridge.hf_pretrained.state.source, settings.model_name, _tied_names(hf_config), _predicting_layers(hf_config)
+    )
     _configure(provider, settings, cfg)
+    _set_dense_layers(provider, hf_config)
     for name, value in provider_fields(rotation).items():
         setattr(provider, name, value)
     provider.perform_initialization = False  # every parameter is read from the folder
@@ -102,16 +110,23 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         )
     set_rotation(chunks, rotation)
     config = chunks[0].config
+    biases = ExpertBiases(chunks, 0.0 if is_frozen else cfg.moe_router_bias_update_rate)
     if not is_frozen:
         config.no_sync_func = chunks[0].no_sync
-        config.finalize_model_grads_func = _finalize_gradients
-    return BuiltModel(chunks, bridge, hf_config, config, folder)
+        config.finalize_model_grads_func = partial(_finalize_gradients, biases)
+    return BuiltModel(chunks, bridge, hf_config, config, folder, biases)
 
 
 def _check_config(model_name: str, hf_config: Any) -> None:
     """What rules say of a folder before Ray starts, for models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
         raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+
+
+def _predicting_layers(hf_config: Any) -> range:
+    """Layers behind the model's own that predict further tokens: the engine does not use them, nor are they trained."""
+    first = hf_config.num_hidden_layers
+    return range(first, first + (getattr(hf_config, "num_nextn_predict_layers", None) or 0))
 
 
 def _tied_names(hf_config: Any) -> tuple[str, str] | None:
@@ -163,6 +178,7 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
         "bias_activation_fusion": cfg.bias_activation_fusion,
         "transformer_impl": cfg.transformer_impl,
         "cuda_graph_impl": cfg.cuda_graph_impl,
+        "mtp_num_layers": None,
     }
     values |= _recompute(cfg) | _mixture_of_experts(cfg)
     if cfg.fine_grained_activation_offloading:
@@ -193,18 +209,17 @@ def _mixture_of_experts(cfg: MegatronConfig) -> dict[str, Any]:
         "moe_router_dtype": cfg.moe_router_dtype,
         "moe_permute_fusion": cfg.moe_permute_fusion,
         "moe_token_dispatcher_type": cfg.moe_token_dispatcher_type,
-        # A policy's loss is the one that its algorithm defines: no auxiliary loss is added to its gradients.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": cfg.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": cfg.moe_aux_loss_coeff if adds_router_loss(cfg) else 0.0,
+        "moe_router_bias_update_rate": cfg.moe_router_bias_update_rate,
+        "moe_shared_expert_overlap": False,
     }
 
 
 def _local_layers() -> dict[str, Any]:
     """Megatron's own layers in plain torch: no kernels of Transformer Engine or apex."""
-    from megatron.bridge.models.gpt_provider import local_layer_spec
-
     return {
-        "transformer_layer_spec": local_layer_spec,
+        "transformer_layer_spec": _local_block,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "masked_softmax_fusion": False,
@@ -213,6 +228,25 @@ def _local_layers() -> dict[str, Any]:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
+
+
+def _set_dense_layers(provider: Any, hf_config: Any) -> None:
+    """Those that Qwen3-MoE may have among its layers with experts, which Megatron-Bridge leaves out."""
+    if hf_config.model_type != "qwen3_moe":
+        return
+    step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or ()
+    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(hf_config.num_hidden_layers)]
+    if not all(has_experts):
+        provider.moe_layer_freq = [int(has) for has in has_experts]
+        if provider.transformer_layer_spec is not _local_block:
+            provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+
+
+def _local_block(config: Any, vp_stage: int | None = None) -> Any:
+    """Layers with experts and without, as `config.moe_layer_freq` says."""
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
 
 
 def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
@@ -233,6 +267,7 @@ def _freeze_routers(chunks: list[nn.Module]) -> list[nn.Module]:
     return chunks
 
 
-def _finalize_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+def _finalize_gradients(biases: ExpertBiases, chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's reductions without its division by the number of tokens: our losses are divided already."""
+    biases.collect()
     finalize_model_grads(chunks, None, **kwargs)

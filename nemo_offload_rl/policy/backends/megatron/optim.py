@@ -83,6 +83,8 @@ def build_optimizer(
         sgd_momentum=cfg.sgd_momentum,
         use_distributed_optimizer=cfg.use_distributed_optimizer,
         use_precision_aware_optimizer=cfg.use_precision_aware_optimizer,
+        exp_avg_dtype=COMPUTE_DTYPES[cfg.exp_avg_dtype],
+        exp_avg_sq_dtype=COMPUTE_DTYPES[cfg.exp_avg_sq_dtype],
         # Without a limit the norm would not be computed.
         clip_grad=cfg.clip_grad or math.inf,
         optimizer_cpu_offload=cfg.optimizer_cpu_offload,

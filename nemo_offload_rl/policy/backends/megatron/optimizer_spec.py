@@ -59,7 +59,10 @@ def optimizer_spec(settings: MegatronOptimizerConfig) -> OptimizerSpec:
     masters = dict.fromkeys(_HALF, torch.float32)
     if settings.use_precision_aware_optimizer:
         masters[torch.bfloat16] = torch.int16  # the bits that the parameter lacks
-    return OptimizerSpec(states=optimizer.states, masters=masters, is_elementwise=optimizer.is_elementwise)
+    states = dict(optimizer.states)
+    if optimizer.can_be_precision_aware and settings.use_precision_aware_optimizer:
+        states |= {name: getattr(torch, getattr(settings, f"{name}_dtype")) for name in states}
+    return OptimizerSpec(states=states, masters=masters, is_elementwise=optimizer.is_elementwise)
 
 
 def names_of(can: Callable[[MegatronOptimizer], bool]) -> str:

@@ -123,6 +123,11 @@ def place_in_model(is_expert: bool) -> str:
     return f"pp{stage}-tp{tensor_parallel_group().rank()}"
 
 
+def is_first_stage() -> bool:
+    """Whether this rank embeds tokens."""
+    return parallel_state.is_pipeline_first_stage()
+
+
 def is_last_stage() -> bool:
     """Whether this rank computes logits and losses."""
     return parallel_state.is_pipeline_last_stage()

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.enums import Fp8Recipe
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.activation_offload import ActivationOffloading
+from nemo_offload_rl.policy.backends.megatron.balancing import (
+    adds_router_loss,
+    num_tokens_of_step,
+    router_loss_scale,
+)
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.layout import ModelInput, by_place, lay_out
 from nemo_offload_rl.policy.backends.megatron.model import BuiltModel
@@ -33,6 +35,7 @@ from nemo_offload_rl.policy.backends.readers import (
     read_loss,
     reader_for,
 )
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
 
@@ -67,10 +70,14 @@ class Passes:
         self._pack = settings.sequence_packing.enabled
         self._temperature = settings.logprob_temperature
         self._chunk_size = settings.logprob_chunk_size
+        self._filter = settings.logprob_filter
         tp_group = parallel.tensor_parallel_group()
         self._sequence_parallel_size = tp_group.size() if cfg.sequence_parallel else 1
-        recipe = cfg.fp8_cfg.fp8_recipe if cfg.fp8_cfg.enabled else None
-        self._token_multiple = 1 if recipe is None else get_fp8_align_size(Fp8Recipe(recipe))
+        self._sequence_parallel_rank = tp_group.rank() if cfg.sequence_parallel else 0
+        self._config = model.config
+        self._adds_router_loss = adds_router_loss(cfg) and model.config.num_moe_experts is not None
+        self._counts_tokens = self._adds_router_loss or cfg.moe_router_bias_update_rate > 0
+        self._token_multiple = cfg.fp8_cfg.token_multiple
         # Megatron pads no vocabulary here: its rows are dealt out evenly, or the model was refused.
         num_rows = model.hf_config.vocab_size // tp_group.size()
         self.shard = VocabShard(tp_group.rank() * num_rows, tp_group if tp_group.size() > 1 else None)
@@ -84,6 +91,9 @@ class Passes:
         before_micro_batch: Callable[[int], None],
     ) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
         """Forward and backward; loss and metrics by micro-batch on the last pipeline stage, nothing on the others."""
+        if self._adds_router_loss:
+            num_tokens = num_tokens_of_step(micro_batches, self._device)
+            self._config.moe_grad_scale_func = partial(router_loss_scale, self._config, num_tokens, self._device)
         with self._activations.training_pass(len(micro_batches)):
             return self._run(
                 micro_batches, _Losses(loss_fn, norm), self._reader_of(loss_fn), before_micro_batch, forward_only=False
@@ -142,7 +152,8 @@ class Passes:
                 # No tokens: our losses are divided by the counts of the global batch already.
                 return scalar, torch.zeros((), dtype=torch.int, device=self._device), result
 
-            return self._forward(chunk, laid_out, reader_of(batch)), reduce
+            is_padding_RL = self._padding_of(laid_out) if self._counts_tokens and not forward_only else None
+            return self._forward(chunk, laid_out, is_padding_RL, reader_of(batch)), reduce
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -155,13 +166,20 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _forward(self, chunk: Any, laid_out: ModelInput, reader: Reader) -> Any:
+    def _padding_of(self, laid_out: ModelInput) -> Tensor:
+        """What routers are not to count. The first stage has Megatron split it with the sequence, the others do not."""
+        if parallel.is_first_stage():
+            return laid_out.is_padding_RL
+        return laid_out.is_padding_RL.chunk(self._sequence_parallel_size, dim=1)[self._sequence_parallel_rank]
+
+    def _forward(self, chunk: Any, laid_out: ModelInput, is_padding_RL: Tensor | None, reader: Reader) -> Any:
         """What the reader gives on the last pipeline stage, hidden states on the others."""
         return chunk(
             input_ids=laid_out.ids_RL,
             position_ids=laid_out.positions_RL,
             attention_mask=None,  # causal, and rows are padded on the right
             packed_seq_params=laid_out.packed,
+            padding_mask=is_padding_RL,
             output_processor=partial(self._read, reader),
             output_processor_context=laid_out,
         )
@@ -193,9 +211,8 @@ class Passes:
         targets_NX, sources_NX = (value.index_select(0, context.places_N) for value in (targets_PX, sources_PX))
         if isinstance(reader, ReadHiddenStates):
             hidden_N1H = _of_all_ranks(hidden_N1H, splits)
-        head = Head(
-            self._temperature, None if self._chunk_size is None else max(1, self._chunk_size // splits), self.shard
-        )
+        chunk_size = None if self._chunk_size is None else max(1, self._chunk_size // splits)
+        head = Head(self._temperature, chunk_size, self.shard, kept=self._filter)
         found = reader(logits, Positions(hidden_N1H, targets_NX, sources_NX), head)
 
         def at_their_places(found_NX: Tensor | None) -> Tensor | None:

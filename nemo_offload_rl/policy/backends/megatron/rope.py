@@ -27,12 +27,14 @@ class Rotation:
     """How queries and keys are rotated.
 
     Attributes:
-        inverse_frequencies: [head_dim / 2] float32 on the CPU, in radians per position.
+        inverse_frequencies: [part * head_dim / 2] float32 on the CPU, in radians per position.
         attention_factor: What cosine and sine are multiplied by.
+        part: Share of each head that is rotated.
     """
 
     inverse_frequencies: Tensor
     attention_factor: float
+    part: float = 1.0
 
 
 def rotation_of(config: Any) -> Rotation:
@@ -48,12 +50,12 @@ def rotation_of(config: Any) -> Rotation:
     rope = config.rope_parameters
     if rope.get("rope_theta") is None:
         raise ConfigError("policy.hf_config_overrides.rope_parameters has no rope_theta; add that of config.json.")
-    kind = rope["rope_type"]
+    kind, part = rope["rope_type"], float(rope.get("partial_rotary_factor") or 1.0)
     if kind != "default":
-        return Rotation(*ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu")))
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Rotation(*ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu")), part)
+    size = int(part * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-    return Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
+    return Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0, part)
 
 
 def without_scaling(config: Any) -> Any:
@@ -70,7 +72,7 @@ def provider_fields(rotation: Rotation) -> dict[str, Any]:
     """
     return {
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
+        "rotary_percent": rotation.part,
         "rope_scaling": False,
         "seq_len_interpolation_factor": None,
         "yarn_rotary_scaling_factor": math.e,

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
@@ -128,6 +129,8 @@ def optimizer_tensors(optimizer: Any, members: Iterable[Tensor] | None = None) -
                         if isinstance(value, Tensor) and value.dim() > 0:
                             yield f"{name}/{key}", value
                     for key, value in scales.get(parameter, {}).items():
+                        if inner.state[parameter][key].dtype is torch.bfloat16:
+                            continue  # made, and never read
                         yield f"{name}/{key}_scale", value
 
 

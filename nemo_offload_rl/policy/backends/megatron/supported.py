@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.models.families import MEGATRON, unsupported_family, unsupported_settings
+from nemo_offload_rl.models.families import MEGATRON, rotates_part, unsupported_family, unsupported_settings
 from nemo_offload_rl.models.rope import malformed_rope, rope_settings, rope_type
 
 # What each type of rotary embedding needs beside its base.
@@ -60,6 +60,6 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     if missing:
         return f"rope_type {kind} without {missing[0]}, which it needs"
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1):
+    if part not in (None, 1) and not rotates_part(config):
         return f"partial_rotary_factor {part}, and that backend rotates whole heads"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.models.families import has_expert_bias
 from nemo_offload_rl.models.rope import rope_type
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
@@ -82,6 +83,55 @@ def megatron_experts_are_not_gathered_over_devices(cfg: PolicyRun) -> str | None
         return (
             f"{KEY}.moe_token_dispatcher_type is allgather with expert_model_parallel_size above 1, but it needs "
             "equally many tokens on each device and responses differ in length; set it to alltoall"
+        )
+    return None
+
+
+def router_losses_need_experts(cfg: PolicyRun) -> str | None:
+    """Auxiliary losses of routers need experts, and a coefficient."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or (kind := megatron.moe_router_load_balancing_type) == "none":
+        return None
+    if megatron.moe_aux_loss_coeff == 0:
+        return (
+            f"{KEY}.moe_router_load_balancing_type is {kind} and moe_aux_loss_coeff 0, which adds nothing; set the "
+            "coefficient, for instance to 0.001, or the type to none"
+        )
+    if model is not None and not ModelShape.of(model).num_experts:
+        return (
+            f"{KEY}.moe_router_load_balancing_type is {kind}, but config.json of {cfg.policy.model_name} has no "
+            "experts; set it to none"
+        )
+    return None
+
+
+def losses_of_sequences_need_padded_batches(cfg: PolicyRun) -> str | None:
+    """The auxiliary loss of each sequence needs padded batches."""
+    megatron = megatron_section(cfg)
+    if megatron is None or megatron.moe_router_load_balancing_type != "seq_aux_loss":
+        return None
+    if not cfg.policy.sequence_packing.enabled:
+        return None
+    return (
+        f"{KEY}.moe_router_load_balancing_type is seq_aux_loss, but policy.sequence_packing.enabled is true and a "
+        "packed row is one sequence to the routers; set it to aux_loss, or packing to false"
+    )
+
+
+def updated_expert_biases_exist(cfg: PolicyRun) -> str | None:
+    """Only models with expert biases have them updated, and only where the model itself is trained."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or (rate := megatron.moe_router_bias_update_rate) == 0:
+        return None
+    if megatron.peft.enabled:
+        return (
+            f"{KEY}.moe_router_bias_update_rate is {rate}, but with peft.enabled the model stays as it is, biases of "
+            "experts included; set it to 0"
+        )
+    if model is not None and not has_expert_bias(model):
+        return (
+            f"{KEY}.moe_router_bias_update_rate is {rate}, but models of type {model.get('model_type')} have no bias "
+            "of experts, nor do engine and exports have a place for it; set it to 0"
         )
     return None
 
@@ -232,6 +282,25 @@ def eight_bit_layers_are_transformer_engines(cfg: PolicyRun) -> str | None:
     )
 
 
+def eight_bit_products_have_whole_blocks(cfg: PolicyRun) -> str | None:
+    """Sizes of a model whose layers compute in 8 bits are multiples of 16, on each device."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or model is None or not megatron.fp8_cfg.enabled:
+        return None
+    shape, devices = ModelShape.of(model), megatron.tensor_model_parallel_size
+    heads = None if shape.num_heads is None or shape.head_dim is None else shape.num_heads * shape.head_dim
+    sizes = {"hidden_size": (shape.hidden_size, 1), "intermediate_size": (shape.intermediate_size, devices)}
+    sizes["num_attention_heads x head_dim"] = (heads, devices)
+    sizes["moe_intermediate_size"] = (model.get("moe_intermediate_size"), megatron.expert_tensor_parallel_size)
+    for name, (size, parts) in sizes.items():
+        if size is not None and (size % parts or size // parts % 16):
+            return (
+                f"{KEY}.fp8_cfg.enabled is true, but the model's {name} is {size}, {size / parts:g} on each device, "
+                "and 8-bit products take multiples of 16; set it to false, or use fewer devices for a layer"
+            )
+    return None
+
+
 def cleared_fp8_caches_exist(cfg: PolicyRun) -> str | None:
     """There are 8-bit caches to clear only in 8-bit training."""
     megatron = megatron_section(cfg)
@@ -260,6 +329,9 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_experts_can_be_dealt_out,
     megatron_tensor_parallel_experts_need_sequence_parallel,
     megatron_experts_are_not_gathered_over_devices,
+    router_losses_need_experts,
+    losses_of_sequences_need_padded_batches,
+    updated_expert_biases_exist,
     megatron_heads_divide_over_devices,
     megatron_layers_divide_over_stages,
     megatron_takes_the_whole_model,
@@ -270,6 +342,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     local_layers_keep_sequences_whole,
     local_layers_have_no_precision_aware_optimizer,
     eight_bit_layers_are_transformer_engines,
+    eight_bit_products_have_whole_blocks,
     cleared_fp8_caches_exist,
     deferred_logits_need_chunks,
 )

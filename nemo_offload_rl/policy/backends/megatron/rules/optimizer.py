@@ -159,6 +159,28 @@ def megatron_cpu_offload_needs_half_precision(cfg: PolicyRun) -> str | None:
     return None
 
 
+def megatron_16_bit_moments_are_transformer_engines(cfg: PolicyRun) -> str | None:
+    """Moments in 16 bits are for the precision-aware optimizer on the GPU, and for both of them at once."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    optimizer = megatron.optimizer
+    types = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
+    if types == {"float32"}:
+        return None
+    chosen = f"{OPTIMIZER}.exp_avg_dtype is {optimizer.exp_avg_dtype} and exp_avg_sq_dtype {optimizer.exp_avg_sq_dtype}"
+    if not optimizer.use_precision_aware_optimizer:
+        return f"{chosen}, but use_precision_aware_optimizer is false; set it to true, or both types to float32"
+    if optimizer.optimizer_cpu_offload:
+        return f"{chosen}, but optimizer_cpu_offload is true, whose moments are float32; set both types to that"
+    if len(types) > 1:
+        return (
+            f"{chosen}, but Transformer Engine updates different types through float32 copies of all moments; set both "
+            "types to bfloat16 or to float32"
+        )
+    return None
+
+
 def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun) -> str | None:
     """Parameters are gathered beside the forward pass only where an optimizer shards them."""
     megatron = megatron_section(cfg)
@@ -183,5 +205,6 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_distributed_optimizer_can_be_sharded,
     megatron_cpu_offload_is_precision_aware,
     megatron_cpu_offload_needs_half_precision,
+    megatron_16_bit_moments_are_transformer_engines,
     megatron_parameter_gather_overlaps_only_shards,
 )

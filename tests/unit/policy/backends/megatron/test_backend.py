@@ -135,6 +135,8 @@ def test_a_precision_aware_spec_has_the_bits_that_bfloat16_lacks_and_whole_maste
     """Only Transformer Engine's Adam is precision-aware, and that needs a GPU: see test_megatron_gpu.py."""
     cfg = replace(make_settings("model", backend="megatron").megatron_cfg.optimizer, use_precision_aware_optimizer=True)
     assert optimizer_spec(cfg).bytes_per_element(dtype) == num_bytes
+    in_16_bits = replace(cfg, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    assert optimizer_spec(in_16_bits).bytes_per_element(dtype) == num_bytes - 4
 
 
 def test_nothing_that_training_made_stays_outside_of_the_groups(folder):

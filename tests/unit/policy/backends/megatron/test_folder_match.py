@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.backends.hub_names import HubNames
 
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 NORM = "model.layers.0.self_attn.q_norm.weight"
@@ -85,6 +86,22 @@ def test_a_tied_output_layer_in_the_folder_is_the_embeddings_or_is_refused(chang
     refused(folder, "set +policy.hf_config_overrides.tie_word_embeddings=false to train both")
 
 
+def test_layers_for_further_tokens_are_left_out_with_a_line(change, caplog):
+    name = "model.layers.2.eh_proj.weight"
+    folder = change("glm4_moe", lambda tensors: tensors.update({name: torch.ones(4)}))
+    refused(folder, f"has {name}, as 1 tensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with one_rank_worker(folder, backend="megatron") as worker:
+        assert "its 1 layers for multi-token prediction are not trained" in caplog.text
+        worker.offload_before_refit()
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        hub = HubNames("glm4_moe")
+        sent = [part for weight in worker.named_weights() for part in hub.divided(*weight)]
+        assert_equal(dict(sent), tensors)
+
+
 def lists_a_missing_file(weights: Path) -> None:
     names = dict.fromkeys(load_file(weights), "model-00001-of-00001.safetensors")
     (weights.parent / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
@@ -117,8 +134,9 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path, damage, words):
     ("family", "settings", "words"),
     [
         ("qwen3", {"attention_bias": True}, "has attention_bias true"),
-        ("qwen3-moe", {"mlp_only_layers": [0]}, "has mlp_only_layers [0]"),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, "has decoder_sparse_step 2"),
+        ("qwen3-moe", {"attention_bias": True}, "has attention_bias true"),
+        # Of its layers the first would be a dense one.
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "lacks model.layers.0.mlp.down_proj.weight"),
     ],
 )
 def test_layers_that_would_be_left_out_are_refused_when_the_model_is_built_too(tmp_path, family, settings, words):

@@ -44,8 +44,8 @@ def check_split(process, context_parallel_size):
         everything = logprob_inputs(make_batch(num_rows=5, width=13), counted_only=False)
         for batch in (everything, make_batch(num_rows=5, width=13), make_sparse_batch(num_rows=5, width=13)):
             for pack in (False, True):
-                # Layers in 8 bits need multiples of 16 tokens, in blocks (MXFP8) of 32.
-                for sequence_parallel_size, token_multiple in product((1, 3), (1, 16, 32)):
+                # Layers in 8 bits need multiples of 16 tokens, in blocks of 128 or (MXFP8) of 32.
+                for sequence_parallel_size, token_multiple in product((1, 3), (1, 16, 32, 128)):
                     laid_out = lay_out(
                         batch,
                         device=CPU,

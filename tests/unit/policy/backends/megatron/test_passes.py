@@ -38,7 +38,7 @@ def check(process):
         parallel.join_model_parallel(settings.megatron_cfg, ModelParallel(2, 1), process.world_size)
         config = ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, perform_initialization=False)
         layer = ColumnParallelLinear(HIDDEN, VOCABULARY, config=config, init_method=torch.nn.init.zeros_, bias=False)
-        model = BuiltModel((), None, SimpleNamespace(vocab_size=VOCABULARY), None, None)
+        model = BuiltModel((), None, SimpleNamespace(vocab_size=VOCABULARY), None, None, None)
 
         batch = make_sparse_batch(num_rows=6, width=13)
         generator = torch.Generator().manual_seed(1)
