@@ -1,11 +1,13 @@
 """GRPO end to end with a mixture of experts: does it train, do refits reach every expert, do engine and policy agree?
 
     python benchmarks/grpo_moe.py --shape 12-layers --steps 3 --out results/grpo_moe
+    python benchmarks/grpo_moe.py --backend dtensor --shape 12-layers --steps 3 --out results/grpo_moe_dtensor
 
 The model has Qwen3-30B-A3B's widths and random weights, made on the GPU. Rewards fall with the length of a response,
-and some of the vocabulary ends one, so that responses differ in reward and every weight but the routers' is trained.
+and some of the vocabulary ends one, so that responses differ in reward and every weight is trained, the routers' by
+the DTensor backend only.
 Engine and policy agree where `token_mult_prob_error` is under 1.02; the exit status is 1 where a step is above it.
-Overrides of `grpo_moe.yaml` follow the options, as KEY=VALUE.
+Overrides of `grpo_moe.yaml`, or `grpo_moe_dtensor.yaml`, follow the options, as KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from qwen3_shapes import MOE_SHAPES, write_model
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
 
+CONFIGS = {"megatron": "grpo_moe.yaml", "dtensor": "grpo_moe_dtensor.yaml"}
 LIMIT = 1.02
 # So many of the vocabulary end a response: with near-uniform sampling two in three end before 512 tokens.
 STOP_SHARE = 0.002
-
 
 COLUMNS = {
     "total": "timing/total_s",
@@ -59,6 +61,7 @@ def table(steps: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="megatron", choices=list(CONFIGS))
     parser.add_argument("--shape", default="12-layers", choices=list(MOE_SHAPES))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="where the weights are made")
@@ -92,7 +95,7 @@ def main() -> None:
         *arguments.overrides,
     ]
     ready_s = time.perf_counter()
-    run_grpo(load_grpo_config(ROOT / "benchmarks" / "grpo_moe.yaml", overrides))
+    run_grpo(load_grpo_config(ROOT / "benchmarks" / CONFIGS[arguments.backend], overrides))
     steps = summary(out / "run")["steps"]
     times = {"model_s": ready_s - begin_s, "whole_s": time.perf_counter() - begin_s}
     result = {"steps": steps, "machine": machine(), "command": " ".join(["python", *sys.argv]), **times}

@@ -1,4 +1,8 @@
-"""Tiny models of every family that is trained, with sizes that vLLM runs on a CPU: attention heads of 32."""
+"""Tiny models of every family that is trained: the rows of the matrix (`unit/models/test_matrix.py`).
+
+Sizes are those that vLLM runs on a CPU: attention heads of 32. A new family is one line of `FAMILIES` beside its record
+in `models/families.py`; another line for each setting that makes it compute something else.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,7 @@ from typing import Any
 import torch
 from tiny_models import VOCAB_SIZE, make_tokenizer
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as dtensor_refuses
@@ -27,6 +20,8 @@ from nemo_offload_rl.policy.backends.megatron.supported import unsupported as me
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,8 +32,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "dtype": "float32",
 }
-_NARROW = {"hidden_size": 128, "intermediate_size": 96}
-_QWEN3 = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+_QWEN3 = {"hidden_size": 64, "head_dim": 32}
 _MOE = {**_QWEN3, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
@@ -47,20 +41,91 @@ _GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 1.5,
 }
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "granite": (GraniteConfig, {**_NARROW, **_GRANITE}),
-    "llama": (LlamaConfig, _NARROW),
-    "llama-bias": (LlamaConfig, {**_NARROW, "attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralConfig, {**_NARROW, "head_dim": 32, "sliding_window": None}),
-    "mistral-window": (MistralConfig, {**_NARROW, "head_dim": 32, "sliding_window": 64}),
-    "olmo2": (Olmo2Config, _NARROW),
-    "qwen2": (Qwen2Config, _NARROW),  # queries, keys and values have biases
-    "qwen3": (Qwen3Config, _QWEN3),
-    "qwen3_moe": (Qwen3MoeConfig, _MOE),
-    # Of its two layers one has no rotary embeddings; its own padding token is beyond this vocabulary.
-    "smollm3": (SmolLM3Config, {**_NARROW, "no_rope_layer_interval": 2, "pad_token_id": 256}),
+# As GLM-4.5: a dense layer first, half of a head rotated, an expert that every token has, choice by bias.
+_GLM4_MOE = {
+    **_QWEN3,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.5,
 }
-"""Class and sizes by name; a name may end in `-tied`. Each record of `models/families.py` is in it."""
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# A layer that sees the last tokens only, and one that sees all.
+_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
+_QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + index / 8 for index in range(16)],
+    "long_factor": [2.0 + index for index in range(16)],
+}
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", {}),
+    "cohere-tied": ("cohere", {"logit_scale": 0.7}),
+    "cohere-norms-tied": ("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
+    "cohere2-tied": ("cohere2", {"logit_scale": 0.7, **_WINDOW}),
+    "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **_WINDOW}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32}),
+    "exaone4": ("exaone4", _WINDOW),
+    "gemma-tied": ("gemma", {"head_dim": 32}),
+    "gemma2-tied": ("gemma2", {**_GEMMA, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0}),
+    "gemma3-tied": ("gemma3_text", {**_GEMMA, "rope_parameters": _TWO_ROPES}),
+    "glm": ("glm", {"head_dim": 32}),
+    "glm4": ("glm4", {"head_dim": 32}),
+    "glm4_moe": ("glm4_moe", _GLM4_MOE),
+    "granite": ("granite", _GRANITE),
+    "granite-tied": ("granite", _GRANITE),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, "use_qk_norm": True}),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.7}),
+    "jais2": ("jais2", {}),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {}),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-odd": ("llama", {"vocab_size": 389, "head_dim": 64}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "mistral-window": ("mistral", {"head_dim": 32, "sliding_window": 8}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", _WINDOW),
+    "phi3": ("phi3", {}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),
+    "phi3-window": ("phi3", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {}),  # queries, keys and values have biases
+    "qwen2-window": ("qwen2", _QWEN_WINDOW),
+    "qwen2-tied": ("qwen2", {}),
+    "qwen3": ("qwen3", _QWEN3),
+    "qwen3-window": ("qwen3", {**_QWEN3, **_QWEN_WINDOW}),
+    "qwen3-tied": ("qwen3", _QWEN3),
+    "qwen3_moe": ("qwen3_moe", _MOE),
+    "qwen3_moe-dense": ("qwen3_moe", {**_MOE, "mlp_only_layers": [0]}),
+    "qwen3_moe-tied": ("qwen3_moe", _MOE),
+    "seed_oss": ("seed_oss", {"head_dim": 32, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "stablelm": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 8}),
+    # Of its two layers one has no rotary embeddings; its own padding token is beyond this vocabulary.
+    "smollm3-tied": ("smollm3", {"no_rope_layer_interval": 2}),
+}
+"""Model type and sizes by name; one that ends in `-tied` has one matrix for embedding and output."""
 
 
 def trained_by(family: str) -> list[str]:
@@ -70,10 +135,11 @@ def trained_by(family: str) -> list[str]:
     return [backend for backend, refuses in checks.items() if refuses(config) is None]
 
 
-def family_config(family: str) -> PreTrainedConfig:
-    """The configuration of a family."""
-    kind, sizes = FAMILIES[family.removesuffix("-tied")]
-    return kind(**{**_SIZES, **sizes, "tie_word_embeddings": family.endswith("-tied")})
+def family_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a name; `changes` replace sizes."""
+    model_type, sizes = FAMILIES[family]
+    is_tied = family.endswith("-tied")
+    return AutoConfig.for_model(model_type, **{**_SIZES, **sizes, "tie_word_embeddings": is_tied, **changes})
 
 
 def make_family(family: str, seed: int) -> Any:
@@ -85,10 +151,13 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
     """A float32 model in eval mode, drawn from `seed`; vectors too, which would all start as zero or one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.float().eval()
 
 
@@ -102,7 +171,7 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model by the names of its family's checkpoints, which have each expert on its own."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
     for name, parameter in model.named_parameters():
         place, _, own_name = name.rpartition(".experts.")
         if not place:

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from forked import context
 from megatron_cpu_shim import megatron_on_cpu
-from model_families import FAMILIES, drawn_model
+from model_families import drawn_model, family_config
 from tiny_models import VOCAB_SIZE, qwen3_config, save_model_folder
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -151,6 +151,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         enabled=True,
         tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=1,
+        expert_parallel_size=1,
         sequence_parallel=False,
         activation_checkpointing=False,
         torch_compile=False,
@@ -169,6 +170,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         logprob_batch_size=3,
         logprob_chunk_size=None,
         logprob_temperature=1.0,
+        logprob_filter=None,
         max_total_sequence_length=32,
         make_sequence_length_divisible_by=1,
         max_grad_norm=None,
@@ -248,9 +250,7 @@ def save_family(path: Path, family: str) -> Any:
     if family.startswith("qwen3"):
         return save_model_folder(path, 0, qwen3_config(tied=family.endswith("tied")))
     save_model_folder(path, 0)  # for the tokenizer
-    kind, settings = FAMILIES[family.removesuffix("-tied")]
-    config = kind(**{**settings, **_SMALL, "tie_word_embeddings": family.endswith("tied")})
-    model = drawn_model(config, seed=0)
+    model = drawn_model(family_config(family, **_SMALL), seed=0)
     model.save_pretrained(path)
     return model
 

@@ -50,6 +50,17 @@ def _window_by_layer(config: ModelConfig) -> bool:
     return is_used and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
 
 
+def _window_in_some_layers(config: ModelConfig) -> bool:
+    if config.get("layer_types") is not None:
+        return len(set(config["layer_types"])) > 1
+    return _window_by_layer(config) and config.get("max_window_layers", 0) > 0
+
+
+def _window_unless_types_say_no(config: ModelConfig) -> bool:
+    types = config.get("layer_types")
+    return config.get("sliding_window") is not None and (types is None or "sliding_attention" in types)
+
+
 def _window_everywhere(config: ModelConfig) -> bool:
     return config.get("sliding_window") is not None
 
@@ -60,54 +71,138 @@ class ModelFamily:
 
     Attributes:
         model_type: As config.json names it.
+        title: What people call its models, for docs/reference/models.md.
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
         has_window: Whether a model of the family has layers that attend to the last tokens only.
         windows_trained_by: Those of `trained_by` that compute such layers.
+        unserved_windows: Windows that vLLM 0.25.1 does not serve.
         logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
+        has_expert_bias: Whether a bias of each expert takes part in choosing experts.
+        rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
+        logits_factor: Key of config.json with what they are multiplied by; None for nothing.
+        logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
+        attention_softcap: The same for attention scores before the softmax.
         refused: By backend, settings with which it does not train the family.
     """
 
     model_type: str
+    title: str
     trained_by: tuple[str, ...]
     has_window: Callable[[ModelConfig], bool] = _no_window
     windows_trained_by: tuple[str, ...] = (DTENSOR,)
+    unserved_windows: Callable[[ModelConfig], bool] = _no_window
     logits_divisor: str | None = None
+    has_expert_bias: bool = False
+    rotates_part: bool = False
+    logits_factor: str | None = None
+    logits_softcap: str | None = None
+    attention_softcap: str | None = None
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
+_NOT_IN_ENGINE = "which the engine would leave out"
 _BIAS_LEFT_OUT = "whose biases that backend would leave out"
 _ATTENTION_BIAS = Refusal("attention_bias", (None, False), _BIAS_LEFT_OUT)
 _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
-_DENSE_LAYERS = tuple(
-    Refusal(key, accepted, "and that backend has experts in every layer")
-    for key, accepted in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (None, 1)))
-)
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
     for family in (
-        ModelFamily("granite", (DTENSOR,), logits_divisor="logits_scaling"),
-        ModelFamily("llama", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
+        ModelFamily("arcee", "Arcee", (DTENSOR,)),
+        ModelFamily("cohere", "Command R", (DTENSOR,), logits_factor="logit_scale"),
+        ModelFamily(
+            "cohere2",
+            "Command R7B, Command A",
+            (DTENSOR,),
+            has_window=_window_unless_types_say_no,
+            logits_factor="logit_scale",
+        ),
+        ModelFamily("cwm", "CWM", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
+        ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily("gemma", "Gemma", (DTENSOR,)),
+        ModelFamily(
+            "gemma2",
+            "Gemma 2",
+            (DTENSOR,),
+            has_window=_window_unless_types_say_no,
+            logits_softcap="final_logit_softcapping",
+            attention_softcap="attn_logit_softcapping",
+        ),
+        ModelFamily(
+            "gemma3_text",
+            "Gemma 3 (text)",
+            (DTENSOR,),
+            has_window=_window_unless_types_say_no,
+            logits_softcap="final_logit_softcapping",
+            refused={DTENSOR: (Refusal("attn_logit_softcapping", (None,), _NOT_IN_ENGINE),)},
+        ),
+        ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,)),
+        ModelFamily("glm4", "GLM-4-0414", (DTENSOR,)),
+        ModelFamily("glm4_moe", "GLM-4.5", (MEGATRON,), has_expert_bias=True, rotates_part=True),
+        ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
+        ModelFamily(
+            "hunyuan_v1_dense",
+            "Hunyuan (dense)",
+            (DTENSOR,),
+            refused={
+                DTENSOR: (Refusal("use_qk_norm", (True,), "without which the engine has no norms of queries and keys"),)
+            },
+        ),
+        ModelFamily("hyperclovax", "HyperCLOVA X", (DTENSOR,), logits_factor="logits_scaling"),
+        ModelFamily("jais2", "Jais 2", (DTENSOR,)),
+        ModelFamily("llama", "Llama 2, 3", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
         ModelFamily(
             "mistral",
+            "Mistral",
             (DTENSOR, MEGATRON),
             has_window=_window_everywhere,
             windows_trained_by=(DTENSOR, MEGATRON),
             refused={MEGATRON: (_ATTENTION_BIAS,)},
         ),
-        ModelFamily("olmo2", (DTENSOR,)),
-        ModelFamily("qwen2", (DTENSOR, MEGATRON), has_window=_window_by_layer),
-        ModelFamily("qwen3", (DTENSOR, MEGATRON), has_window=_window_by_layer, refused={MEGATRON: (_ATTENTION_BIAS,)}),
+        ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
+        ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=_window_everywhere),
+        ModelFamily(
+            "qwen2",
+            "Qwen2, Qwen2.5",
+            (DTENSOR, MEGATRON),
+            has_window=_window_by_layer,
+            unserved_windows=_window_in_some_layers,
+        ),
+        ModelFamily(
+            "qwen3", "Qwen3", (DTENSOR, MEGATRON), has_window=_window_by_layer, refused={MEGATRON: (_ATTENTION_BIAS,)}
+        ),
         ModelFamily(
             "qwen3_moe",
-            (MEGATRON,),
+            "Qwen3-MoE",
+            (DTENSOR, MEGATRON),
             has_window=_window_by_layer,
-            refused={MEGATRON: (_ATTENTION_BIAS, *_DENSE_LAYERS)},
+            refused={MEGATRON: (_ATTENTION_BIAS,)},
         ),
-        ModelFamily("smollm3", (DTENSOR,), has_window=_window_by_layer),
+        ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
+        ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=_window_by_layer),
+        ModelFamily(
+            "stablelm",
+            "StableLM 2",
+            (DTENSOR,),
+            refused={
+                DTENSOR: tuple(
+                    Refusal(key, (None, False), _NOT_IN_ENGINE) for key in ("qk_layernorm", "use_parallel_residual")
+                )
+            },
+        ),
+        ModelFamily("starcoder2", "StarCoder 2", (DTENSOR,), has_window=_window_everywhere),
     )
 }
 """By model type."""
+
+
+def refused_settings(family: ModelFamily, backend: str) -> list[str]:
+    """What a backend refuses of a family that it trains, in a few words each."""
+    windows = family.has_window is not _no_window and backend not in family.windows_trained_by
+    keys = [f"`{refusal.key}`" for refusal in family.refused.get(backend, ())]
+    return (["sliding windows"] if windows else []) + keys
 
 
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
@@ -120,6 +215,16 @@ def unsupported_family(config: ModelConfig, backend: str) -> str | None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and backend in family.trained_by:
         return None
+    text = config.get("text_config")
+    if (
+        isinstance(text, Mapping)
+        and (inner := FAMILIES.get(str(text.get("model_type"))))
+        and backend in inner.trained_by
+    ):
+        return (
+            f"model_type {config.get('model_type')}, which reads more than text, and that backend trains the language "
+            f"model alone, a folder of model_type {inner.model_type}"
+        )
     trained = ", ".join(name for name, known in FAMILIES.items() if backend in known.trained_by)
     return f"model_type {config.get('model_type')}, and that backend trains {trained}"
 
@@ -137,13 +242,54 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
+def unserved(config: ModelConfig) -> str | None:
+    """What of the config vLLM 0.25.1 does not serve, or None."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.unserved_windows(config):
+        return None
+    return "layers with a sliding window beside layers without, which the engine does not serve of its family"
+
+
 def has_sliding_window(config: ModelConfig) -> bool:
     """Whether some layers attend to the last tokens only."""
     family = FAMILIES.get(str(config.get("model_type")))
     return (_window_by_layer if family is None else family.has_window)(config)
 
 
+def has_expert_bias(config: ModelConfig) -> bool:
+    """Whether a bias of each expert takes part in choosing experts."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.has_expert_bias
+
+
+def rotates_part(config: ModelConfig) -> bool:
+    """Whether partial_rotary_factor counts in models of this type."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.rotates_part
+
+
 def logits_divisor(config: ModelConfig) -> float:
     """What the output layer's logits are divided by."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return 1.0 if family is None or family.logits_divisor is None else float(config[family.logits_divisor])
+    if family is None:
+        return 1.0
+    if family.logits_factor is not None:
+        return 1 / float(config[family.logits_factor])
+    return 1.0 if family.logits_divisor is None else float(config[family.logits_divisor])
+
+
+def logits_softcap(config: ModelConfig) -> float | None:
+    """The c of c tanh(logits / c) that the output layer's logits become, before `logits_divisor`; None for nothing."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return None if family is None else _positive(config, family.logits_softcap)
+
+
+def attention_softcap(config: ModelConfig) -> float | None:
+    """The same of attention scores."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return None if family is None else _positive(config, family.attention_softcap)
+
+
+def _positive(config: ModelConfig, key: str | None) -> float | None:
+    value = None if key is None else config.get(key)
+    return None if value is None else float(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_CHANGING = ("dynamic", "longrope")
+_LONG = ("longrope", "su")  # the second is what old folders of Phi-3 call it
+_CHANGING = ("dynamic", *_LONG)
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -26,9 +27,21 @@ def malformed_rope(config: Mapping[str, Any]) -> str | None:
     return f"rotary embeddings {given!r}, which is no mapping" if given and not isinstance(given, Mapping) else None
 
 
-def changing_rope_type(config: Mapping[str, Any]) -> str | None:
-    """The type of rotary embeddings whose frequencies change with the longest row of a batch, if the model has it."""
-    return rope_type(config) if rope_type(config) in _CHANGING else None
+def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
+    """The type of rotary embeddings whose frequencies change with the longest row of a batch, if the model has it.
+
+    Args:
+        config: The contents of a config.json.
+        longest: Tokens that no row exceeds; frequencies of `longrope` change beyond `unchanged_length` only.
+    """
+    kind = rope_type(config)
+    return kind if kind in _CHANGING and longest > unchanged_length(config) else None
+
+
+def unchanged_length(config: Mapping[str, Any]) -> int:
+    """Tokens up to which rows have the same rotary frequencies, where `changing_rope_type` is some; 0 for none."""
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or rope_settings(config).get(key) or 0) if rope_type(config) in _LONG else 0
 
 
 def has_rotary_base(rope_parameters: object) -> bool:

@@ -14,11 +14,11 @@ from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 
 
 class TokenStat(Enum):
-    """What can be measured of the distribution over the whole vocabulary at a token; the value is the metric's name.
+    """What can be measured of the distribution at a token; the value is the metric's name.
 
     Attributes:
         ACCURACY: 1 where no logit is above the token's own, so that a tie for the first place counts; 0 elsewhere.
-        ENTROPY: In nats, at the temperature of the logprobs.
+        ENTROPY: In nats, of the distribution that the logprobs are of.
     """
 
     ACCURACY = "token_accuracy"
@@ -47,7 +47,8 @@ class LossFn(Protocol):
 
         Args:
             logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient where `batch.is_scored()`, which is
-                where the loss mask is not 0; 0 elsewhere, as no logits are computed there.
+                where the loss mask is not 0; 0 elsewhere, as no logits are computed there. They are over the tokens
+                that rollouts are drawn from (temperature, `top_p`, `top_k`); 0 for a token that is not among them.
             batch: The micro-batch, on the same device.
             norm: Counts of the global batch.
 
@@ -56,6 +57,36 @@ class LossFn(Protocol):
             all others are shares that sum to the global value.
         """
         ...
+
+
+class ReferenceLoss(ABC):
+    """A `LossFn` that compares with a reference policy, whose logprobs are over the whole vocabulary.
+
+    Where tokens are drawn from some of it (`top_p`, `top_k`), the policy's logprobs are not.
+    """
+
+    @property
+    @abstractmethod
+    def token_stat(self) -> TokenStat | None:
+        """See `LossFn`."""
+
+    @property
+    @abstractmethod
+    def reads_whole(self) -> bool:
+        """Whether it compares at all."""
+
+    @abstractmethod
+    def __call__(
+        self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, whole_logprobs_BS: Tensor | None = None, /
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """As `LossFn`.
+
+        Args:
+            logprobs_BS: As for `LossFn`.
+            batch: As for `LossFn`.
+            norm: As for `LossFn`.
+            whole_logprobs_BS: The same over the whole vocabulary, with gradient; None where `logprobs_BS` are that.
+        """
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of D equal runs of rows out of each global batch. Neighbouring rows stay neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def pad_rows[Batch: TokenBatch](batch: Batch, multiple: int) -> Batch:
         sample_mask[len(batch) :] = 0
         padded = replace(padded, sample_mask=sample_mask)
     return padded
+
+
+def _concatenated[Batch: TokenBatch](batches: Sequence[Batch]) -> Batch:
+    names = [field.name for field in fields(batches[0])]
+    return replace(batches[0], **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
 class Policy:
@@ -113,12 +118,27 @@ class Policy:
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
-    def train(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of a global batch."""
+        return self._settings.train_global_batch_size
+
+    def train(self, batch: TrainBatch, loss_fn: LossFn, updates: Sequence[Tensor] | None = None) -> TrainResult:
         """One optimizer step for each `train_global_batch_size` rows, in their order.
+
+        Args:
+            batch: All rows.
+            loss_fn: See `LossFn`.
+            updates: Rows of each optimizer step, where those are not as many; None for the others.
 
         Raises:
             ConfigError: The rows are no whole global batches, or those do not divide by the data-parallel ranks.
         """
+        if updates is not None:
+            size = max(map(len, updates))
+            size += -size % self._dp_size
+            batch = _concatenated([pad_rows(batch.select(rows), size) for rows in updates])
+            return self._run_sharded("train", batch, deal_rows(len(batch), size, self._dp_size), loss_fn, size)[0]
         rows = self._settings.train_global_batch_size
         if len(batch) % rows or not len(batch):
             raise ConfigError(

@@ -32,11 +32,27 @@ def scheduler_phases(entries: Sequence[SchedulerEntry] | None) -> tuple[Schedule
     )
 
 
+@dataclass(frozen=True)
+class TokenFilter:
+    """Which tokens are drawn: the `top_k` most likely (None for all), and of these the `top_p` of their probability."""
+
+    top_k: int | None
+    top_p: float
+
+    @staticmethod
+    def of(top_k: int | None, top_p: float) -> TokenFilter | None:
+        """None where it leaves every token."""
+        return None if top_k is None and top_p == 1.0 else TokenFilter(top_k, top_p)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(RolloutKeys, TrainedPolicyConfig):
     """Everything a policy worker needs to know. Batch sizes count rows, of which a pair has two."""
 
     logprob_temperature: float  # what logits are divided by: the rollouts' sampling temperature, 1.0 without rollouts
+    logprob_filter: (
+        TokenFilter | None
+    )  # which tokens logprobs are over: those that rollouts are drawn from; None for all
     engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
     engine_kv_cache_gib: float | None  # of a fixed size, which that share does not bound
     colocated: bool  # an engine that sleeps meanwhile shares this worker's devices

@@ -69,4 +69,4 @@ class Teacher:
         num_rows = student.vocab_size // num_parts
         with torch.no_grad():
             weight = self.model.output_rows(shard.start, num_rows)
-        return TeacherHead(weight, self.model.temperature)
+        return TeacherHead(weight, self.model.temperature, self.model.softcap)

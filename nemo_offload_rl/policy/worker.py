@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,7 +152,7 @@ class PolicyWorker:
 
     # -- training --------------------------------------------------------------------------------------------------
 
-    def train(self, batch: TrainBatch, loss_fn: LossFn) -> TrainResult:
+    def train(self, batch: TrainBatch, loss_fn: LossFn, global_rows: int | None = None) -> TrainResult:
         """One optimizer step for each global batch in this rank's shard, then one tick of the schedule.
 
         The learning rate is the same for all of them, as in NeMo-RL. Without any update there is no tick.
@@ -159,8 +160,9 @@ class PolicyWorker:
         Args:
             batch: Rows of this data-parallel rank, `train_global_batch_size / dp_size` for each step in turn.
             loss_fn: See `LossFn`.
+            global_rows: In the place of `train_global_batch_size`; None for that.
         """
-        rows_per_step = self._rows_per_step()
+        rows_per_step = self._rows_per_step(global_rows)
         if len(batch) % rows_per_step or not len(batch):
             raise ConfigError(
                 f"A training batch has {len(batch)} rows on each data-parallel rank, which are no whole global batches "
@@ -182,8 +184,8 @@ class PolicyWorker:
             warn_of_skipped(result)
         return result
 
-    def _rows_per_step(self) -> int:
-        dp_size, global_rows = self._backend.rank_info.dp_size, self._settings.train_global_batch_size
+    def _rows_per_step(self, global_rows: int | None) -> int:
+        dp_size, global_rows = self._backend.rank_info.dp_size, global_rows or self._settings.train_global_batch_size
         if global_rows % dp_size:
             raise ConfigError(
                 f"policy.train_global_batch_size={global_rows} does not divide by the {dp_size} data-parallel ranks; "
@@ -246,13 +248,13 @@ class PolicyWorker:
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
         tokens = batch.loss_mask.double().sum()
-        num_seqs, num_tokens = self._backend.all_reduce_sum([float(batch.sample_mask.double().sum()), float(tokens)])
-        return LossNorm(num_valid_seqs=num_seqs, num_valid_tokens=num_tokens)
+        counts = [float(batch.sample_mask.double().sum()), float(tokens), batch.num_positive_tokens()]
+        return LossNorm(*self._backend.all_reduce_sum(counts))
 
     # -- logprobs --------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
-        """Logprobs under the policy.
+        """Logprobs under the policy, over the tokens that rollouts are drawn from.
 
         Args:
             batch: Any tokens.
@@ -262,16 +264,19 @@ class PolicyWorker:
             [B, S] float32 on the CPU; column 0, padding and what is not computed are 0.
         """
         self._require("get_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
+        return self._logprobs(batch, counted_only=counted_only, whole=False)
+
+    def _logprobs(self, batch: TokenBatch, *, counted_only: bool, whole: bool) -> Tensor:
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
-        pieces = self._passes.run(self._trim([batch.select(rows) for rows in plan]), self._backend.logprobs)
-        return _in_rows_of(batch, plan, pieces)
+        micro_batches = self._trim([batch.select(rows) for rows in plan])
+        return _in_rows_of(batch, plan, self._passes.run(micro_batches, partial(self._backend.logprobs, whole=whole)))
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
-        """Logprobs under the frozen initial parameters; the policy's are back afterwards, also after an error."""
+        """Over the whole vocabulary, under the frozen initial parameters; the policy's are back after it."""
         self._require("get_reference_logprobs", Phase.LP_INFERENCE, Phase.TRAINING)
         with self.residency.swapped_in(REFERENCE):
-            return self.get_logprobs(batch, counted_only)
+            return self._logprobs(batch, counted_only=counted_only, whole=True)
 
     # -- the teacher -----------------------------------------------------------------------------------------------
 

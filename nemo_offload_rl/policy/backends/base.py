@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.readers import Reader, TeacherHead
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.residency import StateGroup
@@ -168,10 +168,14 @@ class PolicyBackend(Protocol):
         """One tick of the schedule of the learning rate: after the updates of a step of the run."""
         ...
 
-    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs on the CPU for each micro-batch, without gradient, dropout off.
 
         Of the tokens that `is_scored` names; 0 elsewhere.
+
+        Args:
+            micro_batches: This rank's rows.
+            whole: Over the whole vocabulary, whatever part of it tokens are drawn from.
         """
         ...
 
@@ -206,9 +210,10 @@ class PolicyBackend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, one at a time; a collective over all ranks.
+        """Full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
 
-        A tensor may share memory with the parameter: copy it before the next optimizer step.
+        Experts of a layer may be stacked (`generation/vllm/stacked_experts.py` has the form). A tensor may share memory
+        with the parameter: copy it before the next optimizer step.
         """
         ...
 
@@ -255,6 +260,11 @@ class FrozenModel(Protocol):
     @property
     def temperature(self) -> float:
         """What the output layer's logits are divided by."""
+        ...
+
+    @property
+    def softcap(self) -> float | None:
+        """What they are soft-capped at before."""
         ...
 
     def state_groups(self) -> Sequence[StateGroup]:

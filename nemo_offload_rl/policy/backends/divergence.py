@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import Divergence
 
 OUTSIDE_LOGPROB = -100.0
@@ -54,7 +54,7 @@ def topk_logprobs(logits_NV: Tensor, k: int, temperature: float, shard: VocabSha
     sum_N = _logsumexp(logits_NV.float() / temperature, shard)
     if shard.group is not None:
         # Whoever is among the first k of all is among the first k of its own shard.
-        values_NK, ids_NK = (_side_by_side(value, shard.group) for value in (values_NK, ids_NK))
+        values_NK, ids_NK = (shard.side_by_side(value) for value in (values_NK, ids_NK))
         values_NK, places_NK = values_NK.topk(k, dim=-1)
         ids_NK = ids_NK.gather(-1, places_NK)
     return TopK(values_NK - sum_N.unsqueeze(-1), ids_NK.to(torch.int32))
@@ -153,10 +153,3 @@ def _logsumexp(scaled_NV: Tensor, shard: VocabShard) -> Tensor:
         return sum_N
     highest_N = shard.reduce(sum_N.clone(), dist.ReduceOp.MAX)
     return highest_N + shard.reduce((sum_N - highest_N).exp(), dist.ReduceOp.SUM).log()
-
-
-def _side_by_side(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's tensor, one beside the other in the last dimension."""
-    pieces = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(pieces, value.contiguous(), group=group)
-    return torch.cat(pieces, dim=-1)

@@ -18,6 +18,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.models.rope import has_rotary_base
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import TOKENIZER_FILES, find_file
 from nemo_offload_rl.policy.checkpointing import written_whole
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -56,17 +57,19 @@ def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: 
 
     Args:
         path: The folder; it appears whole.
-        weights: Full tensors by Hugging Face name; every rank goes through them.
+        weights: Full tensors by Hugging Face name as they are written, experts stacked or not; every rank goes through
+            them.
         config: The model's Hugging Face config.
         settings: Model, tokenizer, and the precision in which weights are written.
     """
     dtype = COMPUTE_DTYPES[settings.precision]
-    is_writer = dist.get_rank() == 0
+    is_writer, hub = dist.get_rank() == 0, HubNames(config.model_type)
     with written_whole(path) as folder:
         files = _WeightWriter(folder)
         for name, value in weights:
             if is_writer:
-                files.add(name, value.to("cpu", dtype, copy=True).contiguous())
+                for own_name, part in hub.divided(name, value):
+                    files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
             files.close()
             config = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})

@@ -10,7 +10,6 @@ Shape suffixes: B samples, S positions, V vocabulary (V is this rank's part unde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
-from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
+from nemo_offload_rl.policy.backends.vocab import VocabShard, is_drawn, without
+from nemo_offload_rl.policy.interfaces import LossFn, ReferenceLoss, TokenStat
+from nemo_offload_rl.policy.settings import TokenFilter
 
 
 class TokenScores(NamedTuple):
@@ -30,28 +31,17 @@ class TokenScores(NamedTuple):
     Attributes:
         logprobs: With gradient.
         stat: The `TokenStat` that was asked for, without gradient; None where none was.
+        whole: The logprobs over the whole vocabulary, with gradient; None where none were asked for, and without a
+            filter, where `logprobs` are that.
     """
 
     logprobs: Tensor
     stat: Tensor | None
+    whole: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
         """The same of each tensor."""
-        return TokenScores(change(self.logprobs), None if self.stat is None else change(self.stat))
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """Which rows of the output layer this rank has; `group` is None where it has all of them."""
-
-    start: int
-    group: dist.ProcessGroup | None
-
-    def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """`value` reduced in place over the ranks that share the vocabulary."""
-        if self.group is not None:
-            dist.all_reduce(value, op=op, group=self.group)
-        return value
+        return TokenScores(*(None if value is None else change(value) for value in self))  # type: ignore[arg-type]
 
 
 class _TokenScores(torch.autograd.Function):
@@ -178,6 +168,42 @@ def token_scores(
     return TokenScores(*_TokenScores.apply(logits_BSV, targets_BS, temperature, shard, stat))  # type: ignore[misc]
 
 
+def drawn_scores(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    shard: VocabShard,
+    *,
+    kept: TokenFilter | None,
+    stat: TokenStat | None = None,
+    with_whole: bool = False,
+) -> TokenScores:
+    """`token_scores` of logits without another user, over the tokens that a filter leaves.
+
+    A token that it does not leave has the logprob 0 without gradient, as in NeMo-RL: engine and policy do not agree in
+    every digit, so that what the one drew may be just outside of the other's set.
+
+    Args:
+        logits_NV: This rank's columns; backward may write over them.
+        targets_N: As for `token_scores`.
+        temperature: As for `token_scores`.
+        shard: As for `token_scores`.
+        kept: The filter; None for the whole vocabulary.
+        stat: Of the distribution that the filter leaves.
+        with_whole: Logprobs over the whole vocabulary too, where there is a filter.
+    """
+    if kept is None:
+        return token_scores(logits_NV, targets_N, temperature, shard, stat=stat, owns_logits=True)
+    is_drawn_NV = is_drawn(logits_NV, kept, temperature, shard)
+    drawn = token_scores(without(logits_NV, is_drawn_NV), targets_N, temperature, shard, stat=stat, owns_logits=True)
+    local_N, num_columns = targets_N - shard.start, logits_NV.shape[-1]
+    is_mine_N = (local_N >= 0) & (local_N < num_columns)
+    is_drawn_N = is_drawn_NV.gather(-1, local_N.clamp(0, num_columns - 1).unsqueeze(-1)).squeeze(-1) & is_mine_N
+    is_drawn_N = shard.reduce(is_drawn_N.float(), dist.ReduceOp.SUM) > 0
+    whole = token_scores(logits_NV, targets_N, temperature, shard, owns_logits=True).logprobs if with_whole else None
+    return TokenScores(torch.where(is_drawn_N, drawn.logprobs, 0.0), drawn.stat, whole)
+
+
 def chunked_scores(
     output_layer: Callable[[Tensor], Tensor],
     hidden: Tensor,
@@ -187,6 +213,8 @@ def chunked_scores(
     chunk_size: int | None,
     shard: VocabShard,
     stat: TokenStat | None = None,
+    kept: TokenFilter | None = None,
+    with_whole: bool = False,
 ) -> TokenScores:
     """Logprob of the target at each of N positions, which may be none at all, and a stat of the distribution there.
 
@@ -201,13 +229,16 @@ def chunked_scores(
         chunk_size: Positions per chunk; None takes all at once.
         shard: See `token_scores`.
         stat: See `token_scores`.
+        kept: See `drawn_scores`.
+        with_whole: See `drawn_scores`.
 
     Returns:
         Tensors in the shape of `targets`.
     """
 
     def score(chunk: tuple[Tensor, Tensor]) -> TokenScores:
-        return token_scores(output_layer(chunk[0]), chunk[1], temperature, shard, stat=stat, owns_logits=True)
+        logits = output_layer(chunk[0])
+        return drawn_scores(logits, chunk[1], temperature, shard, kept=kept, stat=stat, with_whole=with_whole)
 
     def score_again_in_backward(chunk: tuple[Tensor, Tensor]) -> TokenScores:
         return checkpoint(score, chunk, use_reentrant=False)  # pyright: ignore[reportReturnType]
@@ -216,8 +247,7 @@ def chunked_scores(
         return score((hidden, targets))
     chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
     scores = [(score_again_in_backward if torch.is_grad_enabled() else score)(chunk) for chunk in chunks]
-    stats = [score.stat for score in scores if score.stat is not None]
-    return TokenScores(torch.cat([score.logprobs for score in scores]), torch.cat(stats) if stats else None)
+    return TokenScores(*(None if values[0] is None else torch.cat(values) for values in zip(*scores, strict=True)))  # type: ignore[arg-type]
 
 
 def measured_loss(
@@ -231,7 +261,10 @@ def measured_loss(
         batch: The micro-batch.
         norm: Counts of the global batch.
     """
-    loss, metrics = loss_fn(scores_BS.logprobs, batch, norm)
+    if isinstance(loss_fn, ReferenceLoss):
+        loss, metrics = loss_fn(scores_BS.logprobs, batch, norm, scores_BS.whole)
+    else:
+        loss, metrics = loss_fn(scores_BS.logprobs, batch, norm)
     measured = dict(metrics)
     if loss_fn.token_stat is not None:
         assert scores_BS.stat is not None

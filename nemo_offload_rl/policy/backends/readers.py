@@ -18,14 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, LossNorm, TopKBatch, TrainBatch
 from nemo_offload_rl.policy.backends.divergence import TopK, full_divergence, topk_divergence, topk_logprobs
-from nemo_offload_rl.policy.backends.logprobs import (
-    TokenScores,
-    VocabShard,
-    chunked_scores,
-    measured_loss,
-    token_scores,
+from nemo_offload_rl.policy.backends.logprobs import TokenScores, chunked_scores, drawn_scores, measured_loss
+from nemo_offload_rl.policy.backends.vocab import VocabShard
+from nemo_offload_rl.policy.interfaces import (
+    Divergence,
+    DivergenceLoss,
+    DivergenceScores,
+    LossFn,
+    ReferenceLoss,
+    TokenStat,
 )
-from nemo_offload_rl.policy.interfaces import Divergence, DivergenceLoss, DivergenceScores, LossFn, TokenStat
+from nemo_offload_rl.policy.settings import TokenFilter
 
 type OutputLayer = Callable[[Tensor], Tensor]
 """Hidden states of some positions to logits of this rank's vocabulary columns."""
@@ -39,11 +42,20 @@ class Head:
         temperature: What they are divided by.
         chunk_size: Positions whose logits exist at once; None for all.
         shard: This rank's columns.
+        softcap: What `capped` has been given for them.
+        kept: Which tokens are drawn; None for all.
     """
 
     temperature: float
     chunk_size: int | None
     shard: VocabShard
+    softcap: float | None = None
+    kept: TokenFilter | None = None
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits that stay between -c and c: c tanh(logits / c), as Gemma 2 has them (arXiv 2408.00118)."""
+    return logits if softcap is None else (logits / softcap).tanh_() * softcap
 
 
 @dataclass(frozen=True)
@@ -78,9 +90,17 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class ReadScores:
-    """Logprobs of the tokens, and a stat of the distribution there."""
+    """Logprobs of the tokens, and a stat of the distribution there.
+
+    Attributes:
+        stat: Which.
+        with_whole: Where tokens are drawn from some of the vocabulary: also their logprobs over all of it.
+        only_whole: No others.
+    """
 
     stat: TokenStat | None = None
+    with_whole: bool = False
+    only_whole: bool = False
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> TokenScores:
         """See `Reader`."""
@@ -92,6 +112,8 @@ class ReadScores:
             chunk_size=head.chunk_size,
             shard=head.shard,
             stat=self.stat,
+            kept=None if self.only_whole else head.kept,
+            with_whole=self.with_whole,
         )
 
 
@@ -132,10 +154,12 @@ class TeacherHead:
     Attributes:
         weight: [V, H] rows of the student's vocabulary shard, in the teacher's compute type.
         temperature: What its logits are divided by.
+        softcap: What `capped` is given for them.
     """
 
     weight: Tensor
     temperature: float
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +182,7 @@ class ReadDivergences:
         def read(piece: Positions) -> DivergenceScores:
             logits_NV = output_layer(piece.hidden)
             with torch.no_grad():
-                logprobs_N = token_scores(logits_NV, piece.targets, head.temperature, head.shard, owns_logits=True)[0]
+                logprobs_N = drawn_scores(logits_NV, piece.targets, head.temperature, head.shard, kept=head.kept)[0]
             divergence_N, mass_N = self._compare(logits_NV, piece.places, head)
             return DivergenceScores(divergence_N, logprobs_N, mass_N)
 
@@ -185,7 +209,7 @@ class ReadDivergences:
                 assert teacher_head is not None, "the batch has hidden states, and there is no teacher's output layer"
                 found_N = full_divergence(
                     logits_NV,
-                    F.linear(at_places(hidden_BSH), teacher_head.weight),
+                    capped(F.linear(at_places(hidden_BSH), teacher_head.weight), teacher_head.softcap),
                     self.divergence,
                     head.temperature,
                     head.shard,
@@ -199,7 +223,7 @@ class ReadDivergences:
 def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | None) -> Reader:
     """What a loss reads of a micro-batch that is on the device."""
     if not isinstance(loss_fn, DivergenceLoss):
-        return ReadScores(loss_fn.token_stat)
+        return ReadScores(loss_fn.token_stat, with_whole=isinstance(loss_fn, ReferenceLoss) and loss_fn.reads_whole)
     assert isinstance(batch, DistillationBatch), type(batch)
     return ReadDivergences(loss_fn.divergence, batch, teacher_head)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ _READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, 
 class WeightFiles:
     """What the weights of a model folder, or of a hub's model, hold.
 
-    A safetensors file is mapped for one slice and closed again, so that only the slice counts as this process's memory.
+    A safetensors file is mapped for one slice and closed again, so that only the slice counts as this process's memory;
+    `held_open` keeps files mapped for several.
     A `pytorch_model*.bin` stays mapped from its first tensor to the next file's; one of the format before torch 1.6
     cannot be mapped and is read whole.
 
@@ -46,6 +48,7 @@ class WeightFiles:
         self._model_name = model_name
         self._paths: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._held: tuple[ExitStack, dict[Path, Any]] | None = None
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
         for path in find_weight_files(model_name) if paths is None else paths:
             for name, (shape, dtype) in self._header(path).items():
@@ -72,10 +75,25 @@ class WeightFiles:
         try:
             if path.suffix == ".bin":
                 return self._bin(path)[name][where]
+            if self._held is not None:
+                stack, files = self._held
+                if path not in files:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                return files[path].get_slice(name)[where]
             with safe_open(path, framework="pt") as file:
                 return file.get_slice(name)[where]
         except _READ_ERRORS as error:
             raise self._unreadable(path, error) from error
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Open each file once for all that is read meanwhile."""
+        with ExitStack() as stack:
+            self._held = stack, {}
+            try:
+                yield
+            finally:
+                self._held = None
 
     def _header(self, path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shapes and dtypes by name; a file that is shorter than it says is found here."""

@@ -7,6 +7,7 @@ from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
 
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
+from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
 
@@ -18,11 +19,34 @@ def test_every_record_has_a_tiny_model_and_its_backends_train_it() -> None:
     assert by_type == {name: set(family.trained_by) for name, family in FAMILIES.items()}
 
 
+def test_the_page_is_made_of_what_was_seen_of_every_row() -> None:
+    results = read_results()
+    rows = {f"{name}/{backend}": family_config(name).model_type for name in TINY for backend in trained_by(name)}
+    assert {key: entry["model_type"] for key, by_machine in results.items() for entry in by_machine.values()} == rows
+    for by_machine in results.values():
+        assert set(EVERYWHERE) <= set(by_machine["CPU"]["facts"])
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page, results), "run python -m nemo_offload_rl.models.page"
+
+
+# What transformers' plan, or its absence, or a size, leaves whole.
+UNSPLIT = {
+    "cohere-norms-tied": "has no norms of queries and keys, which use_qk_norm asks for",
+    "hunyuan": "declares no tensor-parallel plan for hunyuan_v1_dense",
+    "llama-odd": "does not divide the model's vocab_size=389",
+    "stablelm": "declares no tensor-parallel plan for stablelm",
+}
+
+
 @pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
-def test_the_dtensor_backend_knows_the_plan_of_every_family_that_it_trains(name: str) -> None:
+def test_the_dtensor_backend_knows_the_plan_of_every_dense_family_that_it_trains(name: str) -> None:
     config = family_config(name).to_dict()
-    assert split_problem(config, declared_plan(config["model_type"]), 2) is None
-    assert "num_attention_heads=4" in str(split_problem(config, declared_plan(config["model_type"]), 3))
+    problem = split_problem(config, declared_plan(config["model_type"]), 2)
+    if name in UNSPLIT or ModelShape.of(config).num_experts:
+        assert UNSPLIT.get(name, "set it to 1") in str(problem)
+    else:
+        assert problem is None
+        assert "num_attention_heads=4" in str(split_problem(config, declared_plan(config["model_type"]), 3))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +64,8 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
 
 
 def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
-    assert {name for name in TINY if has_sliding_window(family_config(name).to_dict())} == {"mistral-window"}
+    windowed = {name for name in TINY if has_sliding_window(family_config(name).to_dict())}
+    assert windowed == {name for name in TINY if "window" in name or "layer_types" in TINY[name][1]}
     qwen = {"model_type": "qwen2", "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 2}
     assert has_sliding_window(qwen | {"use_sliding_window": True})
     assert not has_sliding_window(qwen | {"use_sliding_window": False})

@@ -77,6 +77,35 @@ def test_stages_of_a_pipeline_get_the_same_rows():
     assert torch.equal(policy.get_logprobs(batch), batch.input_ids.float())
 
 
+def test_updates_of_other_sizes_have_their_own_rows_and_fill_up_with_rows_that_count_for_nothing():
+    group = RecordingGroup(world_size=2)
+    policy = Policy(group, make_settings("unused", train_global_batch_size=2))
+    batch = make_batch(num_rows=5)
+    policy.train(batch, NLL(), [torch.tensor([0, 4, 3]), torch.tensor([2])])
+    first, second = group.given["train"]
+    for shard, rows in ((first, [0, 4, 2, 2]), (second, [3, 0, 2, 2])):
+        assert torch.equal(shard.input_ids, batch.input_ids[rows])
+    assert first.sample_mask.tolist() == [batch.sample_mask[0], batch.sample_mask[4], batch.sample_mask[2], 0]
+    assert second.sample_mask.tolist() == [batch.sample_mask[3], 0, 0, 0]
+
+
+def test_updates_of_other_sizes_are_the_gradients_of_their_rows(tmp_path):
+    save_model_folder(tmp_path / "model", 0)
+    settings = make_settings(tmp_path / "model", train_global_batch_size=4)
+    batch, updates = make_batch(num_rows=5), [[0, 4, 3], [2]]
+    worker, plain = (PolicyWorker(settings, ONE_RANK, keep_reference=False) for _ in range(2))
+    policy = Policy(LocalWorkerGroup(worker), settings)
+    policy.prepare_for_training()
+    plain.prepare_for_training()
+    result = policy.train(batch, NLL(), [torch.tensor(rows) for rows in updates])
+    for rows, loss in zip(updates, result.loss, strict=True):
+        assert plain.forward_backward(batch.select(rows), NLL())[0] == pytest.approx(loss, rel=1e-5)
+        plain.optim_step()
+    assert plain.evaluate(batch, NLL()).loss == pytest.approx(policy.evaluate(batch, NLL()).loss, rel=1e-5)
+    policy.shutdown()
+    plain.shutdown()
+
+
 def test_batches_that_do_not_divide_are_refused():
     policy = Policy(RecordingGroup(4), make_settings("unused", train_global_batch_size=6))
     with pytest.raises(ConfigError, match="train_global_batch_size=6"):

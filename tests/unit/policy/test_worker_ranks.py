@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.policy.backends.factory import expected_bytes
+from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
 from nemo_offload_rl.policy.interfaces import TokenStat
@@ -85,7 +86,13 @@ def equals_hugging_face(process, folder, *, same_names=True, sparse=False, **cha
         assert_close(grad_norm(worker), float(expected_norm))
         worker.zero_grad()
         worker.offload_before_refit()
-        assert_equal(dict(worker.named_weights()), load_file(Path(folder) / "model.safetensors"))
+        assert_equal(divided(worker.named_weights(), model), load_file(Path(folder) / "model.safetensors"))
+
+
+def divided(weights, model):
+    """Weights as the files of the model's family divide them: those of experts have one tensor each."""
+    hub = HubNames(model.config.model_type)
+    return {own_name: part for name, tensor in weights for own_name, part in hub.divided(name, tensor)}
 
 
 def holds_a_shard_and_one_tensor_at_most(process, folder, **changes):
@@ -114,8 +121,8 @@ def goes_on_bit_by_bit(process, folder, **changes):
         results = [worker.train(shard(batch, worker), NLL()) for batch in batches]
         params, optimizer = full_params(worker), full_optimizer(worker)
 
-    tp = changes.get("tensor_parallel_size", 1)
-    saved = Path(folder).parent / f"saved-{tp}"
+    tp, ep = changes.get("tensor_parallel_size", 1), changes.get("expert_parallel_size", 1)
+    saved = Path(folder).parent / (f"saved-{tp}" if ep == 1 else f"saved-experts-{ep}")
     with make_worker(
         process,
         folder,
@@ -152,21 +159,22 @@ def goes_on_bit_by_bit(process, folder, **changes):
         worker.load_checkpoint(saved)
         worker.prepare_for_training()
         exported = load_file(saved.with_suffix(".hf") / "model.safetensors")
-        assert_equal(exported, full_params(worker))
+        assert_equal(exported, divided(full_params(worker).items(), AutoModelForCausalLM.from_pretrained(folder)))
         assert worker.train(shard(batches[2], worker), NLL()) == results[2]
         assert_equal(full_params(worker), params)
         assert_equal(full_optimizer(worker), optimizer)
 
 
-def loads_under_another_layout(process, folder, saved):
-    """What two tensor-parallel ranks wrote, read by two data-parallel ones."""
+def loads_under_other_layouts(process, folder, saved, key, sizes, **changes):
+    """What ranks of one layout wrote, read by those of others."""
     states = []
-    for tensor_parallel_size in (1, 2):
-        with make_worker(process, folder, tensor_parallel_size=tensor_parallel_size) as worker:
+    for size in sizes:
+        with make_worker(process, folder, **{key: size}, **changes) as worker:
             worker.load_checkpoint(saved)
             states.append((full_params(worker), full_optimizer(worker)))
-    assert_equal(states[0][0], states[1][0])
-    assert_equal(states[0][1], states[1][1])
+    for params, optimizer in states[1:]:
+        assert_equal(params, states[0][0])
+        assert_equal(optimizer, states[0][1])
 
 
 def check_data_parallel(process, root, cgroup, fallback):
@@ -211,7 +219,7 @@ def check_tensor_parallel(process, root):
     )
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2)
-    loads_under_another_layout(process, f"{root}/qwen3", Path(root) / "saved-2")
+    loads_under_other_layouts(process, f"{root}/qwen3", Path(root) / "saved-2", "tensor_parallel_size", (1, 2))
 
 
 def check_both(process, root):
@@ -219,6 +227,19 @@ def check_both(process, root):
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
     fused = torch_optimizer("AdamW", lr=1e-3, fused=True, decay_norm_and_bias=False)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
+
+
+def check_experts(process, root):
+    """Four ranks with different tokens; of a layer's four experts each has one, or two of them share two."""
+    fused = {"optimizer": torch_optimizer("AdamW", lr=1e-3, fused=True, decay_norm_and_bias=False)}
+    for size in (1, 4):
+        equals_hugging_face(process, f"{root}/qwen3-moe", expert_parallel_size=size)
+    dynamic = BatchingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
+    packed = {"sequence_packing": dynamic, "activation_checkpointing": True, "sparse": True}
+    equals_hugging_face(process, f"{root}/qwen3-moe", expert_parallel_size=2, **packed)
+    goes_on_bit_by_bit(process, f"{root}/qwen3-moe", expert_parallel_size=2, train_micro_batch_size=1, **fused)
+    saved, sizes = Path(root) / "saved-experts-2", (2, 1, 4)
+    loads_under_other_layouts(process, f"{root}/qwen3-moe", saved, "expert_parallel_size", sizes, **fused)
 
 
 def check_megatron(process, root):
@@ -244,8 +265,9 @@ def check_megatron(process, root):
     experts = {"moe_token_dispatcher_type": "allgather", "freeze_moe_router": False, "same_names": False}
     equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)
     # Each rank has two of the four experts, and exports all of them.
-    experts |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
-    equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)
+    experts["moe_token_dispatcher_type"] = "alltoall"
+    for split in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
+        equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts, **{split: 2})
     with make_worker(process, f"{root}/qwen3", **megatron) as worker, pytest.raises(CheckpointError, match="tp2"):
         worker.load_checkpoint(Path(root) / "saved-2")
 
@@ -275,6 +297,10 @@ def test_two_tensor_parallel_ranks_equal_hugging_face_and_offloading_changes_no_
 
 def test_data_and_tensor_parallel_ranks_together_equal_hugging_face(root, tmp_path):
     run_ranks(4, tmp_path, check_both, str(root))
+
+
+def test_ranks_with_different_experts_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
+    run_ranks(4, tmp_path, check_experts, str(root))
 
 
 def test_two_ranks_of_megatron_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):

@@ -15,9 +15,10 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nemo_offload_rl.models.families import has_sliding_window
+from nemo_offload_rl.models.families import attention_softcap, has_sliding_window
 
 MASKED = "sdpa"
+CAPPED = "eager"  # the others leave soft-caps of scores out, without a word
 CAUSAL = "nemo_offload_rl_causal"
 PACKED = "nemo_offload_rl_packed"
 
@@ -26,12 +27,15 @@ def choose_attention(config: Any, device: torch.device, compute_dtype: torch.dty
     """The name by which `transformers` finds the attention for a model.
 
     Args:
-        config: The model's; layers with a sliding window need Hugging Face's masks.
+        config: The model's; layers with a sliding window need Hugging Face's masks, soft-caps its plain products.
         device: Where it runs.
         compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
         packs: Whether rows are packed, else they are padded on the right.
     """
-    if has_sliding_window(config.to_dict()):
+    contents = config.to_dict()
+    if attention_softcap(contents) is not None:
+        return CAPPED
+    if has_sliding_window(contents):
         return MASKED
     if not packs:
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)

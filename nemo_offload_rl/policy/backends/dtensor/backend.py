@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel,
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
 from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead, read_loss, reader_for
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
@@ -97,6 +99,7 @@ class DTensorBackend:
         """Everything that needs the process group."""
         settings, on_gpu = self._settings, self._device.type == "cuda"
         self._built = BuiltModel(settings, process)
+        self._hub_names = HubNames(self._built.config.model_type)
         self._parameters, self._lora = self._built.parameters, self._built.lora
         self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
         if settings.optimizer is None:
@@ -221,9 +224,9 @@ class DTensorBackend:
         """This rank's columns of the logits."""
         return self._built.head.shard
 
-    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        return [scores_BS.logprobs for scores_BS in self._built.read_all(micro_batches, ReadScores())]
+        return [scores_BS.logprobs for scores_BS in self._built.read_all(micro_batches, ReadScores(only_whole=whole))]
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
@@ -269,20 +272,24 @@ class DTensorBackend:
 
     def weight_specs(self) -> list[WeightSpec]:
         """What `named_weights` yields, without touching data."""
+        shapes = [(name, tuple(param.shape)) for name, param in self._parameters]
         if self._lora is not None:
-            return [WeightSpec(name, shape, self._compute_dtype) for name, shape in self._lora.shapes()]
-        return [WeightSpec(name, tuple(param.shape), self._compute_dtype) for name, param in self._parameters]
+            shapes = self._lora.shapes()
+        specs = [WeightSpec(self._hub_names.of(name), shape, self._compute_dtype) for name, shape in shapes]
+        buffers = self._built.weight_buffers()
+        return specs + [WeightSpec(self._hub_names.of(name), tuple(it.shape), it.dtype) for name, it in buffers]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
+        """Full tensors, parameters in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
 
         Adapters are merged into the weights that they belong to.
         """
         if self._lora is not None:
-            yield from self._lora.merged(self._compute_dtype)
-            return
-        for name, parameter in self._parameters:
-            yield name, checkpoint.full_tensor(parameter, self._compute_dtype)
+            weights = self._lora.merged(self._compute_dtype)
+        else:
+            weights = ((name, checkpoint.full_tensor(param, self._compute_dtype)) for name, param in self._parameters)
+        for name, weight in chain(weights, self._built.weight_buffers()):
+            yield self._hub_names.of(name), weight
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG."""

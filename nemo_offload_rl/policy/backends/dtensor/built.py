@@ -1,4 +1,4 @@
-"""A Hugging Face model over the ranks of a (dp, tp) mesh, with its weights, and its passes over micro-batches."""
+"""A Hugging Face model over the ranks of a mesh, with its weights, and its passes over micro-batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import TokenBatch
-from nemo_offload_rl.models.families import logits_divisor
+from nemo_offload_rl.models.families import logits_divisor, logits_softcap
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo
 from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
-from nemo_offload_rl.policy.backends.dtensor.loading import build_causal_lm, find_weights, materialize, read_weights
+from nemo_offload_rl.policy.backends.dtensor.experts import divide_experts, expert_modules
+from nemo_offload_rl.policy.backends.dtensor.loading import (
+    build_causal_lm,
+    find_weights,
+    materialize,
+    read_weights,
+    weight_buffers,
+)
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
 from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, decoder_layers
 from nemo_offload_rl.policy.backends.hf_folder import load_config
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
 from nemo_offload_rl.policy.backends.readers import Head, Reader
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import TensorGroup
 
@@ -49,14 +56,14 @@ class BuiltModel:
 
     def __init__(self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False) -> None:
         tp_size, lora_cfg = settings.dtensor_cfg.tensor_parallel_size, settings.dtensor_cfg.lora_cfg
+        ep_size = settings.dtensor_cfg.expert_parallel_size
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
-        parallel.check_model(self.config, tp_size)
+        parallel.check_model(self.config, tp_size, ep_size)
         self._device = torch.device(process.device)
         self._packs = settings.sequence_packing.enabled
-        mesh = parallel.build_mesh(self._device, process.world_size, tp_size)
-        self.dp_group = mesh.get_group(parallel.DP)
-        self.tp_rank = mesh.get_local_rank(parallel.TP)
-        dp_mesh, tp_mesh = mesh[parallel.DP], mesh[parallel.TP]
+        meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size)
+        dp_mesh, tp_mesh = meshes.dp, meshes.tp
+        self.dp_group, self.tp_rank = dp_mesh.get_group(), tp_mesh.get_local_rank()
         self.rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
         if not is_frozen:
             torch.manual_seed(settings.seed + self.rank_info.dp_rank)
@@ -75,26 +82,35 @@ class BuiltModel:
         if tp_size > 1:
             parallel.apply_tensor_parallel(causal_lm, tp_mesh)
             shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
-        temperature = settings.logprob_temperature * logits_divisor(self.config.to_dict())
-        self.head = Head(temperature, settings.logprob_chunk_size, shard)
+        if meshes.ep is not None:
+            divide_experts(causal_lm, meshes.ep)
+        contents = self.config.to_dict()
+        temperature = settings.logprob_temperature * logits_divisor(contents)
+        softcap, kept = logits_softcap(contents), settings.logprob_filter
+        self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
         self.module = LogprobModel(causal_lm, self.head)
         layers = decoder_layers(causal_lm)
-        if settings.dtensor_cfg.torch_compile and on_gpu:
+        if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
         # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
         self.gather = parallel.gather if dp_mesh.size() > 1 else None
-        self.fsdp_root = parallel.apply_fsdp(self.module, layers, dp_mesh, compute_dtype)
+        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype)
         materialize(self.module, self._device)
         self.parameters = self.module.hf_parameters()
         self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
-        read_weights(self.parameters if self.lora is None else self.lora.named_base(), sources)
+        own = self.parameters if self.lora is None else self.lora.named_base()
+        read_weights([*own, *self.weight_buffers()], sources)
         if self.lora is not None:
             self.parameters = self.lora.trainable
 
     def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
         """A state group of tensors of the model, which arrives layer by layer."""
         return TensorGroup(name, tensors, prepare=self.reshard, layers=self.layers, layer_arrived=self.gather)
+
+    def weight_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers that are weights by their Hugging Face names."""
+        return weight_buffers(self.module.causal_lm)
 
     def reshard(self) -> None:
         """Free gathered parameters."""

@@ -61,9 +61,7 @@ class DTensorState:
 
     def values(self) -> dict[str, Any]:
         """What is no tensor: the optimizer's settings and the schedule."""
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
+        groups = [settings for settings, _ in self._settings_of_groups()]
         return {"param_groups": groups, "scheduler": self.scheduler.state_dict() if self.scheduler else None}
 
     def set_values(self, values: Mapping[str, Any]) -> None:
@@ -72,16 +70,29 @@ class DTensorState:
         Raises:
             CheckpointError: The run divides its parameters into other groups than the checkpoint.
         """
-        groups, all_saved = self.optimizer.param_groups, values["param_groups"]
+        groups, all_saved = self._settings_of_groups(), values["param_groups"]
         if len(groups) != len(all_saved):
             raise CheckpointError(
                 f"the checkpoint has {len(all_saved)} group(s) of parameters and this run {len(groups)}, so "
                 "policy.optimizer.decay_norm_and_bias was another; set it as it was, or begin anew from an export"
             )
-        for group, saved in zip(groups, all_saved, strict=True):
-            group.update(saved)
+        for (_, alike), saved in zip(groups, all_saved, strict=True):
+            for group in alike:
+                group.update(saved)
         if self.scheduler is not None and values["scheduler"] is not None:
             self.scheduler.load_state_dict(values["scheduler"])
+
+    def _settings_of_groups(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Settings, and the optimizer's groups that have them: those of other meshes have the same."""
+        found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+        for group in self.optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            alike = next((groups for known, groups in found if known == settings), None)
+            if alike is None:
+                found.append((settings, [group]))
+            else:
+                alike.append(group)
+        return found
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
         """Have the optimizer allocate the states of one group."""

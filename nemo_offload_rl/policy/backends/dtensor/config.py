@@ -17,9 +17,12 @@ class DTensorLoraConfig:
     enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
     target_modules: Annotated[
         tuple[str, ...],
-        doc("Names of the linear layers that get adapters, as `q_proj`; not read with `match_all_linear`."),
+        doc(
+            "Linear layers that get adapters: names as `q_proj`, or patterns of whole names as `*.layers.0.*`; `*` is "
+            "every one, the output layer included. Not read with `match_all_linear`."
+        ),
     ]
-    exclude_modules: Annotated[tuple[str, ...], doc("Names of layers that get none.")]
+    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get none.")]
     match_all_linear: Annotated[bool, doc("Every linear layer but the output layer gets adapters.")]
     dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
     alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
@@ -38,6 +41,15 @@ class DTensorConfig:
     context_parallel_size: Annotated[
         int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
     ]
+    expert_parallel_size: Annotated[
+        int,
+        doc(
+            "Data-parallel devices that share the experts of each layer: each holds its part of them, and tokens go to "
+            "the device of their experts. Divides the data-parallel devices and the experts; needs "
+            "`tensor_parallel_size` 1.",
+            ge=1,
+        ),
+    ]
     sequence_parallel: Annotated[
         bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism. Not available yet.")
     ]
@@ -48,7 +60,7 @@ class DTensorConfig:
         bool,
         doc(
             "Compile the layers with torch.compile: faster and smaller, for half a minute at the first step (kept on "
-            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU."
+            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU, nor layers with experts."
         ),
     ]
     cpu_offload: Annotated[

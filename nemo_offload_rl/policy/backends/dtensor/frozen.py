@@ -51,6 +51,11 @@ class FrozenDTensor:
         """What logits are divided by."""
         return self._built.head.temperature
 
+    @property
+    def softcap(self) -> float | None:
+        """What they are soft-capped at before."""
+        return self._built.head.softcap
+
     def state_groups(self) -> Sequence[StateGroup]:
         """Parameters and buffers: one group that arrives layer by layer, or one of each layer and one of the rest."""
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.backends.dtensor.experts import use_grouped_experts
+from nemo_offload_rl.policy.backends.hub_names import HubNames, Piece
 from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles, check_same_tensors
 from nemo_offload_rl.residency import local_tensor
 
@@ -31,6 +34,7 @@ def build_causal_lm(config: Any, attention: str) -> Any:
         model: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
         )
+    use_grouped_experts(model)
     _compute_buffers(model)
     # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
@@ -50,19 +54,29 @@ def _compute_buffers(model: Any) -> None:
             assert not missing, f"transformers gives no value to {name}.{missing[0]}"
 
 
+def weight_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that a model's files have, in float32 whatever the rest has: what routers add to choose experts."""
+    return [
+        (f"{place}.{key}", buffer)
+        for place, part in module.named_modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if key not in part._non_persistent_buffers_set
+    ]
+
+
 @dataclass(frozen=True)
 class WeightSources:
     """Where a model's parameters are in its files.
 
     Attributes:
         files: The model's files.
-        names: A parameter's name to that of its tensor.
-        repeats: Names of tied parameters that the files have twice: first the one that is read.
+        pieces: A parameter's name to the tensors that it consists of.
+        repeats: A parameter's name to that of a second tensor with the same values: of tied ones that are there twice.
     """
 
     files: WeightFiles
-    names: Mapping[str, str]
-    repeats: tuple[tuple[str, str], ...]
+    pieces: Mapping[str, Sequence[Piece]]
+    repeats: Mapping[str, str]
 
 
 def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
@@ -75,20 +89,30 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
     Raises:
         UserError: The files cannot be read, or their names and shapes are not those of the model.
     """
-    files = WeightFiles(model_name)
-    wanted = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-    names = {name: name for name in wanted}
-    found, repeats = dict(files.shapes), []
+    files, hub = WeightFiles(model_name), HubNames(causal_lm.config.model_type)
+    tensors = [*causal_lm.named_parameters(), *weight_buffers(causal_lm)]
+    pieces = {name: _pieces(hub, files, name, tensor.shape) for name, tensor in tensors}
+    found, repeats = dict(files.shapes), {}
     for copied, kept in causal_lm.all_tied_weights_keys.items():
-        if copied in found and kept in found:
-            repeats.append((kept, copied))
+        (piece,) = pieces[kept]
+        if copied in found and piece.name in found:
+            repeats[kept] = copied
         elif copied in found:
-            names[kept] = copied
-            found[kept] = found[copied]
+            pieces[kept] = [replace(piece, name=copied)]
+            continue
         found.pop(copied, None)
+    wanted = {piece.name: piece.shape for several in pieces.values() for piece in several}
     harmless = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), COMPUTED]
     check_same_tensors(model_name, wanted, found, harmless)
-    return WeightSources(files, names, tuple(repeats))
+    return WeightSources(files, pieces, repeats)
+
+
+def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> list[Piece]:
+    """The tensors of a parameter; files that have experts stacked already have one."""
+    pieces = hub.pieces(name, shape)
+    if len(pieces) > 1 and hub.of(name) in files.shapes:
+        return [Piece(hub.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
+    return pieces
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -96,13 +120,13 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
-def read_weights(parameters: Iterable[tuple[str, nn.Parameter]], sources: WeightSources) -> None:
+def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSources) -> None:
     """Read this rank's shard of each parameter; every rank calls it, and an error on one is raised on all.
 
     Beside the shards there is never more in host memory than a part of one tensor.
 
     Args:
-        parameters: DTensors by the names that `find_weights` saw.
+        parameters: DTensors, and buffers, by the names that `find_weights` saw.
         sources: What `find_weights` gave.
 
     Raises:
@@ -110,9 +134,9 @@ def read_weights(parameters: Iterable[tuple[str, nn.Parameter]], sources: Weight
     """
     problem = None
     try:
-        repeats = dict(sources.repeats)
         for name, parameter in parameters:
-            _read(parameter, sources.names[name], repeats.get(name), sources.files)
+            with sources.files.held_open():
+                _read(name, parameter, sources)
     except UserError as error:
         problem = str(error)
     problems: list[str | None] = [problem] * dist.get_world_size()
@@ -123,20 +147,39 @@ def read_weights(parameters: Iterable[tuple[str, nn.Parameter]], sources: Weight
 
 
 @torch.no_grad()
-def _read(parameter: nn.Parameter, name: str, repeat: str | None, files: WeightFiles) -> None:
-    assert isinstance(parameter, DTensor)
+def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
     local = local_tensor(parameter.detach())
-    (chunk,) = parameter.__create_chunk_list__()
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * local.dim()), sizes=local.shape)
+    if isinstance(parameter, DTensor):
+        (chunk,) = parameter.__create_chunk_list__()
     if not local.numel():
         return
 
-    def read(tensor_name: str) -> Tensor:
+    def read(piece: Piece, begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
         # To the device in the file's dtype: fewer bytes, and no second copy on the host.
-        return files.read(tensor_name, chunk.offsets, chunk.sizes).to(local.device)
+        stacked = len(begins) - len(piece.shape)  # the dimension of the experts, which the file's tensors lack
+        return sources.files.read(piece.name, begins[stacked:], sizes[stacked:]).to(local.device)
 
-    local.copy_(read(name))
-    if repeat is not None and not torch.equal(local, read(repeat).to(local.dtype)):
-        raise UserError(
-            f"The files of the model have {name} and {repeat} with different values, but its config ties them; set "
-            "policy.hf_config_overrides.tie_word_embeddings=false to train both"
-        )
+    repeat = sources.repeats.get(name)
+    for piece in sources.pieces[name]:
+        begins = [max(pair) for pair in zip(chunk.offsets, piece.offsets, strict=True)]
+        here, there = _ends(chunk.offsets, chunk.sizes), _ends(piece.offsets, piece.sizes)
+        sizes = [min(ends) - begin for begin, *ends in zip(begins, here, there, strict=True)]
+        if min(sizes, default=1) <= 0:
+            continue
+        inside = [begin - offset for begin, offset in zip(begins, piece.offsets, strict=True)]
+        where = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
+        part = local[tuple(slice(begin, begin + size) for begin, size in zip(where, sizes, strict=True))]
+        part.copy_(read(piece, inside, sizes).view(part.shape))
+        repeat = sources.repeats.get(name)
+        if repeat is not None and not torch.equal(
+            part, read(replace(piece, name=repeat), inside, sizes).to(part.dtype)
+        ):
+            raise UserError(
+                f"The files of the model have {piece.name} and {repeat} with different values, but its config ties "
+                "them; set policy.hf_config_overrides.tie_word_embeddings=false to train both"
+            )
+
+
+def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]

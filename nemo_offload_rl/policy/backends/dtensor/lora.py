@@ -5,9 +5,10 @@ The model's own parameters become the state group `base`, which nothing writes: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
         seed: Of the adapters' first values, the same on every rank.
 
     Raises:
-        ConfigError: No layer has the names asked for, or peft is not installed.
+        ConfigError: No layer has one of the names asked for, a tied output layer does, or peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -38,27 +39,69 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
         raise ConfigError(
             "policy.dtensor_cfg.lora_cfg.enabled is true, but peft is not installed; pip install peft"
         ) from error
+    if not settings.match_all_linear:
+        _check_targets(causal_lm, settings.target_modules)
     config = LoraConfig(
         r=settings.dim,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules="all-linear" if settings.match_all_linear else list(settings.target_modules),
-        exclude_modules=list(settings.exclude_modules) or None,
+        target_modules=adapted_layers(causal_lm, settings),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
         torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, causal_lm)
-        except ValueError as error:
-            raise ConfigError(
-                f"policy.dtensor_cfg.lora_cfg fits no layer of the model ({str(error).splitlines()[0]}); change "
-                "target_modules or exclude_modules, or set match_all_linear to true"
-            ) from error
+        inject_adapter_in_model(config, causal_lm)
         if settings.lora_A_init == "xavier":
             for name, parameter in causal_lm.named_parameters():
                 if _A in name:
                     nn.init.xavier_normal_(parameter)
+
+
+def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
+    """Full names of the linear layers that get adapters.
+
+    Raises:
+        ConfigError: There is none, or the output layer is one and its weight is the embedding's.
+    """
+    output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
+    linear = {name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear)}
+    if settings.match_all_linear:
+        named = [name for name, layer in linear.items() if layer is not output]
+    else:
+        named = [name for name in linear if _is_named(name, settings.target_modules)]
+    names = [name for name in named if not _is_named(name, settings.exclude_modules)]
+    if not names:
+        last = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"{key} fits no layer of the model, whose linear layers are called {', '.join(last)}; change "
+            "target_modules or exclude_modules, or set match_all_linear to true"
+        )
+    if causal_lm.config.tie_word_embeddings and any(linear[name] is output for name in names):
+        raise ConfigError(
+            f"{key} gives the output layer adapters, but its weight is the embedding's too (tie_word_embeddings), "
+            "which would have to change with it; exclude it with exclude_modules: [lm_head]"
+        )
+    return names
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer has one of the names, whole or its last parts, or fits one of the patterns, which have a `*`."""
+    return any(
+        fnmatchcase(name, pattern) if "*" in pattern else name == pattern or name.endswith(f".{pattern}")
+        for pattern in patterns
+    )
+
+
+def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
+    """Refuse names of which the model has no linear layer: a mixture's experts, above all, would get no adapters."""
+    layers = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
+    unknown = [target for target in targets if not any(_is_named(layer, (target,)) for layer in layers)]
+    if unknown:
+        known = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg.target_modules has {', '.join(unknown)}, and no linear layer of the model is "
+            f"called so (stacked experts are none, and get no adapters); use some of {', '.join(known)}"
+        )
 
 
 @contextmanager

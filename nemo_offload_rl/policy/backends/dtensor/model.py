@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
-from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader
+from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader, capped
 
 PREFIX = "causal_lm."
 
@@ -94,6 +94,10 @@ class LogprobModel(nn.Module):
         self.causal_lm = causal_lm
         self._head = head
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """This rank's vocabulary columns, in the shape of `hidden`."""
+        return capped(self.causal_lm.get_output_embeddings()(hidden), self._head.softcap)
+
     def forward(self, input_ids_BS: Tensor, scored_N: Tensor, row: PackedRow | None, reader: Reader) -> Any:
         """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
 
@@ -111,7 +115,7 @@ class LogprobModel(nn.Module):
         before_NH = hidden_TH.index_select(0, place_N - 1)
         targets_N = input_ids_BS.flatten().index_select(0, scored_N)
         positions = Positions(before_NH, targets_N, scored_N)
-        found = reader(self.causal_lm.get_output_embeddings(), positions, self._head)
+        found = reader(self._logits, positions, self._head)
 
         def at_their_places(found_N: Tensor | None) -> Tensor | None:
             if found_N is None:

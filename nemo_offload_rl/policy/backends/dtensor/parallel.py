@@ -1,13 +1,15 @@
 """Meshes, tensor parallelism by the plan that a model declares, and FSDP2 wrapping.
 
 The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
-DTensor on the whole mesh, so that optimizers see one kind of parameter.
+DTensor on the whole mesh. With expert parallelism `dp` is (dp_shard, ep), row-major too: neighbours in `ep` share the
+experts of each layer, which FSDP divides further over `dp_shard`, and everything else over all of `dp`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,36 +21,66 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.experts import expert_modules
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     COLUMNS,
     COLUMNS_GATHERED,
     ROWS,
     ROWS_OF_WHOLE_INPUT,
     WHOLE_AMONG_HEADS,
+    experts_problem,
     split_problem,
 )
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
 DP, TP = "dp", "tp"
+DP_SHARD, EP = "dp_shard", "ep"
 
 
-def build_mesh(device: torch.device, world_size: int, tensor_parallel_size: int) -> DeviceMesh:
-    """The (dp, tp) mesh over all ranks.
+@dataclass(frozen=True)
+class Meshes:
+    """The 1-D meshes that this rank is in.
+
+    Attributes:
+        dp: Ranks with different data.
+        tp: Ranks that share each layer.
+        dp_shard: With expert parallelism, ranks that share the experts that one rank of `ep` has; else None.
+        ep: Ranks that have different experts; None without expert parallelism.
+    """
+
+    dp: DeviceMesh
+    tp: DeviceMesh
+    dp_shard: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+
+
+def build_meshes(device: torch.device, world_size: int, tensor_parallel_size: int, expert_parallel_size: int) -> Meshes:
+    """Spread all ranks over the meshes.
 
     Raises:
-        ConfigError: The ranks do not divide by the tensor-parallel size.
+        ConfigError: The ranks do not divide by the tensor-parallel size, or the data-parallel ones by the other.
     """
     if world_size % tensor_parallel_size:
         raise ConfigError(
             f"policy.dtensor_cfg.tensor_parallel_size={tensor_parallel_size} does not divide the {world_size} policy "
             "workers; change it or the number of devices."
         )
-    shape = (world_size // tensor_parallel_size, tensor_parallel_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=(DP, TP))
+    dp_size = world_size // tensor_parallel_size
+    if expert_parallel_size == 1:
+        mesh = init_device_mesh(device.type, (dp_size, tensor_parallel_size), mesh_dim_names=(DP, TP))
+        return Meshes(mesh[DP], mesh[TP])
+    if dp_size % expert_parallel_size:
+        raise ConfigError(
+            f"policy.dtensor_cfg.expert_parallel_size={expert_parallel_size} does not divide the {dp_size} "
+            "data-parallel ranks; change it or the number of devices."
+        )
+    shape = (dp_size // expert_parallel_size, expert_parallel_size, tensor_parallel_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP_SHARD, EP, TP))
+    return Meshes(mesh[DP_SHARD, EP]._flatten(DP), mesh[TP], mesh[DP_SHARD], mesh[EP])
 
 
-def check_model(config: Any, tensor_parallel_size: int) -> None:
-    """Refuse models that the backend does not train, and those that tensor parallelism cannot split.
+def check_model(config: Any, tensor_parallel_size: int, expert_parallel_size: int = 1) -> None:
+    """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
 
     Raises:
         ConfigError: Names what of the config is in the way, or the size and the key to change.
@@ -57,6 +89,7 @@ def check_model(config: Any, tensor_parallel_size: int) -> None:
     if (reason := unsupported(contents)) is not None:
         raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
     problem = split_problem(contents, config.base_model_tp_plan or {}, tensor_parallel_size)
+    problem = problem or experts_problem(contents, tensor_parallel_size, expert_parallel_size)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -121,16 +154,27 @@ def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
         head.weight = embedding.weight
 
 
-def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> FSDPModule:
-    """Shard parameters over `mesh` (1-D): one unit per layer, the rest in the root.
+def apply_fsdp(root: nn.Module, layers: nn.ModuleList, meshes: Meshes, compute_dtype: torch.dtype) -> FSDPModule:
+    """Shard parameters over `dp`: one unit per layer, the rest in the root; experts that are divided are units too.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
+
+    Args:
+        root: With everything below.
+        layers: The decoder layers.
+        meshes: What `build_meshes` gave.
+        compute_dtype: To which parameters are cast as they are gathered.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if meshes.dp_shard is not None:
+            # Tokens and their weights come as they are, as they do to experts that are a part of the layer's unit.
+            as_they_are = replace(policy, cast_forward_inputs=False)
+            for experts in expert_modules(layer):
+                fully_shard(experts, mesh=meshes.dp_shard, mp_policy=as_they_are)
+        fully_shard(layer, mesh=meshes.dp, mp_policy=policy)
     # The root's parameters are used last in forward and first in backward.
-    wrapped = fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    wrapped = fully_shard(root, mesh=meshes.dp, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(wrapped):
         module.set_gradient_divide_factor(1.0)
         # Without it a factor means NCCL's pre-multiplied sum, which gloo does not have.
@@ -139,17 +183,18 @@ def apply_fsdp(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute
 
 
 def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
-    """All FSDP units, the root first."""
+    """All FSDP units of a unit, itself first."""
     return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
 
 
 def gather(layer: nn.Module) -> None:
-    """Begin to gather the parameters of one FSDP unit, after what the current stream has been asked for.
+    """Begin to gather the parameters of a layer, after what the current stream has been asked for.
 
     Its own pre-forward hook would use streams that do not wait for the current one; asynchronous gathers use that one.
     The hook waits for what was begun here.
     """
-    cast(FSDPModule, layer).unshard(async_op=True)
+    for module in fsdp_modules(cast(FSDPModule, layer)):
+        module.unshard(async_op=True)
 
 
 def drop_unreduced_grads(root: FSDPModule) -> None:

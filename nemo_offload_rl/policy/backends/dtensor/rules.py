@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
+from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, experts_problem, split_problem
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
@@ -143,6 +143,27 @@ def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
 
 
+def expert_parallel_size_divides_the_devices(cfg: PolicyRun) -> str | None:
+    """DTensor's expert-parallel size divides the data-parallel workers."""
+    dtensor = cfg.policy.dtensor_cfg
+    size, num_ranks = dtensor.expert_parallel_size, cfg.cluster.world_size // dtensor.tensor_parallel_size
+    if dtensor.enabled and num_ranks % size:
+        sizes = [str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]
+        return (
+            f"policy.dtensor_cfg.expert_parallel_size {size} does not divide the {num_ranks} data-parallel workers of "
+            f"`cluster`, which share the experts; use one of {', '.join(sizes)}, or more devices"
+        )
+    return None
+
+
+def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
+    """DTensor's expert parallelism needs a model with experts that divide, and no tensor parallelism."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or model is None or unsupported(model):
+        return None
+    return experts_problem(model, dtensor.tensor_parallel_size, dtensor.expert_parallel_size)
+
+
 def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
     """Bytes of one worker's state groups: everything in float32, in as many shards as there are workers.
 
@@ -175,4 +196,6 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     adapters_have_their_layers,
     dtensor_trains_the_model,
     tensor_parallelism_splits_the_model,
+    expert_parallel_size_divides_the_devices,
+    experts_divide_over_devices,
 )

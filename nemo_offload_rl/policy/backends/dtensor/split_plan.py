@@ -28,6 +28,8 @@ _SPLIT_SIZES = {
     "up_proj": (_INNER,),
     "gate_up_proj": (_INNER,),
     "down_proj": (_INNER,),
+    "c_fc": (_INNER,),
+    "c_proj": (_INNER,),
 }
 
 
@@ -49,8 +51,17 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
     key = f"policy.dtensor_cfg.tensor_parallel_size={size}"
     if size == 1:
         return None
+    if ModelShape.of(config).num_experts:
+        return (
+            f"{key}, but it does not split models with experts; set it to 1 and divide experts by expert_parallel_size"
+        )
     if not plan:
         return f"{key}, but transformers declares no tensor-parallel plan for {config['model_type']}; set it to 1"
+    if config.get("use_qk_norm") and not any(pattern.endswith("q_norm") for pattern in plan):
+        return (
+            f"{key}, but transformers' tensor-parallel plan for {config['model_type']} has no norms of queries and "
+            "keys, which use_qk_norm asks for; set it to 1"
+        )
     shape = ModelShape.of(config)
     sizes = {
         _HEADS: shape.num_heads,
@@ -70,4 +81,31 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
     for name in (*to_divide, _VOCAB):
         if (length := sizes[name]) is not None and length % size:
             return f"{key} does not divide the model's {name}={length}; choose a divisor of it."
+    return None
+
+
+def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert_parallel_size: int) -> str | None:
+    """Why a model's experts cannot be divided over ranks and what to do, or None.
+
+    Args:
+        config: The contents of a config.json.
+        tensor_parallel_size: `policy.dtensor_cfg.tensor_parallel_size`.
+        expert_parallel_size: `policy.dtensor_cfg.expert_parallel_size`.
+    """
+    key, num_experts = (
+        f"policy.dtensor_cfg.expert_parallel_size={expert_parallel_size}",
+        ModelShape.of(config).num_experts,
+    )
+    if expert_parallel_size == 1:
+        return None
+    if not num_experts:
+        return f"{key}, but the model ({config.get('model_type')}) has no experts; set it to 1"
+    if tensor_parallel_size > 1:
+        return f"{key} beside tensor_parallel_size={tensor_parallel_size} is not available; set one of them to 1"
+    if num_experts % expert_parallel_size:
+        sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        return (
+            f"{key} does not divide the model's {num_experts} experts, of which each device takes the same number; use "
+            f"one of {', '.join(map(str, sizes))}"
+        )
     return None

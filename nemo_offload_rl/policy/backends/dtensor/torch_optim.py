@@ -30,6 +30,7 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError
 # How a step is computed, not what: tried only where the run has the device that they need.
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 _SCHEDULE_STEPS = 4
+_NO_DECAY = {"weight_decay": 0.0}
 
 type NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -96,22 +97,23 @@ def _cannot_train(name: str, reason: str) -> ConfigError:
 
 
 def param_groups(settings: OptimizerConfig, parameters: NamedParameters) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups: one, or a second one without weight decay.
+    """The optimizer's parameter groups: one, or a second one without weight decay, each for parameters of one mesh.
 
-    Which parameters those are is as in megatron-core: biases, and all that have one dimension, which are the norms.
-    There is no second group where no parameter belongs to it, as with adapters.
+    Which parameters have no decay is as in megatron-core: biases, and all that have one dimension, which are the norms.
+    There is no second group where no parameter belongs to it, as with adapters. Optimizers update the parameters of a
+    group in one call, which takes DTensors of one mesh only; experts that are divided over ranks have their own.
 
     Args:
         settings: `decay_norm_and_bias`.
         parameters: By name; a DTensor's dimensions are those of the whole tensor, so all ranks agree.
     """
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for name, parameter in parameters:
         is_decayed = settings.decay_norm_and_bias or (parameter.dim() > 1 and not name.endswith("bias"))
-        (decayed if is_decayed else others).append(parameter)
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        num_dims = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        group = groups.setdefault((not is_decayed, num_dims), {"params": []} | ({} if is_decayed else _NO_DECAY))
+        group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
 
 
 def build_optimizer(

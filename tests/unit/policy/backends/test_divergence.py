@@ -17,7 +17,7 @@ from nemo_offload_rl.policy.backends.divergence import (
     topk_divergence,
     topk_logprobs,
 )
-from nemo_offload_rl.policy.backends.logprobs import VocabShard
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import Divergence
 
 WHOLE = VocabShard(0, None)

@@ -91,10 +91,12 @@ def test_the_kernels_match_float64_softmax_and_its_gradient_on_a_gpu(dtype: torc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
-    from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_scores
+    from nemo_offload_rl.policy.backends.logprobs import chunked_scores
+    from nemo_offload_rl.policy.backends.vocab import VocabShard
     from nemo_offload_rl.policy.interfaces import TokenStat
+    from nemo_offload_rl.policy.settings import TokenFilter
 
-    results, measurements = [], {}
+    results, filtered, measurements = [], [], {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         layer = torch.nn.Linear(32, 5000, bias=False)
@@ -103,7 +105,7 @@ def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
         with torch.no_grad():
             targets[::3] = layer(hidden).argmax(-1)[::3]
         for chunk_size, stat in product((None, 8), (None, *TokenStat)):
-            logprobs, measured = chunked_scores(
+            logprobs, measured, _ = chunked_scores(
                 layer, hidden, targets, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None), stat=stat
             )
             layer.zero_grad()
@@ -112,6 +114,21 @@ def test_logprobs_on_a_gpu_and_their_gradients_are_those_of_the_cpu() -> None:
             results.append([t.detach().cpu() for t in (logprobs, layer.weight.grad, hidden.grad)])
             if stat is not None:
                 measurements.setdefault(stat, []).append(measured.cpu())
+        for kept, chunk_size in product(
+            (TokenFilter(20, 1.0), TokenFilter(None, 0.6), TokenFilter(50, 0.8)), (None, 8)
+        ):
+            found = chunked_scores(
+                layer, hidden, targets, temperature=0.9, chunk_size=chunk_size, shard=VocabShard(0, None),
+                stat=TokenStat.ENTROPY, kept=kept, with_whole=True,
+            )  # fmt: skip
+            layer.zero_grad()
+            hidden.grad = None
+            (found.logprobs + 0.5 * found.whole).mul(torch.arange(21.0, device=device)).sum().backward()
+            filtered.append([t.detach().cpu() for t in (*found, layer.weight.grad, hidden.grad)])
+    half = len(filtered) // 2
+    for left, right in zip(filtered[:half], filtered[half:], strict=True):
+        for one, other in zip(left, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     for other in results[1:]:
         for left, right in zip(results[0], other, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-3)

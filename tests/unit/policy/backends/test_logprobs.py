@@ -4,7 +4,8 @@ from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.policy.backends.logprobs import VocabShard, chunked_scores, token_scores
+from nemo_offload_rl.policy.backends.logprobs import chunked_scores, token_scores
+from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import TokenStat
 
 WHOLE = VocabShard(0, None)
@@ -67,7 +68,7 @@ def test_chunks_give_the_same_logprobs_and_gradients_and_bound_the_positions_sco
 def test_no_position_at_all_has_gradients_of_zero(chunk_size, stat):
     layer = torch.nn.Linear(4, 9)
     hidden, targets = torch.randn(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
-    found, measured = chunked_scores(
+    found, measured, _ = chunked_scores(
         layer, hidden, targets, temperature=1.0, chunk_size=chunk_size, shard=WHOLE, stat=stat
     )
     found.sum().backward()

@@ -26,10 +26,22 @@ def make_worker(folder, **changes):
     return lora_worker(folder, "dtensor", **changes)
 
 
-def peft_model(folder, worker):
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    save_family(path, "qwen3")
+    return path
+
+
+# Patterns of Automodel's: every linear layer but these, and so the output layer too.
+WITH_OUTPUT = {"match_all_linear": False, "target_modules": ("*",), "exclude_modules": ("*o_proj*", "down_proj")}
+OF_PEFT = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"]
+
+
+def peft_model(folder, worker, targets="all-linear"):
     """peft's model with this worker's adapters."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, config)
     adapters = {f"base_model.model.{name}": value for name, value in full_params(worker).items()}
     missing, unexpected = wrapped.load_state_dict(adapters, strict=False)
@@ -53,11 +65,25 @@ def test_merged_weights_are_pefts_bit_by_bit_in_a_refit_and_an_export(folder, tm
     assert changed == {name for name in sent if "_proj" in name}
 
 
-def test_logprobs_and_gradients_are_pefts(folder):
+def test_an_output_layer_with_adapters_is_merged_as_pefts(untied):
+    with make_worker(untied, lora=WITH_OUTPUT) as worker:
+        train_steps(worker, 1, 3)
+        sent = weights_of(worker)
+        merged = dict(peft_model(untied, worker, OF_PEFT).merge_and_unload().named_parameters())
+    assert_equal(sent, {name: value.detach() for name, value in merged.items()})
+    stored = load_file(untied / "model.safetensors")
+    changed = {name.rpartition(".weight")[0].rpartition(".")[2] for name in sent if (sent[name] != stored[name]).any()}
+    assert changed == set(OF_PEFT)
+
+
+@pytest.mark.parametrize(("tied", "lora", "targets"), [(True, {}, "all-linear"), (False, WITH_OUTPUT, OF_PEFT)])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_logprobs_and_gradients_are_pefts(folder, untied, tied, lora, targets, chunk_size):
+    folder = folder if tied else untied
     batch = make_batch()
-    with make_worker(folder) as worker:
+    with make_worker(folder, lora=lora, logprob_chunk_size=chunk_size) as worker:
         train_steps(worker, 1, 2)
-        model = peft_model(folder, worker)
+        model = peft_model(folder, worker, targets)
         worker.prepare_for_training()
         loss, _ = worker.forward_backward(batch, NLL())
         gradients = {name: full(parameter.grad) for name, parameter in worker._backend._parameters}
@@ -79,7 +105,9 @@ def test_logprobs_and_gradients_are_pefts(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora": {"match_all_linear": False, "target_modules": ("query",)}}, "fits no layer"),
+        ({"lora": {"match_all_linear": False, "target_modules": ("q_proj", "query")}}, "has query, and no"),
+        ({"lora": {"match_all_linear": False, "target_modules": ("*",)}}, "exclude it with exclude_modules"),
+        ({"lora": {"exclude_modules": ("*",)}}, "fits no layer of the model, whose linear layers are called down_proj"),
         ({"tensor_parallel_size": 2}, "with lora_cfg is not supported"),
     ],
 )

@@ -1,0 +1,81 @@
+"""Writes the table of docs/reference/models.md from the records and from what `make test-models` has seen.
+
+Run `python -m nemo_offload_rl.models.page` in the repository root.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.models.families import FAMILIES, ModelFamily, refused_settings
+
+RESULTS = Path("benchmarks/results/models.json")
+PAGE = Path("docs/reference/models.md")
+BEGIN, END = "<!-- Written by `python -m nemo_offload_rl.models.page`. -->", "<!-- The end of what is written. -->"
+BACKENDS = {"dtensor": "DTensor", "megatron": "Megatron"}
+TP, PACKING, LORA, EXPERTS = "tensor parallelism", "packing", "LoRA", "experts"
+EVERYWHERE = ("import", "logprobs", "three steps", "resume", "hf/ folder", "vLLM", "refit")
+"""What every entry of the results has."""
+
+_COLUMNS = ("family", "`model_type`", "backend", "TP", "packing", "LoRA", "MoE", "refused", "checked")
+
+type Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By `name/backend`, then by machine ("CPU", "GPU"): `model_type`, `facts`, `date` and versions."""
+
+
+def table(results: Results) -> str:
+    """One line for each family and backend."""
+    lines = [
+        "| family | `model_type` | backend | TP | packing | LoRA | MoE | refused | checked |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for family in sorted(FAMILIES.values(), key=lambda family: family.title.lower()):
+        lines += [_line(family, backend, results) for backend in family.trained_by]
+    return "\n".join(lines)
+
+
+def _line(family: ModelFamily, backend: str, results: Results) -> str:
+    seen = [
+        (machine, entry)
+        for key, by_machine in results.items()
+        if key.endswith(f"/{backend}")
+        for machine, entry in by_machine.items()
+        if entry["model_type"] == family.model_type
+    ]
+    facts = {fact for _, entry in seen for fact in entry["facts"]}
+    cells = [family.title, f"`{family.model_type}`", BACKENDS[backend]]
+    cells += ["yes" if fact in facts else "-" for fact in (TP, PACKING, LORA, EXPERTS)]
+    cells += [", ".join(refused_settings(family, backend)), _checked(seen)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _checked(seen: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Machines, each with its oldest entry's vLLM and date."""
+    oldest: dict[str, Mapping[str, Any]] = {}
+    for machine, entry in seen:
+        oldest[machine] = min(oldest.get(machine, entry), entry, key=lambda one: one["date"])
+    return "; ".join(f"{machine}, vLLM {entry['vllm']}, {entry['date']}" for machine, entry in sorted(oldest.items()))
+
+
+def with_table(page: str, results: Results) -> str:
+    """The page with its table made anew."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
+
+
+def read_results() -> Results:
+    """What has been seen."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Entry of `python -m nemo_offload_rl.models.page`."""
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

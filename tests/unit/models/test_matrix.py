@@ -1,0 +1,109 @@
+"""The matrix: every family with every backend that trains it, from import to refit.
+
+`make test` runs all rows up to the exported folder, and those of `SERVED_IN_CI` with an engine. `make test-models` runs
+all of them with an engine and over two ranks, and writes what docs/reference/models.md is made of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import matrix_results
+import pytest
+from engine_process import EngineProcess, engine_process, engine_settings
+from matrix_cases import (
+    ROWS,
+    Row,
+    adapters_move_the_merged_weights,
+    answers_like,
+    gradients_are_hugging_faces,
+    hf_model,
+    is_refitted,
+    split_over_two_ranks,
+    trains_like_plain_torch,
+)
+from model_families import save_family_folder
+from policy_cases import run_ranks
+
+from nemo_offload_rl.models.page import EVERYWHERE, LORA, PACKING
+from nemo_offload_rl.policy.backends.base import ProcessInfo
+
+pytestmark = [pytest.mark.trains, pytest.mark.processes]
+SERVED_IN_CI = ("llama/dtensor", "mistral-window/dtensor", "qwen3-tied/megatron", "qwen3_moe/megatron")
+
+
+def rows(*, served: bool) -> list[object]:
+    """Names and backends; with the marker of `make test-models` those that `make test` leaves to it."""
+    found = []
+    for name, backend in ROWS:
+        key = f"{name}/{backend}"
+        marks = [pytest.mark.models] if served and key not in SERVED_IN_CI else []
+        if served or key not in SERVED_IN_CI:
+            found.append(pytest.param(name, backend, id=f"{name}-{backend}", marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineProcess]:
+    with engine_process() as process:
+        yield process
+
+
+def check(row: Row, root: Path, engine: EngineProcess | None) -> list[str]:
+    """Go through everything that one rank can show; what was seen, in the page's words."""
+    facts = list(EVERYWHERE)
+    save_family_folder(row.folder, row.name)
+    trains_like_plain_torch(row, root)
+    gradients_are_hugging_faces(row, root / "hf")
+    facts += [PACKING] if row.packs else []
+    if engine is not None:
+        engine.start(engine_settings(root / "hf", vllm_kwargs={"load_format": "auto"}))
+        answers_like(engine, hf_model(root / "hf"))
+        is_refitted(row, engine)
+    if row.has_adapters:
+        adapters_move_the_merged_weights(row, root, engine)
+        facts.append(LORA)
+    return facts
+
+
+@pytest.mark.parametrize(("name", "backend"), rows(served=False))
+def test_a_family_trains_as_in_plain_torch(tmp_path: Path, name: str, backend: str) -> None:
+    check(Row(name, backend, tmp_path / "model"), tmp_path, None)
+
+
+@pytest.mark.parametrize(("name", "backend"), rows(served=True))
+def test_a_family_trains_and_is_served(engine: EngineProcess, tmp_path: Path, name: str, backend: str) -> None:
+    row = Row(name, backend, tmp_path / "model")
+    matrix_results.write(row, check(row, tmp_path, engine))
+
+
+def two_ranks(process: ProcessInfo, rows_by_key: dict[str, Row]) -> None:
+    """What is seen of each row goes to a file beside its folder."""
+    wrong = []
+    for key, row in rows_by_key.items():
+        try:
+            facts = split_over_two_ranks(process, row)
+        except (AssertionError, RuntimeError, ValueError) as error:  # the same on both ranks
+            wrong.append(f"{key}: {error}")
+        else:
+            if process.rank == 0:
+                row.folder.with_name(f"{row.name}-{row.backend}.facts").write_text("\n".join(facts))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.models
+def test_families_are_split_over_two_ranks(tmp_path: Path) -> None:
+    """All in the same two processes: starting them, and importing what Megatron needs, is most of the cost."""
+    only = os.environ.get("ONLY", "")
+    rows_by_key = {f"{name}-{backend}": Row(name, backend, tmp_path / name) for name, backend in ROWS if only in name}
+    for row in rows_by_key.values():
+        if not row.folder.exists():
+            save_family_folder(row.folder, row.name)
+    try:
+        run_ranks(2, tmp_path, two_ranks, rows_by_key)
+    finally:
+        for row in rows_by_key.values():
+            if (facts := row.folder.with_name(f"{row.name}-{row.backend}.facts")).exists():
+                matrix_results.write(row, facts.read_text().splitlines())
