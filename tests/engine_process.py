@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -103,6 +105,14 @@ class EngineProcess:
         """What another method of the engine returns."""
         return self._call(method, *args)
 
+    def begin(self, method: str, *args: Any) -> None:
+        """Have a method of the engine called in a thread; `ended` waits for it."""
+        self._call("begin", method, *args)
+
+    def ended(self) -> Any:
+        """What the oldest call returned that was begun."""
+        return self._call("ended")
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
     ) -> list[list[Completion]]:
@@ -159,6 +169,7 @@ def engine_process() -> Iterator[EngineProcess]:
 
 def engine_here(settings: VllmSettings) -> Any:
     """An engine in this process, whose variables are vLLM's already; processes of vLLM's own are forked from it."""
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
@@ -167,6 +178,7 @@ def engine_here(settings: VllmSettings) -> Any:
 
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    registry._run_in_subprocess = lambda look: look()  # at a class of models: 8 s of a CPU for each, to import vLLM
     return (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
 
 
@@ -182,13 +194,19 @@ def _serve(pipe: Connection, settings: VllmSettings) -> None:
         pipe.send(error)
         return
     pipe.send(None)
+    threads, begun = ThreadPoolExecutor(), deque[Future[Any]]()
     while True:
         try:
             method, args = pipe.recv()
         except EOFError:
             break
         try:
-            answer = getattr(engine, method)(*args)
+            if method == "begin":
+                answer = begun.append(threads.submit(getattr(engine, args[0]), *args[1:]))
+            elif method == "ended":
+                answer = begun.popleft().result()
+            else:
+                answer = getattr(engine, method)(*args)
         except (UserError, RuntimeError) as error:
             answer = error
         pipe.send(answer)

@@ -137,6 +137,14 @@ class RayGenerationEngine:
         """See `GenerationEngine`."""
         self._group.run_all("finish_refit")
 
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        """See `PausingEngine`; needs `async_engine`."""
+        self._group.run_all("pause_generation", recompute_kv_cache)
+
+    def resume_generation(self) -> None:
+        """See `PausingEngine`; needs `async_engine`."""
+        self._group.run_all("resume_generation")
+
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
         self._group.shutdown()

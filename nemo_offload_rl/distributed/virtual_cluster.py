@@ -195,7 +195,14 @@ def _init_ray(settings: ClusterConfig, log_to_driver: bool) -> None:
     common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if "RAY_ADDRESS" in os.environ:
         _check_answers(os.environ["RAY_ADDRESS"])
-        ray.init(address="auto", **common)
+        try:
+            ray.init(address="auto", **common)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"no Ray cluster was found at RAY_ADDRESS={os.environ['RAY_ADDRESS']} "
+                f"({str(error).splitlines()[0]}); start one with `ray start --head`, or unset RAY_ADDRESS to use this "
+                "machine"
+            ) from error
         return
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}

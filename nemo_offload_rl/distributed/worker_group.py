@@ -109,7 +109,7 @@ class RayWorkerGroup:
         refs = tuple(
             actor.build.remote(spec.factory, {**spec.kwargs, **extra[rank]}) for rank, actor in enumerate(self._actors)
         )
-        self._failure: BaseException | None = None
+        self._raised: list[BaseException] = []
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._unfinished: set[PendingCall] = set()
         self._building: PendingCall | None = PendingCall("build", refs)
@@ -119,10 +119,9 @@ class RayWorkerGroup:
         """Number of ranks."""
         return len(self._actors)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What the last failed call raised, the very object: so an error can be told from another group's."""
-        return self._failure
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether a call raised this very object: so an error can be told from another group's."""
+        return any(error is each for each in self._raised)
 
     def wait_until_ready(self) -> None:
         """Wait until every worker is built.
@@ -238,7 +237,7 @@ class RayWorkerGroup:
                 results[rank] = ray.get(done[0])
             except RayError as error:
                 errors.append(original_error(error, self._label(rank), call.method))
-                if isinstance(errors[-1], WorkerDiedError):
+                if isinstance(errors[-1], WorkerDiedError) and self._actors:  # and was not ended by `shutdown`
                     self._show_last_words(rank)
                 if isinstance(errors[-1], UserError):
                     break
@@ -246,8 +245,9 @@ class RayWorkerGroup:
         if errors:
             if not waiting:
                 self._unfinished.discard(call)
-            self._failure = _best_explanation(errors)
-            raise self._failure
+            explanation = _best_explanation(errors)
+            self._raised.append(explanation)
+            raise explanation
         return [results[rank] for rank in range(len(call.refs))]
 
     def _show_last_words(self, rank: int) -> None:

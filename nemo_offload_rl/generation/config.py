@@ -117,15 +117,15 @@ class GenerationConfig:
     top_p: Annotated[
         float,
         doc(
-            "Nucleus sampling: share of the probability mass that is kept. Logprobs, the engine's too, are "
-            "those before it.",
+            "Nucleus sampling: share of the probability mass that is kept. Logprobs of engine and policy are over the "
+            "tokens that `top_k` and it leave, as in NeMo-RL; those of the reference and its KL over all.",
             gt=0,
             le=1,
         ),
     ]
     top_k: Annotated[
         int | None,
-        doc("Sample from this number of most likely tokens; null for all. Logprobs are those before it.", ge=1),
+        doc("Sample from this number of most likely tokens; null for all. Logprobs: see `top_p`.", ge=1),
     ]
     val_temperature: Annotated[float, doc("`temperature` of validation.", ge=0)]
     val_top_p: Annotated[float, doc("`top_p` of validation.", gt=0, le=1)]

@@ -13,7 +13,7 @@ from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 class SamplingSettings:
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all.
 
-    Logprobs are those at `temperature` over the whole vocabulary: before `top_p` and `top_k`, as the policy's.
+    Logprobs are those at `temperature` over the tokens that `top_k` and `top_p` leave, as the policy's.
     """
 
     max_new_tokens: int
@@ -61,4 +61,21 @@ class GenerationEngine(Protocol):
 
     def shutdown(self) -> None:
         """End the engine; safe to call twice."""
+        ...
+
+
+class PausingEngine(Protocol):
+    """An engine that can be given weights in the middle of responses."""
+
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        """Hold all responses where they are, and what is asked from now on, until `resume_generation`.
+
+        Args:
+            recompute_kv_cache: A refit meanwhile also drops the KV cache, which is then computed again with the new
+                weights; false goes on with what the old ones computed.
+        """
+        ...
+
+    def resume_generation(self) -> None:
+        """Go on."""
         ...

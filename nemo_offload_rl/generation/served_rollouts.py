@@ -134,18 +134,31 @@ def call_seed(seed: int, prompt: Sequence[int], number: int) -> int:
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def longest_conversation(calls: Sequence[ServedCall]) -> list[ServedCall]:
-    """Of all conversations of a rollout that with the most sampled tokens, its calls in order; the first of equals."""
-    best: list[ServedCall] = []
-    best_size = -1
-    for call in calls:
-        conversation = [call]
-        while conversation[0].parent is not None:
-            conversation.insert(0, calls[conversation[0].parent])
-        size = sum(len(part.completion.token_ids) for part in conversation)
-        if size > best_size:
-            best, best_size = conversation, size
-    return best
+def conversations(calls: Sequence[ServedCall]) -> list[list[tuple[ServedCall, bool]]]:
+    """The conversations of a rollout, each as its calls in order: first that with the most sampled tokens.
+
+    Conversations that begin alike have calls in common; the flag of a call is True in the first that has it. The
+    others come in the order of their last calls, those of which nothing was sampled left out.
+    """
+    goes_on = {call.parent for call in calls}
+    found: list[list[int]] = []
+    for last in range(len(calls)):
+        if last not in goes_on:
+            path = [last]
+            while (parent := calls[path[0]].parent) is not None:
+                path.insert(0, parent)
+            found.append(path)
+    sizes = [sum(len(calls[call].completion.token_ids) for call in path) for path in found]
+    if found:
+        found.insert(0, found.pop(sizes.index(max(sizes))))
+    seen: set[int] = set()
+    result = []
+    for path in found:
+        new = [call for call in path if call not in seen]
+        if not result or any(calls[call].completion.token_ids for call in new):
+            result.append([(calls[call], call not in seen) for call in path])
+            seen.update(path)
+    return result
 
 
 def _key(message: Message) -> Any:

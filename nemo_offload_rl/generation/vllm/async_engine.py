@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
@@ -46,6 +47,8 @@ class AsyncVllmEngine(VllmEngineBase):
         can_sleep = arguments.get("enable_sleep_mode", False)
         super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         self._request_ids = itertools.count()
+        self._pausing = threading.Condition()  # of `_pause` and of what calls find of the engine's state
+        self._pause: _Pause | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-async", daemon=True)
         self._thread.start()
@@ -57,7 +60,6 @@ class AsyncVllmEngine(VllmEngineBase):
         finally:
             if self._llm is None:
                 self._stop_loop()
-        self._rpc("report_unfiltered_logprobs", ())
         self._server: HttpServer | None = None
         if settings.endpoint is not None:
             try:
@@ -81,6 +83,25 @@ class AsyncVllmEngine(VllmEngineBase):
         with self.deaths_told():
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        """See `PausingEngine`."""
+        with self._pausing:
+            self._pause = _Pause(recompute_kv_cache)
+        self._wait(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+    def resume_generation(self) -> None:
+        """See `PausingEngine`."""
+        self._wait(self._engine.resume_generation())
+        with self._pausing:
+            self._pause = None
+            self._pausing.notify_all()
+
+    def check_ready(self) -> None:
+        """See `VllmEngineBase`; waits while the engine is paused."""
+        with self._pausing:
+            self._pausing.wait_for(lambda: self._pause is None)
+            super().check_ready()
+
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`; an endpoint answers once the engine is awake with its weights."""
         super().prepare_for_generation(tags)
@@ -92,8 +113,9 @@ class AsyncVllmEngine(VllmEngineBase):
         super().finish_generation(discard_weights)
 
     def load_bucket(self, bucket: WeightBucket) -> None:
-        """See `GenerationEngine`; an endpoint refuses until the refit has finished."""
-        self._close_gate()
+        """See `GenerationEngine`; an endpoint refuses until the refit has finished, unless the engine is paused."""
+        if self._pause is None:
+            self._close_gate()
         super().load_bucket(bucket)
 
     def finish_refit(self) -> None:
@@ -193,7 +215,15 @@ class AsyncVllmEngine(VllmEngineBase):
         return self._wait(self._engine.collective_rpc(method, args=args))
 
     def _reset_prefix_cache(self) -> bool:
-        return self._wait(self._engine.reset_prefix_cache())
+        recomputes = self._pause is not None and self._pause.recompute_kv_cache
+        if self._pause is not None and not recomputes and self._engine.output_processor.has_unfinished_requests():
+            return True  # they go on with what they have
+        return self._wait(self._engine.reset_prefix_cache(reset_running_requests=recomputes))
+
+
+@dataclass(frozen=True)
+class _Pause:
+    recompute_kv_cache: bool
 
 
 async def _start(arguments: Any) -> AsyncLLM:

@@ -37,7 +37,6 @@ class VllmEngine(VllmEngineBase):
             self._llm: LLM | None = LLM(**arguments)
         except ValueError as error:
             raise start_error(error, settings) from error
-        self._rpc("report_unfiltered_logprobs", ())
 
     def shutdown(self) -> None:
         """See `GenerationEngine`."""

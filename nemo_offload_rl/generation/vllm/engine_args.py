@@ -15,8 +15,8 @@ _CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
 def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
     """Keyword arguments; `settings.vllm_kwargs` wins over all of them, where rules let one through.
 
-    `logprobs_mode` is fixed: the logprobs of a response are those at the sampling temperature, which vLLM's default
-    (`raw_logprobs`) are not; `sampled_logprobs.py` takes top-p and top-k out of them.
+    `logprobs_mode` is fixed: the logprobs of a response are those that drew it (temperature, top-k, top-p), which
+    vLLM's default (`raw_logprobs`) are not.
 
     Raises:
         ConfigError: The model folder or, on CPU, the size of the KV cache is missing.

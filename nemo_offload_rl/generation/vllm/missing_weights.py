@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from nemo_offload_rl.generation.vllm.stacked_experts import DOWN, GATE_UP, local_experts
 from nemo_offload_rl.generation.vllm.write_recorder import Span, gaps
 
 
@@ -25,8 +26,18 @@ def missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
         if holes:
             place, _, own_name = name.rpartition(".")
             parts = list(_parts(modules[place], place, own_name, parameter, packed))
-            missing += [part for part, span in parts if _overlap(span, holes)] or [name]
+            found = [part for part, span in parts if _overlap(span, holes)]
+            if len(found) == len(parts):
+                found = _stacked(modules[place], own_name) or found
+            missing += found or [name]
     return missing
+
+
+def _stacked(module: nn.Module, own_name: str) -> list[str]:
+    """The name of the one tensor that has all experts of a parameter; nothing for other parameters."""
+    layer_name = getattr(module, "layer_name", None)
+    kinds = {"w13_weight": GATE_UP, "w2_weight": DOWN}
+    return [f"{layer_name}.{kinds[own_name]}"] if own_name in kinds else []
 
 
 def _parts(
@@ -43,7 +54,7 @@ def _parts(
     if isinstance(module, RoutedExperts) and parameter.dim() == 3:
         gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
         names = [gate, up] if own_name.startswith("w13") else [down]
-        for expert, local in _local_experts(module):
+        for expert, local in local_experts(module):
             begin, num_bytes = start + local * row_bytes, row_bytes // len(names)
             for index, name in enumerate(names):
                 span = (begin + index * num_bytes, begin + (index + 1) * num_bytes)
@@ -55,13 +66,6 @@ def _parts(
             for name, num_rows in zip(names, module.output_partition_sizes, strict=True):
                 yield f"{parent}.{name}.{own_name}", (start, start + num_rows * row_bytes)
                 start += num_rows * row_bytes
-
-
-def _local_experts(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """(number in the model, number in this worker) of each expert that this worker holds."""
-    experts = module.expert_map
-    places = range(module.global_num_experts) if experts is None else experts.tolist()  # type: ignore[union-attr]
-    return ((expert, local) for expert, local in enumerate(places) if local >= 0)
 
 
 def _overlap(span: Span, holes: list[Span]) -> bool:

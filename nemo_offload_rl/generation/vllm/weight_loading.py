@@ -1,9 +1,10 @@
 """What happens to a bucket inside vLLM's worker process: tensors are copied into the model, and every write counted.
 
-`model.load_weights` is used rather than vLLM's layerwise reload, which keeps references to the tensors until a layer is
-complete: with reused buffers that corrupts weights without an error. What `load_weights` accepts in silence (a missing
-tensor, a missing expert, a tensor that it ignores or takes a part of) is found by counting: every element of every
-parameter has to be written, every element of every tensor to be read.
+Stacked experts are written by `stacked_experts.py`, everything else by vLLM: by `model.load_weights` rather than its
+layerwise reload, which keeps references to the tensors until a layer is complete: with reused buffers that corrupts
+weights without an error. What `load_weights` accepts in silence (a missing tensor, a missing expert, a tensor that it
+ignores or takes a part of) is found by counting: every element of every parameter has to be written, every element of
+every tensor to be read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.generation.vllm.derived_weights import check_nothing_is_derived
 from nemo_offload_rl.generation.vllm.missing_weights import missing_weights
+from nemo_offload_rl.generation.vllm.stacked_experts import StackedExperts
 from nemo_offload_rl.generation.vllm.write_recorder import Span, WriteRecorder, merged
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
@@ -68,6 +70,7 @@ class RefitSession:
     def __init__(self, model: nn.Module, seen: SeenLoads, group: NcclGroup | None = None) -> None:
         self._group = group
         self._model: Any = model
+        self._experts = StackedExperts(model)
         self._seen = seen
         if seen.is_new_for(model):
             check_nothing_is_derived(model)
@@ -134,10 +137,13 @@ class RefitSession:
     def _observed(
         self, tensors: list[tuple[str, Tensor]], current: list[str], recorder: WriteRecorder | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hands out one tensor after the other; vLLM has loaded one when it asks for the next."""
+        """Hands out one tensor after the other; vLLM has loaded one when it asks for the next. Experts stay here."""
         for name, tensor in tensors:
             current.append(name)
-            yield name, tensor
+            if self._experts.takes(name):
+                self._experts.load(name, tensor)
+            else:
+                yield name, tensor
             if recorder is not None:
                 spans, num_read = recorder.take()
                 self._seen.loads[self._received[name]] = _Load(spans, min(num_read, tensor.numel()))

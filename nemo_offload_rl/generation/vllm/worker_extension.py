@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
-from nemo_offload_rl.generation.vllm.sampled_logprobs import report_unfiltered
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
 from nemo_offload_rl.weight_sync.errors import RefitError
@@ -28,10 +27,6 @@ class RefitExtension:
     _refit_session: RefitSession | None = None
     _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
-
-    def report_unfiltered_logprobs(self) -> None:
-        """Report logprobs before top-p and top-k from now on; once, after the start."""
-        report_unfiltered(self.model_runner.sampler)
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""

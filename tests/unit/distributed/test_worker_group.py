@@ -86,15 +86,15 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
 
 
 @pytest.mark.parametrize(("kind", "error"), [("user", DataError), ("died", WorkerDiedError)])
-def test_a_groups_failure_is_the_error_that_its_call_raised(
+def test_a_group_knows_the_errors_that_its_calls_raised(
     cluster: VirtualCluster, group: RayWorkerGroup, kind: str, error: type[Exception]
 ) -> None:
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}, num_workers=1))
-    assert workers.failure is None
     with pytest.raises(error) as raised:
         workers.run_all("raise_on", 0, kind)
-    assert workers.failure is raised.value
-    assert group.failure is None
+    assert workers.has_raised(raised.value)
+    assert not workers.has_raised(error("raised elsewhere"))
+    assert not group.has_raised(raised.value)
     workers.shutdown()
 
 

@@ -328,6 +328,24 @@ def test_what_is_being_answered_when_the_engine_goes_to_sleep_is_aborted(engine,
     assert ask(rollout(engine, "after"), HELLO).choices[0].message.content is not None
 
 
+def test_what_is_being_answered_while_the_engine_is_paused_for_new_weights_is_not_aborted(engine, model) -> None:
+    process, _ = engine
+    url = rollout(engine, "paused", SamplingSettings(max_new_tokens=200, temperature=1.0, seed=5))
+
+    async def pause_meanwhile() -> list[int]:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as chat:
+            calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json={"messages": HELLO}))]
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(process.call, "pause_generation", True)
+            calls.append(asyncio.create_task(chat.post(f"{url}/chat/completions", json={"messages": HELLO})))
+            await asyncio.to_thread(send_weights, process, checkpoint_tensors(model[1]), 2**20)
+            await asyncio.to_thread(process.call, "resume_generation")
+            return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+    assert asyncio.run(pause_meanwhile()) == [200, 200]
+    assert len(taken(engine, "paused")) == 2
+
+
 def test_a_port_that_is_taken_is_refused_by_name(engine, model) -> None:
     port = int(engine[1].rpartition(":")[2])
     settings = endpoint_settings(model[0], listening=Listening("127.0.0.1", port, TOKEN))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
-from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout, call_seed, longest_conversation
+from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout, call_seed, conversations
 
 ASKED = [{"role": "user", "content": "What?"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
@@ -110,13 +110,15 @@ def calls_of_rollouts(draw: st.DrawFn) -> list[ServedCall]:
 
 
 @given(calls_of_rollouts())
-def test_the_conversation_with_the_most_sampled_tokens_is_a_path_from_its_first_call(calls: list[ServedCall]) -> None:
-    chosen = longest_conversation(calls)
-
-    def tokens(number: int) -> int:
-        parent = calls[number].parent
-        return len(calls[number].completion.token_ids) + (0 if parent is None else tokens(parent))
-
-    assert sum(len(call.completion.token_ids) for call in chosen) == max(map(tokens, range(len(calls))), default=0)
-    for parent, call in zip([None, *chosen], chosen, strict=False):
-        assert (calls[call.parent] if call.parent is not None else None) is parent
+def test_every_call_is_counted_once_in_paths_from_first_calls_the_longest_first(calls: list[ServedCall]) -> None:
+    found = conversations(calls)
+    for conversation in found:
+        path = [call for call, _ in conversation]
+        for parent, call in zip([None, *path], path, strict=False):
+            assert (calls[call.parent] if call.parent is not None else None) is parent
+    sizes = [sum(len(call.completion.token_ids) for call, _ in conversation) for conversation in found]
+    assert not sizes or sizes[0] == max(sizes)
+    counted = [id(call) for conversation in found for call, is_counted in conversation if is_counted]
+    assert len(counted) == len(set(counted))
+    assert {id(call) for call in calls if call.completion.token_ids} <= set(counted)
+    assert all(any(c and call.completion.token_ids for call, c in conversation) for conversation in found[1:])

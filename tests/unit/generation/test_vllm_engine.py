@@ -1,4 +1,4 @@
-"""What one vLLM engine answers and refuses; `test_families.py` has the models and their refits."""
+"""What one vLLM engine answers and refuses; `test_refits.py` has refits, `unit/models/test_matrix.py` the models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.errors import ConfigError, DataError
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.policy.backends.hf_folder import load_config
+from nemo_offload_rl.policy.backends.logprobs import drawn_scores
+from nemo_offload_rl.policy.backends.vocab import VocabShard
+from nemo_offload_rl.policy.settings import TokenFilter
 
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
 # With these the model says something else than its config.json would.
@@ -81,18 +84,16 @@ def test_behaviour_logprobs_are_those_at_the_sampling_temperature(
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.5}])
-def test_logprobs_are_those_before_filters_which_leave_only_likely_tokens(
-    engine: EngineProcess, model: Any, filters: dict[str, Any], seed: int | None
+@pytest.mark.parametrize("kept", [TokenFilter(5, 1.0), TokenFilter(None, 0.7), TokenFilter(40, 0.5)])
+def test_logprobs_are_those_of_the_tokens_that_filters_leave_as_the_by_policy_are(
+    engine: EngineProcess, model: Any, kept: TokenFilter, seed: int | None
 ) -> None:
-    sampling = SamplingSettings(max_new_tokens=16, temperature=0.7, seed=seed, **filters)
+    sampling = SamplingSettings(max_new_tokens=16, temperature=0.7, seed=seed, top_k=kept.top_k, top_p=kept.top_p)
     for (completion,), prompt in zip(engine.generate(PROMPTS, sampling), PROMPTS, strict=True):
-        logits = logits_of_response(model, prompt, completion.token_ids) / 0.7
-        logprobs, sampled = logits.log_softmax(-1), torch.tensor(completion.token_ids)[:, None]
-        assert_close(torch.tensor(completion.logprobs), logprobs.gather(-1, sampled)[:, 0])
-        likelier = logprobs > logprobs.gather(-1, sampled)
-        assert (likelier.sum(-1) < filters.get("top_k", 384)).all()
-        assert ((logprobs.exp() * likelier).sum(-1) < filters.get("top_p", 1.0) + 1e-4).all()
+        logits, sampled = logits_of_response(model, prompt, completion.token_ids), torch.tensor(completion.token_ids)
+        by_policy = drawn_scores(logits, sampled, 0.7, VocabShard(0, None), kept=kept).logprobs
+        # Where the policy has 0, for a token that is not in its set, the engine would have drawn one with less.
+        assert_close(torch.tensor(completion.logprobs), by_policy)
 
 
 def test_a_seed_repeats_a_call_and_gives_every_sample_its_own_draws(engine: EngineProcess) -> None:
