@@ -51,6 +51,7 @@ class Replay:
         ]
         self._schedule = phases[0] if phases else None
         self._total_tokens = 0
+        self._num_steps = 0
 
     def step(self, rollouts: Sequence[Rollout], timing: Metrics) -> Metrics:
         """Every metric under `train/` of the next step.
@@ -62,18 +63,23 @@ class Replay:
         trained = [rollout for rollout in rollouts if rollout["advantage"] is not None]
         num_trained = sum(len(rollout["prompt_token_ids"]) + len(rollout["token_ids"]) for rollout in trained)
         self._total_tokens += num_trained
+        ahead = "collector/" if self._config.grpo.is_async else ""
         found = about_rollouts(rollouts, self._config.grpo.num_generations_per_prompt)
         found |= spread("shaped_reward", [rollout["shaped_reward"] for rollout in trained])
         found |= spread("advantage", [rollout["advantage"] for rollout in trained])  # `_advantages` computes them again
         found |= {
             "num_tokens": float(num_trained),
             "total_tokens": self._total_tokens,
-            "generation_tokens_per_s": sum(map(num_sampled, rollouts)) / timing["timing/generation_s"],
+            "generation_tokens_per_s": sum(map(num_sampled, rollouts)) / timing[f"timing/{ahead}generation_s"],
             "logprob_tokens_per_s": num_trained / timing["timing/logprobs_s"],
             "training_tokens_per_s": num_trained / timing["timing/training_s"],
         }
         if self._config.grpo.use_dynamic_sampling:
             found |= self._about_dynamic_sampling(rollouts, trained)
+        if (collecting := self._config.grpo.async_grpo) is not None and collecting.enabled:
+            found["avg_trajectory_age"] = min(self._num_steps, collecting.max_trajectory_age_steps)
+            found["buffer_size"] = timing["train/buffer_size"]  # whatever had ended by then
+        self._num_steps += 1
         return found | self._train(trained)
 
     def _about_dynamic_sampling(self, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from tiny_models import make_qwen3, make_tokenizer
 
+from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.resuming import resume_point
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -145,6 +146,8 @@ class LocalGrpo:
         config: What it was made from.
         prompts: Training data.
         validation: Held-out prompts.
+        environment: Scores the responses.
+        restart: Starts the engine again after an error; None refuses.
         shown: What a person saw.
     """
 
@@ -153,6 +156,8 @@ class LocalGrpo:
     prompts: Sequence[Prompt]
     validation: Sequence[Prompt] = ()
     engine: HuggingFaceEngine = field(default_factory=HuggingFaceEngine)
+    environment: Any = field(default_factory=lambda: KnownRewards())
+    restart: Callable[[UserError], Mapping[int, str]] | None = None
     shown: str = ""
 
     def run(self) -> dict[int, dict[str, float]]:
@@ -192,8 +197,8 @@ class LocalGrpo:
         parts = RolloutParts(
             policy=policy,
             engine=self.engine,
-            restart_engine=refuse_restart,
-            environments={"arithmetic": KnownRewards()},
+            restart_engine=self.restart or refuse_restart,
+            environments={"arithmetic": self.environment},
             loader=loader,
             validation_prompts=self.validation,
             decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
@@ -205,7 +210,8 @@ class LocalGrpo:
             memory=memory,
             speed=None,
         )
-        trainer = GrpoTrainer(grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
+        kind = AsyncGrpoTrainer if grpo.is_async else GrpoTrainer
+        trainer = kind(grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress)
         return trainer, last_step, resume_from
 
 
@@ -218,6 +224,19 @@ def local_grpo(folder: Path, model: Path, kinds: Sequence[str], *overrides: str,
     )
     config = load_grpo_config("examples/configs/grpo_arithmetic_cpu.yaml", [*SMALL, *paths, *overrides])
     return LocalGrpo(folder, config, parts.pop("prompts", None) or make_prompts(kinds), **parts)
+
+
+def collected_ahead(max_age: int) -> tuple[str, ...]:
+    """Overrides with which rollouts are collected beside training."""
+    return (
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+        "policy.generation.colocated.resources.num_nodes=1",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.async_grpo.enabled=true",
+        f"grpo.async_grpo.max_trajectory_age_steps={max_age}",
+    )
 
 
 def no_gpus() -> Mapping[str, Any]:

@@ -48,6 +48,7 @@ def one_row(advantage, ratios, *, sampler_ratios=None, reference_ratios=None):
         input_lengths=torch.tensor([width]),
         token_mask=torch.tensor([[0.0] + [1.0] * len(ratios)]),
         sample_mask=torch.ones(1),
+        rewards=torch.ones(1),
         advantages=torch.full((1, width), float(advantage)),
         prev_logprobs=prev,
         generation_logprobs=sampler,
@@ -74,13 +75,14 @@ def random_batch(seed: int, rows: int = 6, width: int = 7) -> tuple[torch.Tensor
         input_lengths=lengths,
         token_mask=mask,
         sample_mask=sample_mask,
+        rewards=torch.arange(rows, dtype=torch.float64) % 2,
         advantages=noise(1.0)[:, :1].expand(rows, width),
         prev_logprobs=now + noise(0.2),
         generation_logprobs=now + noise(0.3),
         reference_logprobs=now + noise(1.0),
     )
     kept = mask * sample_mask[:, None]
-    norm = LossNorm(num_valid_seqs=sample_mask.sum().item(), num_valid_tokens=kept.sum().item())
+    norm = LossNorm(sample_mask.sum().item(), kept.sum().item(), batch.num_positive_tokens())
     return now.requires_grad_(), batch, norm
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nemo_offload_rl import LossNorm, PolicyGradientBatch, Rollout, token_mean_share
+from nemo_offload_rl import LossNorm, Observation, PolicyGradientBatch, Response, Rollout, token_mean_share
 
 
 def reinforce(logprobs: Tensor, batch: PolicyGradientBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
@@ -25,6 +25,11 @@ def above_the_group(rewards: Tensor) -> Tensor:
 def ended(rollouts: Sequence[Rollout]) -> list[bool]:
     """Whether each response of a group ended before the token limit."""
     return [not rollout.truncated for rollout in rollouts]
+
+
+def gives_up(response: Response, observation: Observation, words: Sequence[str] = ("I give up",)) -> bool:
+    """Whether a rollout ends, although another turn could follow: after a response that says one of these words."""
+    return any(word in response.text for word in words)
 
 
 class RewardFile:

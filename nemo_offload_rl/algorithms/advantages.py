@@ -5,10 +5,13 @@ Shape suffixes: B samples, S positions, P prompts, G group size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.config import GrpoSectionConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_offload_rl.errors import ConfigError
 
 _STD_EPS = 1e-6
 _LEAST_VARIANCE = 1e-8
@@ -22,8 +25,12 @@ def scale_rewards(rewards: Tensor, settings: RewardScalingConfig) -> Tensor:
     return settings.target_min + share.clamp(0.0, 1.0) * (settings.target_max - settings.target_min)
 
 
-def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardShapingConfig) -> Tensor:
+def shape_rewards(
+    rewards: Tensor, response_lengths: Tensor, truncated: Tensor, settings: RewardShapingConfig
+) -> Tensor:
     """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
+
+    With `stop_properly_penalty_coef` the rewards of responses that were cut are multiplied by it instead (ProRLv2).
 
     The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:
     `overlong_buffer_penalty` at `max_response_length`, more beyond it.
@@ -31,10 +38,13 @@ def shape_rewards(rewards: Tensor, response_lengths: Tensor, settings: RewardSha
     Args:
         rewards: [B].
         response_lengths: [B] tokens.
+        truncated: [B] bool, responses that were cut.
         settings: The keys `grpo.reward_shaping.*`.
     """
     if not settings.enabled:
         return rewards
+    if settings.stop_properly_penalty_coef is not None:
+        return torch.where(truncated, rewards * settings.stop_properly_penalty_coef, rewards)
     free_tokens = settings.max_response_length - settings.overlong_buffer_length
     share = (response_lengths.to(torch.float32) - free_tokens) / settings.overlong_buffer_length
     return rewards - settings.overlong_buffer_penalty * share.clamp(min=0.0)
@@ -48,24 +58,45 @@ def overlong_sample_mask(truncated: Tensor, *, filtering: bool) -> Tensor:
 
 
 def token_advantages(
-    settings: GrpoSectionConfig, rewards_PG: Tensor, mask_BS: Tensor, kl_BS: Tensor | None = None
+    settings: GrpoSectionConfig,
+    rewards_PG: Tensor,
+    mask_BS: Tensor,
+    kl_BS: Tensor | None = None,
+    parts_PG: Mapping[str, Tensor] | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
-    """[B, S] float32: the advantage of each token by `grpo.adv_estimator`, clipped.
+    """[R, S] float32: the advantage of each token by `grpo.adv_estimator`, clipped.
 
     Args:
         settings: The keys `grpo.*`.
         rewards_PG: [P, G] after scaling and shaping, P * G = B.
-        mask_BS: [B, S], 1 for tokens that the loss counts.
-        kl_BS: [B, S] lowers the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
+        mask_BS: [R, S], 1 for tokens that the loss counts.
+        kl_BS: [R, S] lowers the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
+        parts_PG: [P, G] each, by name, what rewards were made of; `gdpo` alone reads them.
+        owners: [R] the rollout that each row is of; None for R = B, each of its own.
+
+    Raises:
+        ConfigError: `gdpo` has less than two parts, or another number of weights.
     """
+    leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
     if settings.adv_estimator.name == "reinforce_plus_plus":
         minus_baseline = settings.adv_estimator.minus_baseline
-        advantages_BS = batch_advantages(rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS)
+        advantages_BS = batch_advantages(rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS, owners=owners)
     else:
-        leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
-        advantages_PG = group_advantages(rewards_PG, leave_one_out=leave_one_out, normalize=normalize)
-        advantages_BS = advantages_PG.reshape(-1, 1).expand_as(mask_BS)
+        if settings.adv_estimator.name == "gdpo":
+            advantages_PG = decoupled_advantages(
+                parts_PG or {}, settings.adv_estimator.reward_weights, leave_one_out=leave_one_out, normalize=normalize
+            )
+        else:
+            advantages_PG = group_advantages(rewards_PG, leave_one_out=leave_one_out, normalize=normalize)
+        advantages_BS = in_rows(advantages_PG, mask_BS, owners)
     return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
+
+
+def in_rows(values_PG: Tensor, mask_RS: Tensor, owners: Tensor | None) -> Tensor:
+    """[R, S]: the value of each rollout at every place of its rows."""
+    values = values_PG.reshape(-1)
+    return (values if owners is None else values[owners])[:, None].expand_as(mask_RS)
 
 
 def response_means(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
@@ -80,7 +111,12 @@ def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -
 
 
 def batch_advantages(
-    rewards_PG: Tensor, mask_BS: Tensor, *, minus_baseline: bool, kl_BS: Tensor | None = None
+    rewards_PG: Tensor,
+    mask_BS: Tensor,
+    *,
+    minus_baseline: bool,
+    kl_BS: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """REINFORCE++ (arXiv 2501.03262) as in NeMo-RL: mean 0 and variance 1 over all counted tokens of the step.
 
@@ -89,13 +125,14 @@ def batch_advantages(
         mask_BS: [B, S], 1 for tokens that the loss counts.
         minus_baseline: Subtract the mean of the group first.
         kl_BS: [B, S] lowers the reward of each token, of that token alone; None for nothing.
+        owners: See `token_advantages`, where these are R rows.
 
     Returns:
         [B, S] float32; 0 at all counted tokens whose rewards are all equal.
     """
     rewards_PG = rewards_PG.double()
     values_PG = rewards_PG - group_mean_baseline(rewards_PG) if minus_baseline else rewards_PG
-    values_BS = values_PG.reshape(-1, 1).expand_as(mask_BS)
+    values_BS = in_rows(values_PG, mask_BS, owners)
     if kl_BS is not None:
         values_BS = values_BS - kl_BS.masked_fill(mask_BS == 0, 0.0)
     num_counted = mask_BS.sum().clamp(min=1.0)
@@ -129,6 +166,46 @@ def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool
         return advantages_PG
     std_PG = leave_one_out_std(rewards_PG) if leave_one_out else group_std(rewards_PG)[:, None].expand_as(rewards_PG)
     return torch.where(std_PG > 0, advantages_PG / (std_PG + _STD_EPS), advantages_PG)
+
+
+def decoupled_advantages(
+    parts_PG: Mapping[str, Tensor], weights: Sequence[float] | None, *, leave_one_out: bool, normalize: bool
+) -> Tensor:
+    """GDPO (arXiv 2601.05242) as in NeMo-RL: `group_advantages` of each part, their weighted sum normalized over all.
+
+    The sum becomes mean 0, and is divided by its sample standard deviation where that is not 0.
+
+    Args:
+        parts_PG: [P, G] each, by name; NaN counts as 0.
+        weights: In the alphabetical order of the names; None for 1 each.
+        leave_one_out: See `group_advantages`.
+        normalize: See `group_advantages`.
+
+    Returns:
+        [P, G] float32.
+
+    Raises:
+        ConfigError: There are less than two parts, or another number of weights.
+    """
+    names = sorted(parts_PG)
+    if len(names) < 2:
+        raise ConfigError(
+            f"grpo.adv_estimator.name is gdpo, which compares parts of rewards, but rewards have "
+            f"{f'the part {names[0]} only' if names else 'no parts'}; give env.NAME.target a list of functions or "
+            "return Scores with parts, or set name to grpo"
+        )
+    if weights is not None and len(weights) != len(names):
+        raise ConfigError(
+            f"grpo.adv_estimator.reward_weights has {len(weights)} numbers, but rewards have the parts "
+            f"{', '.join(names)}; write one for each, in this order"
+        )
+    total_PG = torch.zeros(())
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        part_PG = parts_PG[name].nan_to_num(nan=0.0)
+        total_PG = total_PG + weight * group_advantages(part_PG, leave_one_out=leave_one_out, normalize=normalize)
+    centred_PG = total_PG - total_PG.mean()
+    std = total_PG.std() if total_PG.numel() > 1 else torch.zeros(())
+    return centred_PG / std if std > 0 else centred_PG
 
 
 def group_mean_baseline(rewards_PG: Tensor) -> Tensor:

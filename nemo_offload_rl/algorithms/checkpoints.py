@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
-from nemo_offload_rl.data.loader import LoaderState, ShuffledLoader
+from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.policy.policy import Policy
@@ -98,7 +98,7 @@ class CheckpointKeeper:
         return self._settings.save_consolidated or not self._settings.save_optimizer
 
     def save(
-        self, step: int, policy: Policy, loader: ShuffledLoader[Any], metrics: Mapping[str, Mapping[str, float]]
+        self, step: int, policy: Policy, loader: BatchLoader[Any], metrics: Mapping[str, Mapping[str, float]]
     ) -> None:
         """Save, then remove what `checkpoints_to_keep` does not name.
 
@@ -194,7 +194,7 @@ class CheckpointKeeper:
             )
         return checkpoint
 
-    def load(self, checkpoint: Checkpoint, policy: Policy, loader: ShuffledLoader[Any]) -> None:
+    def load(self, checkpoint: Checkpoint, policy: Policy, loader: BatchLoader[Any]) -> None:
         """Bring policy and loader where they were after the checkpoint's step."""
         logger.info("resuming after step %d from %s", checkpoint.step, checkpoint.folder)
         policy.load_checkpoint(checkpoint.folder / "policy")

@@ -1,22 +1,32 @@
-"""The YAML keys `grpo.*`, `distillation.*`, `loss_fn.*`, `sft.*` and `dpo.*`."""
+"""The YAML keys `grpo.*`, `distillation.*` and `loss_fn.*`; those of `sft` and `dpo` are in `supervised_config.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
+from nemo_offload_rl.algorithms.async_grpo_config import AsyncGrpoConfig
 from nemo_offload_rl.schema import doc, section
 
 
 @section
 class RewardShapingConfig:
-    """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13)."""
+    """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13), or one for cut responses."""
 
-    enabled: Annotated[bool, doc("Subtract a penalty from the reward of responses that come near the length limit.")]
+    enabled: Annotated[bool, doc("Lower the reward of responses that come near the length limit, or were cut.")]
     overlong_buffer_length: Annotated[
         int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
     ]
     overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)]
     max_response_length: Annotated[int, doc("Length limit that the penalty refers to, in tokens.", ge=1)]
+    stop_properly_penalty_coef: Annotated[
+        float | None,
+        doc(
+            "Multiply the reward of responses that were cut at a token limit by this instead (ProRLv2): 0 takes it "
+            "away, 1 leaves it; the other keys are not read then. null or absent: the soft length penalty.",
+            ge=0,
+            le=1,
+        ),
+    ] = None
 
 
 @section
@@ -35,16 +45,25 @@ class AdvEstimatorConfig:
     """`grpo.adv_estimator`: how rewards become advantages."""
 
     name: Annotated[
-        Literal["grpo", "reinforce_plus_plus"],
+        Literal["grpo", "gdpo", "reinforce_plus_plus"],
         doc(
             "`grpo` compares within each group, as `grpo.normalize_rewards` and `use_leave_one_out_baseline` say; "
-            "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and reads neither."
+            "`gdpo` (arXiv 2601.05242) does so for each part of a reward by itself, as for each of several functions, "
+            "and normalizes their weighted sum over the step; `reinforce_plus_plus` (arXiv 2501.03262) normalizes over "
+            "all tokens of the step and reads neither."
         ),
     ]
     minus_baseline: Annotated[
         bool,
-        doc("For `reinforce_plus_plus`: subtract the mean reward of the group first; not read by `grpo`."),
+        doc("For `reinforce_plus_plus`: subtract the mean reward of the group first; not read by others."),
     ]
+    reward_weights: Annotated[
+        tuple[float, ...] | None,
+        doc(
+            "For `gdpo`: factors of the parts' advantages, in the alphabetical order of the parts' names, as in "
+            "NeMo-RL; null or absent: 1 each. The factors of `env.NAME.weights` make the reward that is reported."
+        ),
+    ] = None
     target: Annotated[
         str | None,
         doc(
@@ -67,6 +86,49 @@ class RolloutFilterConfig:
         ),
     ]
     kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+
+
+@section
+class RolloutStopConfig:
+    """`grpo.rollout_stop`: a function of your own that ends rollouts of several turns early."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "`package.module.name` or `path/to/file.py:name`: from a `Response` and the environment's `Observation` to "
+            "True, which ends the rollout with `Observation.otherwise`, a `Score`, which ends it with that, or False. "
+            "null ends none. Asked after each turn that another could follow, in validations too; agents end their own."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+
+
+@section
+class OwnLossConfig:
+    """`loss_fn` of SFT and DPO: a function of your own."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "A function `(logprobs, batch, norm)` in the place of the algorithm's loss "
+            "(docs/guides/your-own-reward.md): `package.module.name` or `path/to/file.py:name`; null: none."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+
+
+class OwnCodeConfig(Protocol):
+    """A section that names code of a user's."""
+
+    @property
+    def target(self) -> str | None:
+        """The name; None for none."""
+        ...
+
+    @property
+    def kwargs(self) -> dict[str, Any] | None:
+        """Further arguments."""
+        ...
 
 
 @section
@@ -149,6 +211,8 @@ class GrpoSectionConfig(RolloutSectionConfig):
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
     adv_estimator: Annotated[AdvEstimatorConfig, doc("From rewards to advantages.")]
     rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts are trained on; absent: all.")] | None = None
+    async_grpo: Annotated[AsyncGrpoConfig, doc("Rollouts beside training; absent: none.")] | None = None
+    rollout_stop: Annotated[RolloutStopConfig, doc("When rollouts end early; absent: never.")] | None = None
     advantage_clip_low: Annotated[float | None, doc("Advantages below this become this; null for no bound.")]
     advantage_clip_high: Annotated[float | None, doc("Advantages above this become this; null for no bound.")]
     seq_logprob_error_threshold: Annotated[
@@ -159,6 +223,11 @@ class GrpoSectionConfig(RolloutSectionConfig):
             gt=1,
         ),
     ]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollouts are collected beside training."""
+        return self.async_grpo is not None and self.async_grpo.enabled
 
     @property
     def prompts_per_generation_batch(self) -> int:
@@ -174,10 +243,11 @@ class ClippedPGLossConfig:
         float, doc("Weight of the KL term to the reference policy; 0 skips the reference logprobs.", ge=0)
     ]
     reference_policy_kl_type: Annotated[
-        Literal["k1", "k2", "k3", "k1+", "k3+"],
+        Literal["k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w", "k3w"],
         doc(
             "Estimator of the KL. k1+ and k3+ have the value of k1 and k3 and the gradient of the KL, as k2 has; "
-            "k1 has none in expectation, k3 another one (docs/reference/metrics.md, estimators of the KL)."
+            "k1 has none in expectation, k3 another one; k1w, k2w and k3w are NeMo-RL's k1, k2 and k3 "
+            "(docs/reference/metrics.md, estimators of the KL)."
         ),
     ]
     kl_input_clamp_value: Annotated[
@@ -254,6 +324,15 @@ class ClippedPGLossConfig:
             "clipped tokens have a gradient too."
         ),
     ]
+    positive_example_nll_weight: Annotated[
+        float,
+        doc(
+            "Weight of minus the logprob of tokens of responses whose reward, scaled and shaped, is above 0, a mean "
+            "over those tokens of the global batch, added to the loss (VAPO, arXiv 2504.05118). Left out: "
+            "0. NeMo-RL reads it in PPO only.",
+            ge=0,
+        ),
+    ] = 0.0
     disable_ppo_ratio: Annotated[
         bool, doc("No ratio and no clip: the loss is minus advantage times logprob (REINFORCE, RLOO).")
     ]
@@ -279,69 +358,6 @@ def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> b
     """Whether a step has a pass for the logprobs of the policy before its updates."""
     kl_in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0
     return not loss.force_on_policy_ratio or kl_in_reward or grpo.seq_logprob_error_threshold is not None
-
-
-@section
-class SupervisedSectionConfig:
-    """What `sft` and `dpo` have in common: epochs, steps and validation."""
-
-    max_num_epochs: Annotated[int, doc("Stop after this number of passes over the training data.", ge=1)]
-    max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
-    val_period: Annotated[int, doc("Steps from one validation to the next; 0 disables validation.", ge=0)]
-    val_batches: Annotated[int, doc("Maximum number of batches in a validation; 0 for all.", ge=0)]
-    val_global_batch_size: Annotated[int, doc("Sequences (DPO: pairs) of each validation batch.", ge=1)]
-    val_micro_batch_size: Annotated[
-        int,
-        doc(
-            "Sequences (DPO: pairs) in one forward pass of one worker; not read where micro-batches are made "
-            "by tokens.",
-            ge=1,
-        ),
-    ]
-    val_at_start: Annotated[bool, doc("Validate before the first step.")]
-    val_at_end: Annotated[bool, doc("Validate after the last step.")]
-    seed: Annotated[int, doc("Seed of data order and initial state.", ge=0)]
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is any validation in a run."""
-        return self.val_at_start or self.val_at_end or self.val_period > 0
-
-
-@section
-class SftSectionConfig(SupervisedSectionConfig):
-    """`sft`: supervised fine-tuning. The loss is the mean of minus the logprob of the assistant's tokens."""
-
-    only_unmask_final: Annotated[
-        bool, doc("The loss counts only the last turn of the assistant, not every turn of a conversation.")
-    ]
-
-
-@section
-class DpoSectionConfig(SupervisedSectionConfig):
-    """`dpo`: direct preference optimization (arXiv 2305.18290). One step makes one update."""
-
-    reference_policy_kl_penalty: Annotated[
-        float, doc("Beta: how much a change of the log-ratio to the reference counts.", gt=0)
-    ]
-    preference_loss_weight: Annotated[float, doc("Weight of the preference loss.", ge=0)]
-    preference_average_log_probs: Annotated[
-        bool, doc("Log-ratios are means over a response's tokens, not sums, so that length has no effect.")
-    ]
-    label_smoothing: Annotated[
-        float, doc("Share of pairs taken to be labelled the wrong way round (conservative DPO).", ge=0, lt=0.5)
-    ]
-    sft_loss_weight: Annotated[
-        float, doc("Weight of minus the logprob of the chosen response, added to the loss; 0 for none.", ge=0)
-    ]
-    sft_average_log_probs: Annotated[bool, doc("That term is a mean over a response's tokens, not a sum.")]
-    precompute_reference_logprobs: Annotated[
-        bool,
-        doc(
-            "Compute the reference's logprobs of all data once, before the first step, from the policy itself, and "
-            "save them beside the checkpoints; no copy of the reference is kept. false computes them in each step."
-        ),
-    ]
 
 
 @section

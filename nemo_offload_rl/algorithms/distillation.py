@@ -19,7 +19,8 @@ from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.metrics import step_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, TopKBatch
 from nemo_offload_rl.data.collate import SampledBatch
 from nemo_offload_rl.generation.config import GenerationConfig
@@ -70,7 +71,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
         with timer.phase("training"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_training()
-            result = parts.policy.train(training_batch, self._loss)
+            result = self._update(rollouts, training_batch, self._loss)
         return step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})
 
 

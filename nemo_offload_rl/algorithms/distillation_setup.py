@@ -6,7 +6,7 @@ import logging
 
 from nemo_offload_rl.algorithms.distillation import DistillationTrainer
 from nemo_offload_rl.algorithms.grpo_setup import run_with_rollouts
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.config.convert import DistillationConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.errors import ConfigError

@@ -15,13 +15,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import DpoSectionConfig
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
+from nemo_offload_rl.algorithms.supervised_config import DpoSectionConfig
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.collate import collate_pairs
 from nemo_offload_rl.data.records import ExamplePair, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
+from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class DpoRecipe:
         pad_id: Fills rows up.
         width_multiple: Rows are padded to a multiple of this many tokens.
         saved: Where reference logprobs that were computed once stay; None computes them at each start.
+        loss: In the place of DPO's.
     """
 
     rows_per_item = 2
@@ -52,8 +54,9 @@ class DpoRecipe:
         pad_id: int,
         width_multiple: int,
         saved: ReferenceFile | None,
+        loss: LossFn | None = None,
     ) -> None:
-        self.loss = DpoLoss(settings)
+        self.loss: LossFn = loss or DpoLoss(settings)
         self.needs_reference = not settings.precompute_reference_logprobs
         self._pairs = pairs
         self._decode = decode
@@ -69,6 +72,13 @@ class DpoRecipe:
     @property
     def num_validation_items(self) -> int:
         return len(self._pairs.validation)
+
+    @property
+    def overlong_rows(self) -> Mapping[str, int]:
+        return self._pairs.overlong
+
+    def validation_set(self, item: int) -> str:
+        return self._pairs.validation[item].data_set
 
     def begin(self, policy: Policy) -> None:
         """Without a copy of the reference: ask the policy, which is the reference as long as it is not trained."""
@@ -110,7 +120,7 @@ class DpoRecipe:
         return replace(batch, reference_sums=sums)
 
     def weight(self, batch: TrainBatch) -> float:
-        return len(batch) / 2
+        return float(batch.sample_mask.sum()) / 2
 
     def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
         num_tokens = float(batch.input_lengths.sum())
@@ -118,7 +128,8 @@ class DpoRecipe:
             "num_tokens": num_tokens,
             "max_sequence_tokens": float(batch.input_lengths.max()),
             "training_tokens_per_s": num_tokens / training_s,
-            "training_pairs_per_s": self.weight(batch) / training_s,
+            "training_pairs_per_s": len(batch) / 2 / training_s,
+            "overlong_row_rate": 1.0 - float(batch.sample_mask.mean()),
         }
 
     def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:

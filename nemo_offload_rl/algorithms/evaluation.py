@@ -24,7 +24,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
+from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
@@ -44,10 +44,11 @@ type Results = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was sampled: groups of `num_tests_per_prompt`, and one greedy response to each prompt or none."""
+    """What was sampled: groups of `num_tests_per_prompt`, one greedy response to each prompt or none; if they vote."""
 
     sampled: RolloutBatch
     greedy: RolloutBatch | None
+    votes: bool = False
 
     def results(self, k: int) -> Results:
         """Metrics of each data set, and of all where there are several."""
@@ -61,6 +62,10 @@ class Evaluation:
         correct = [sum(r.correct for r in rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
         ks = sorted({1, k, *powers_of_two(size)})
         metrics = {"num_prompts": float(len(correct)), **{f"pass_at_{n}": pass_at_k(correct, size, n) for n in ks}}
+        if self.votes:
+            ballots = [(rollout.answer, rollout.correct) for rollout in rollouts]
+            groups = [ballots[start : start + size] for start in range(0, len(ballots), size)]
+            metrics |= {f"cons_at_{n}": cons_at_k(groups, n) for n in ks}
         if self.greedy is not None:
             metrics["accuracy_greedy"] = _mean([rollout.correct for rollout in _of(self.greedy, name)])
         metrics["reward"] = _mean([rollout.reward for rollout in rollouts])
@@ -130,7 +135,14 @@ def evaluate(
         if config.eval.greedy:
             greedy.append(ask(batch, config.generation.sampling(greedy=True), 1))
         logger.info("%d of %d prompts", start + len(batch), len(prompts))
-    return Evaluation(RolloutBatch.concatenate(sampled), RolloutBatch.concatenate(greedy) if greedy else None)
+    whole = RolloutBatch.concatenate(sampled)
+    votes = config.eval.metric == "cons@k"
+    if votes and all(rollout.answer is None for rollout in whole.rollouts):
+        raise ConfigError(
+            "eval.metric is cons@k, which counts answers, but no response has one; return Scores with `answer` from "
+            "your environment, or set eval.metric to pass@k"
+        )
+    return Evaluation(whole, RolloutBatch.concatenate(greedy) if greedy else None, votes)
 
 
 @contextmanager
@@ -202,6 +214,7 @@ def _records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
                 "reference_answer": rollout.prompt.reference_answer,
                 "reward": rollout.reward,
                 "correct": rollout.correct,
+                "answer": rollout.answer,
                 "truncated": rollout.truncated,
                 "token_ids": [token for segment in rollout.segments for token in segment.token_ids],
             }

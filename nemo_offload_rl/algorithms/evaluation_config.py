@@ -13,7 +13,13 @@ from nemo_offload_rl.schema import doc, section
 class EvalSectionConfig:
     """`eval`: what is measured."""
 
-    metric: Annotated[Literal["pass@k"], doc("The chance that one of k responses is right, estimated without bias.")]
+    metric: Annotated[
+        Literal["pass@k", "cons@k"],
+        doc(
+            "pass@k: the chance that one of k responses is right, estimated without bias. cons@k: beside it the chance "
+            "that the answer most of k responses agree on is right; the environment has to say what it read as answer."
+        ),
+    ]
     num_tests_per_prompt: Annotated[int, doc("Responses to each prompt.", ge=1)]
     k_value: Annotated[
         int, doc("The k of the score; powers of two up to num_tests_per_prompt are told beside it.", ge=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_un
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
-from nemo_offload_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.errors import DataError
@@ -61,9 +63,12 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         progress: RunProgress,
         code: GrpoCode | None = None,
     ) -> None:
-        super().__init__(settings, generation, parts, run_logger, progress)
         self._code = code or GrpoCode()
-        self._loss = self._code.loss or ClippedPGLoss(loss)
+        if self._code.rollout_stop is not None:
+            parts = replace(parts, turns=replace(parts.turns, stopped=self._code.stopped))
+        super().__init__(settings, generation, parts, run_logger, progress)
+        self._clipped = ClippedPGLoss(loss)
+        self._loss = self._code.loss or self._clipped
         self._needs_prev = needs_prev_logprobs(settings, loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
@@ -104,23 +109,30 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
             rewards_PG = rewards.reshape(rollouts.num_prompts, rollouts.group_size)
             advantages = self._code.advantages(rollouts, rewards_PG, batch.loss_mask)
             if advantages is None:
-                kl_BS = self._loss.kl_in_reward(prev_logprobs, reference_logprobs)
-                advantages = token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS)
+                kl_BS = self._clipped.kl_in_reward(prev_logprobs, reference_logprobs)
+                parts_PG = {name: part.reshape(rewards_PG.shape) for name, part in rollouts.reward_parts().items()}
+                owners = rollouts.row_owners()
+                advantages = token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners)
             training_batch = batch.with_policy_gradient_inputs(
-                advantages=advantages, prev_logprobs=prev_logprobs, reference_logprobs=reference_logprobs
+                advantages=advantages,
+                prev_logprobs=prev_logprobs,
+                reference_logprobs=reference_logprobs,
+                rewards=rewards[rollouts.row_owners()],
             )
-        by_response = response_means(advantages, batch.token_mask)
+        by_response = response_means(advantages, batch.token_mask)[: len(rollouts)]
         if self._settings.log_rollouts:
             has = {"has_prev": prev_logprobs is not None, "has_reference": self._needs_reference}
             self._logger.log_rollouts(step, rollout_records(groups, rewards, by_response, training_batch, **has))
         with timer.phase("training"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_training()
-            result = parts.policy.train(training_batch, self._loss)
-        metrics = train_metrics(groups, rewards, by_response, result, timer.seconds(), parts.speed)
+            result = self._update(rollouts, training_batch, self._loss)
+        metrics = train_metrics(groups, rewards, by_response, result, self._seconds(), parts.speed)
         metrics |= about_agreement
         if kept is not None:
             metrics["rollout_filter_rate"] = 1.0 - kept.mean().item()
+        if self._code.rollout_stop is not None:
+            metrics["rollout_stop_rate"] = groups.sampled.stopped().float().mean().item()
         if self._settings.use_dynamic_sampling:
             metrics |= dynamic_sampling_metrics(groups)
         return metrics
@@ -140,10 +152,15 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         )
         super()._end_early(step)
 
+    def _seconds(self) -> Mapping[str, float]:
+        """By phase, for rates."""
+        return self._timer.seconds()
+
     def _training_rewards(self, rollouts: RolloutBatch) -> Tensor:
         """[B] rewards after scaling and shaping."""
         scaled = scale_rewards(rollouts.rewards(), self._settings.reward_scaling)
-        return shape_rewards(scaled, rollouts.longest_responses(), self._settings.reward_shaping)
+        lengths, truncated = rollouts.longest_responses(), rollouts.truncated()
+        return shape_rewards(scaled, lengths, truncated, self._settings.reward_shaping)
 
     def _prev_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[B, S] of the policy, once it is there; None, without a pass, where nothing reads them."""

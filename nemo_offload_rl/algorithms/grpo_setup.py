@@ -11,13 +11,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
 from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
-from nemo_offload_rl.algorithms.rollout_trainer import EndpointParts, RolloutParts, RolloutTrainer
+from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.config.convert import GrpoConfig, RolloutConfig
 from nemo_offload_rl.data.datasets import load_prompts
@@ -79,7 +81,8 @@ def run_grpo(
     )
 
     def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
-        return GrpoTrainer(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress, own)
+        kind = AsyncGrpoTrainer if config.grpo.is_async else GrpoTrainer
+        return kind(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress, own)
 
     run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0, given=given)
 
@@ -151,6 +154,8 @@ def run_with_rollouts(
             memory=memory,
             speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
             endpoint=_endpoint(config, workers),
+            overlong_rows=prompts.overlong,
+            pausing=workers.engine if config.engine.async_engine else None,
         )
         make_trainer(parts, run_logger, progress).run(num_steps, resume_from)
 

@@ -66,7 +66,7 @@ class GrpoWorkers:
             UserError: `error`, where it is not the engines' or no restart is left; or what the last restart ended in.
         """
         while True:
-            if error is not self.engine.group.failure or not self._num_restarts_left:
+            if not self.engine.group.has_raised(error) or not self._num_restarts_left:
                 raise error
             self._num_restarts_left -= 1
             cause = str(error).rstrip(".")

@@ -20,15 +20,19 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.config import ClippedPGLossConfig
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
-from nemo_offload_rl.policy.interfaces import TokenStat
+from nemo_offload_rl.policy.interfaces import ReferenceLoss, TokenStat
 
 # As in verl. A ratio of exp(20) was clipped or truncated long before; its products and squares are finite in float32.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
-class ClippedPGLoss:
-    """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference."""
+class ClippedPGLoss(ReferenceLoss):
+    """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference.
+
+    With `top_p` or `top_k` the policy gradient is that of the distribution that tokens are drawn from, and the KL term
+    that of the whole vocabulary, as in NeMo-RL.
+    """
 
     settings: ClippedPGLossConfig
 
@@ -37,11 +41,19 @@ class ClippedPGLoss:
         """See `LossFn`."""
         return TokenStat.ENTROPY
 
-    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of one micro-batch; see `LossFn`. `batch` has to be a `PolicyGradientBatch`."""
+    @property
+    def reads_whole(self) -> bool:
+        """See `ReferenceLoss`."""
+        return self.settings.reference_policy_kl_penalty != 0
+
+    def __call__(
+        self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm, whole_logprobs_BS: Tensor | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of one micro-batch; see `ReferenceLoss`. `batch` has to be a `PolicyGradientBatch`."""
         assert isinstance(batch, PolicyGradientBatch), type(batch)
         mask_BS = batch.loss_mask
-        terms = _Terms.of(logprobs_BS, batch, mask_BS, reads_prev=not self.settings.force_on_policy_ratio)
+        reads_prev = not self.settings.force_on_policy_ratio
+        terms = _Terms.of(logprobs_BS, whole_logprobs_BS, batch, mask_BS, reads_prev=reads_prev)
         ratio_BS = self._ratio(terms, mask_BS)
         clipped = self._clip(terms, ratio_BS, batch.advantages)
         weight = self._sampler_weight(terms, mask_BS)
@@ -53,10 +65,14 @@ class ClippedPGLoss:
         loss = actor_loss
         if not self.settings.use_kl_in_reward:
             loss = loss + self.settings.reference_policy_kl_penalty * kl
+        positive_nll = self._positive_nll(logprobs_BS, batch, norm)
+        if self.settings.positive_example_nll_weight > 0:
+            loss = loss + self.settings.positive_example_nll_weight * positive_nll
         metrics = {
             "loss": loss,
             "actor_loss": actor_loss,
             "kl": kl,
+            **({"positive_nll_loss": positive_nll} if self.settings.positive_example_nll_weight > 0 else {}),
             "probs_ratio": token_mean_share(ratio_BS, mask_BS, norm),
             **_extremes("probs_ratio", ratio_BS, mask_BS),
             "clip_fraction": token_mean_share(clipped.is_clipped.float(), mask_BS, norm),
@@ -76,6 +92,10 @@ class ClippedPGLoss:
             input_clamp=self.settings.kl_input_clamp_value,
             output_clamp=self.settings.kl_output_clamp_value,
         )
+
+    def _positive_nll(self, logprobs_BS: Tensor, batch: PolicyGradientBatch, norm: LossNorm) -> Tensor:
+        mask_BS = batch.positive_mask
+        return -zero_where_masked(logprobs_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_positive_tokens, 1.0)
 
     def _ratio(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
         """[B, S]: probability now over probability before the step, for each token or for its whole sequence."""
@@ -152,7 +172,7 @@ class ClippedPGLoss:
         if settings.reference_policy_kl_penalty == 0:
             return torch.zeros_like(terms.logprobs)
         return estimate_kl(
-            terms.logprobs,
+            terms.whole_logprobs,
             terms.reference_logprobs,
             estimator=settings.reference_policy_kl_type,
             input_clamp=settings.kl_input_clamp_value,
@@ -193,15 +213,24 @@ class _Terms:
     """
 
     logprobs: Tensor
+    whole_logprobs: Tensor
     prev_logprobs: Tensor
     sampler_logprobs: Tensor
     reference_logprobs: Tensor
 
     @staticmethod
-    def of(logprobs_BS: Tensor, batch: PolicyGradientBatch, mask_BS: Tensor, *, reads_prev: bool) -> _Terms:
+    def of(
+        logprobs_BS: Tensor,
+        whole_logprobs_BS: Tensor | None,
+        batch: PolicyGradientBatch,
+        mask_BS: Tensor,
+        *,
+        reads_prev: bool,
+    ) -> _Terms:
         now = zero_where_masked(logprobs_BS, mask_BS)
         return _Terms(
             logprobs=now,
+            whole_logprobs=now if whole_logprobs_BS is None else zero_where_masked(whole_logprobs_BS, mask_BS),
             prev_logprobs=zero_where_masked(batch.prev_logprobs, mask_BS) if reads_prev else now.detach(),
             sampler_logprobs=zero_where_masked(batch.generation_logprobs, mask_BS),
             reference_logprobs=zero_where_masked(batch.reference_logprobs, mask_BS),
@@ -232,35 +261,42 @@ def estimate_kl(
     """KL(policy || reference) per token, of the shape of the inputs, with gradient through `logprobs`.
 
     With r = p_reference / p_policy at a sampled token the value is -log r (k1), (log r)^2 / 2 (k2) or r - 1 - log r
-    (k3). A trailing "+" keeps that value and takes the gradient of k2, which is the gradient of the divergence.
+    (k3). A trailing "+" keeps that value and takes the gradient of k2, which is the gradient of the divergence. A
+    trailing "w" is what NeMo-RL computes for these names: the estimate times p_policy / stop_gradient(p_policy), which
+    is 1, and whose gradient counts. Of k1 and k3 that gives the gradient of the divergence, of k2 it does not.
 
     Args:
         logprobs: Of the policy.
         reference_logprobs: Of the reference, for the same tokens.
-        estimator: "k1", "k2", "k3", "k1+" or "k3+".
+        estimator: "k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w" or "k3w".
         input_clamp: Bound on |log r|, without gradient beyond; None for `MAX_LOG_RATIO`.
         output_clamp: Bound on the absolute value; None for none. Without a "+" there is no gradient beyond it either.
         sampler_logprobs: Of what sampled the tokens, if that was not the policy: estimates are weighted by p_policy /
-            p_sampler. Weights of k1 and k3 have their gradient, which those two need and k2 must not have.
+            p_sampler. Weights of k1 and k3 have their gradient, which those two need and k2 must not have; k2w has it.
 
     Raises:
         ValueError: The estimator is unknown.
     """
     difference = reference_logprobs - logprobs
     log_r = bounded(difference, MAX_LOG_RATIO if input_clamp is None else input_clamp)
-    weight = torch.ones_like(log_r) if sampler_logprobs is None else bounded(logprobs - sampler_logprobs).exp()
+    if sampler_logprobs is None and not estimator.endswith("w"):
+        weight = torch.ones_like(log_r)
+    else:
+        weight = bounded(logprobs - (logprobs.detach() if sampler_logprobs is None else sampler_logprobs)).exp()
     k2 = weight.detach() * log_r.square() / 2
     # Beyond the clamp nothing has a gradient, the weight included.
     weight = torch.where(log_r == difference, weight, weight.detach())
     match estimator:
-        case "k1" | "k1+":
+        case "k1" | "k1+" | "k1w":
             kl = -weight * log_r
         case "k2":
             kl = k2
-        case "k3" | "k3+":
+        case "k2w":
+            kl = weight * log_r.square() / 2
+        case "k3" | "k3+" | "k3w":
             kl = weight * (log_r.exp() - 1 - log_r)
         case _:
-            raise ValueError(f"unknown KL estimator {estimator!r}: known are k1, k2, k3, k1+ and k3+")
+            raise ValueError(f"unknown KL estimator {estimator!r}: known are k1, k2, k3, k1+, k3+, k1w, k2w and k3w")
     if output_clamp is not None:
         kl = kl.clamp(-output_clamp, output_clamp)
     return kl.detach() + (k2 - k2.detach()) if estimator.endswith("+") else kl

@@ -1,6 +1,6 @@
 """Metrics that can rank checkpoints, known before a run starts. Tests hold the lists against real runs.
 
-`<data set>` stands for the name of any data set of a mixture.
+`<data set>` stands for the name of any data set of a mixture, `<part>` for one of several that a reward is made of.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ def grpo_names(
     truncates: bool,
     masks_by_error: bool,
     filters: bool = False,
+    collects_ahead: bool = False,
+    positive_examples: bool = False,
+    stops: bool = False,
+    agents: bool = False,
 ) -> Names:
     """What a GRPO run measures.
 
@@ -57,6 +61,10 @@ def grpo_names(
         truncates: Whether there is a `loss_fn.truncated_importance_sampling_ratio`.
         masks_by_error: Whether there is a `grpo.seq_logprob_error_threshold`.
         filters: Whether there is a `grpo.rollout_filter.target`.
+        collects_ahead: The key `grpo.async_grpo.enabled`.
+        agents: Whether engines serve agents.
+        stops: Whether there is a `grpo.rollout_stop.target`.
+        positive_examples: Whether there is a `loss_fn.positive_example_nll_weight`.
     """
     spreads = tuple(f"{name}_{kind}" for name in ("reward", "shaped_reward", "advantage") for kind in _SPREAD)
     return {
@@ -71,10 +79,15 @@ def grpo_names(
             *(("logprob_tokens_per_s", *_AGREEMENT) if scores_before_training else ()),
             *(("num_masked_seqs_by_logprob_error",) if masks_by_error else ()),
             *(("rollout_filter_rate",) if filters else ()),
+            *(("mean_conversations",) if agents else ()),
+            *(("rollout_stop_rate",) if stops else ()),
+            *(("positive_nll_loss",) if positive_examples else ()),
             *(_TRUNCATION if truncates else ()),
             *(_DYNAMIC_SAMPLING if dynamic_sampling else ()),
+            *(("avg_trajectory_age", "buffer_size") if collects_ahead else ()),
             "reward_mean/<data set>",
             "accuracy/<data set>",
+            "reward_part/<part>",
         ),
         "val": _of_validation(val_group_size),
     }
@@ -94,19 +107,26 @@ def distillation_names(*, group_size: int, val_group_size: int) -> Names:
             "teacher_tokens_per_s",
             "reward_mean/<data set>",
             "accuracy/<data set>",
+            "reward_part/<part>",
         ),
         "val": _of_validation(val_group_size),
     }  # fmt: skip
 
 
+def _each_set(*names: str) -> tuple[str, ...]:
+    return (*names, *(f"{name}/<data set>" for name in names))
+
+
 SFT_NAMES: Names = {
-    "train": (*_UPDATE, *_SIZES, "token_accuracy", "num_counted_tokens", "max_sequence_tokens"),
-    "val": ("loss", "perplexity", "token_accuracy"),
-}
+    "train": (
+        *_UPDATE, *_SIZES, "token_accuracy", "num_counted_tokens", "max_sequence_tokens", "overlong_row_rate",
+    ),
+    "val": _each_set("loss", "perplexity", "token_accuracy"),
+}  # fmt: skip
 DPO_NAMES: Names = {
-    "train": (*_UPDATE, *_SIZES, *_PREFERENCES, "max_sequence_tokens", "training_pairs_per_s"),
-    "val": ("loss", *_PREFERENCES),
-}
+    "train": (*_UPDATE, *_SIZES, *_PREFERENCES, "max_sequence_tokens", "training_pairs_per_s", "overlong_row_rate"),
+    "val": _each_set("loss", *_PREFERENCES),
+}  # fmt: skip
 
 
 def metric_problem(metric_name: str, names: Names) -> str | None:
@@ -131,7 +151,7 @@ def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[s
     """
     prefix, _, name = (metric_name or "").partition(":")
     metric, _, data_set = name.partition("/")
-    if not data_set:
+    if not data_set or metric == "reward_part":
         return None
     known = sorted(set(data_sets[prefix]))
     if len(known) < 2:
@@ -157,13 +177,13 @@ def _nearest(prefix: str, name: str, names: Names) -> str | None:
 
 
 def _stands_for(known: str, name: str) -> bool:
-    return re.fullmatch(re.escape(known).replace(re.escape("<data set>"), ".+"), name) is not None
+    return re.fullmatch(re.sub("<.*>", ".+", re.escape(known)), name) is not None
 
 
 def _of_validation(group_size: int) -> tuple[str, ...]:
     return (
         "accuracy", "reward", "mean_response_tokens", "truncation_rate", *_pass_at(group_size),
-        "accuracy/<data set>", "reward/<data set>",
+        "accuracy/<data set>", "reward/<data set>", "reward_part/<part>",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from nemo_offload_rl.utils.flops import ModelSpeed
 logger = logging.getLogger(__name__)
 
 _OF_VALIDATION = ("accuracy", "mean_response_tokens", "truncation_rate")
-_OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_")
+_OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/")
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
 
@@ -39,6 +39,14 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
         "learning_rate": result.learning_rate[-1],
         "skipped_updates": float(num_steps - len(applied)),
     }
+
+
+def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
+    """Rows that are too long, of all data sets together, and of each where there are several."""
+    found = {"overlong_rows": float(sum(overlong.values()))}
+    if len(overlong) > 1:
+        found |= {f"overlong_rows/{name}": float(number) for name, number in overlong.items()}
+    return found
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
@@ -112,7 +120,7 @@ def step_metrics(
         passes: Rates of passes over the trained rollouts, to the phase whose seconds they take: NAME_tokens_per_s.
     """
     num_sampled = float(groups.sampled.response_lengths().sum())
-    lengths = [rollout.num_tokens for rollout in groups.trained.rollouts]
+    lengths = [len(each.token_ids) for rollout in groups.trained.rollouts for each in rollout.sequences()]
     num_trained = sum(lengths)
     mfu = {} if speed is None else {"training_mfu": speed.training_mfu(lengths, seconds["training"])}
     rates = {f"{name}_tokens_per_s": num_trained / seconds[phase] for name, phase in passes.items()}
@@ -170,6 +178,10 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "max_response_tokens": lengths.max().item(),
         "mean_turns": batch.num_turns().float().mean().item(),
         "truncation_rate": batch.truncated().float().mean().item(),
+        **(
+            {"mean_conversations": len(batch.row_owners()) / len(batch)} if len(batch.row_owners()) > len(batch) else {}
+        ),
+        **{f"reward_part/{name}": values.nanmean().item() for name, values in batch.reward_parts().items()},
         **by_data_set(batch),
     }
 

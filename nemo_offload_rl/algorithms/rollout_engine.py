@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
@@ -31,6 +32,10 @@ class RolloutEngine:
         restart: See `Restart`.
         bring: Has the policy enter the phase that it computes in first, once the engine sleeps.
         timer: Gets the phases `refit`, `generation/sleep`, `engine_restart`, and the one that a call names.
+
+    Attributes:
+        around_refit: Makes the context that every refit is in.
+        num_restarts: How often the engine was started again.
     """
 
     def __init__(
@@ -51,6 +56,12 @@ class RolloutEngine:
         self._timer = timer
         self._is_awake = False
         self._handover: _Handover | None = None
+        self.around_refit: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.num_restarts = 0
+
+    def bring_weights(self) -> None:
+        """Have the engine awake with the policy's present weights."""
+        self._with_restarts(self._wake)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int, *, phase: str
@@ -84,7 +95,7 @@ class RolloutEngine:
             try:
                 self._handover.engine_asleep.result()
             except (WorkerDiedError, DeviceMemoryError) as error:
-                self._restart_engine(error)
+                self.restart(error)
                 self._handover = _start_handover(self._bring, None)
 
     def wait_for_policy(self) -> None:
@@ -95,15 +106,21 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Put an engine to sleep that is awake and shares devices."""
-        if self._is_awake:
+        if self._is_awake and self._colocated:
             self._is_awake = False
-            if self._colocated:
-                self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
+            self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
+
+    def restart(self, error: UserError) -> None:
+        """Start the engine again after `error`, or raise it: see `Restart`."""
+        self._is_awake = False
+        self.num_restarts += 1  # first: other threads see by it that what they meet is another engine
+        with self._timer.phase("engine_restart"):
+            self._restart(error)
 
     def _wake(self) -> None:
         """Have the engine awake with the policy's weights; generating again at once moves nothing."""
         if not self._is_awake:
-            with self._timer.phase("refit"):
+            with self.around_refit(), self._timer.phase("refit"):
                 refit(self._policy, self._engine, self._timer)
             self._is_awake = True
 
@@ -112,12 +129,7 @@ class RolloutEngine:
             try:
                 return call()
             except (WorkerDiedError, DeviceMemoryError) as error:
-                self._restart_engine(error)
-
-    def _restart_engine(self, error: UserError) -> None:
-        self._is_awake = False
-        with self._timer.phase("engine_restart"):
-            self._restart(error)
+                self.restart(error)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def rollout_records(
     for place, rollout in enumerate(groups.sampled.rollouts):
         row = row_of.get(id(rollout))
         in_loss = row is not None and bool(batch.sample_mask[row])
-        num_prompt, sequence = len(rollout.prompt.token_ids), rollout.sequence()
+        num_prompt, sequence = len(rollout.prompt.token_ids), rollout.sequences()[0]
         responses = slice(num_prompt, rollout.num_tokens)
         yield {
             "group": place // groups.sampled.group_size,
@@ -54,6 +54,14 @@ def rollout_records(
             "reference_logprobs": of_gradient.reference_logprobs[row, responses].tolist()
             if of_gradient is not None and in_loss and has_reference
             else None,
+            "other_conversations": [
+                {
+                    "token_ids": list(other.token_ids),
+                    "token_mask": list(other.token_mask),
+                    "generation_logprobs": list(other.generation_logprobs),
+                }
+                for other in rollout.sequences()[1:]
+            ],
         }
 
 
@@ -65,9 +73,11 @@ def _about(rollout: Rollout) -> dict[str, Any]:
         "response": rollout.response_text,
         "reference_answer": rollout.prompt.reference_answer,
         "reward": rollout.reward,
+        "reward_parts": dict(rollout.reward_parts),
         "correct": rollout.correct,
         "truncated": rollout.truncated,
         "num_turns": rollout.num_turns,
+        "stopped": rollout.stopped,
     }
 
 

@@ -10,72 +10,31 @@ One step, in order (docs/design/step.md has the memory side of it):
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nemo_offload_rl.algorithms.agreement import disagreement
-from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.algorithms.checkpoints import Checkpoint
 from nemo_offload_rl.algorithms.config import RolloutSectionConfig
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
-from nemo_offload_rl.algorithms.metrics import residency_metrics, validation_metrics
+from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, validation_metrics
 from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
-from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
+from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.agents import AgentEnvironment
-from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.errors import AgreementError, UserError
-from nemo_offload_rl.experience.agent_rollouts import Endpoint, agent_rollouts
-from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
+from nemo_offload_rl.errors import AgreementError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
-from nemo_offload_rl.generation.interfaces import GenerationEngine, SamplingSettings
-from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.flops import ModelSpeed
+from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndpointParts:
-    """What agents talk to: the engines, the model's name there, and what they ask for."""
-
-    engine: Endpoint
-    model: str
-    api_key: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutParts:
-    """What a run with rollouts is made of; `algorithms/rollout_setup.py` builds it.
-
-    `restart_engine` takes the error after which the engine is needed again; it raises that error if no restart is left,
-    and otherwise returns the owner of each process from then on.
-    """
-
-    policy: Policy
-    engine: GenerationEngine
-    restart_engine: Callable[[UserError], Mapping[int, str]]
-    environments: Mapping[str, Environment | AgentEnvironment]
-    loader: ShuffledLoader[Prompt]
-    validation_prompts: Sequence[Prompt]
-    decode: Decode
-    turns: Turns
-    pad_id: int
-    width_multiple: int
-    checkpoints: CheckpointKeeper
-    num_samples_to_print: int
-    memory: MemorySampler
-    speed: ModelSpeed | None
-    endpoint: EndpointParts | None = None
 
 
 class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
@@ -116,8 +75,10 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             timer=self._timer,
             bring=self._bring_policy,
         )
+        self._sampler = RolloutSampler(parts, self._engine, self._timer, settings.seed)
         self._total_tokens = 0.0
         self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
+        self._about_data = overlong_metrics(parts.overlong_rows)  # until a step has been logged
         parts.memory.follow(self._timer.current)
 
     def _bring_policy(self) -> object:
@@ -174,6 +135,8 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
         self._logger.log(step, about_step, "train")
+        self._logger.log(step, self._about_data, "data")
+        self._about_data = {}
         self._check_agreement(step, about_step["token_mult_prob_error"])
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         self._about_last_step = {"train": about_step, "val": validation}
@@ -201,7 +164,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         for start in range(0, len(prompts), settings.val_batch_size):
             call, chunk = f"validation:{step}:{start}", prompts[start : start + settings.val_batch_size]
             size, sampling = settings.val_num_generations_per_prompt, self._generation.val_sampling
-            batches.append(self._rollouts(chunk, size, sampling, call, "validation"))
+            batches.append(self._sampler.draw(chunk, size, sampling, call, "validation"))
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
@@ -213,10 +176,30 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
 
     # -- parts of a step -------------------------------------------------------------------------------------------
 
+    def _update(self, rollouts: RolloutBatch, batch: TrainBatch, loss: LossFn) -> TrainResult:
+        """Train on all rows of `rollouts.collate`; each update has the conversations of as many rollouts."""
+        policy, owners = self._parts.policy, rollouts.row_owners()
+        if len(owners) == len(rollouts):
+            return policy.train(batch, loss)
+        update_of_row = owners // policy.rows_per_update
+        updates = [(update_of_row == number).nonzero()[:, 0] for number in range(int(update_of_row.max()) + 1)]
+        return policy.train(batch, loss, updates)
+
     def _draw(self, step: int, draw: int, prompts: Sequence[Prompt], *, is_last: bool) -> RolloutBatch:
-        """Rollouts of one generation batch of a step; see `_rollouts`."""
+        """Rollouts of one generation batch of a step; after the last the handover to the policy starts."""
+        generated = self._engine.start_handover if is_last else None
+        return self._drawn_by(self._sampler, step, draw, prompts, generated)
+
+    def _drawn_by(
+        self,
+        sampler: RolloutSampler,
+        step: int,
+        draw: int,
+        prompts: Sequence[Prompt],
+        generated: Callable[[], object] | None = None,
+    ) -> RolloutBatch:
         size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
-        return self._rollouts(prompts, size, sampling, f"{step}:{draw}", "generation", is_last=is_last)
+        return sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated)
 
     def _end_early(self, step: int) -> None:
         """The data ended within the step after `step`: what belongs to a run's last step is done for `step`."""
@@ -228,82 +211,6 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         checkpoints = self._parts.checkpoints
         if checkpoints.is_due(step, True) and not checkpoints.is_due(step, False):
             self._save(step)
-
-    def _rollouts(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: SamplingSettings,
-        call: str,
-        phase: str,
-        is_last: bool = False,
-    ) -> RolloutBatch:
-        """Rollouts with the present weights, seeded by `call`; their seconds count as `phase` and as reward.
-
-        With `is_last` the handover to the policy starts after the last turn, before that turn is scored. Agents drive
-        theirs first.
-        """
-        parts = self._parts
-        agents = {name: each for name, each in parts.environments.items() if isinstance(each, AgentEnvironment)}
-        driven = [prompt.env_name in agents for prompt in prompts]
-        if any(driven):
-            others = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if not is_driven]
-            own = [prompt for prompt, is_driven in zip(prompts, driven, strict=True) if is_driven]
-            batch = self._agent_rollouts(own, agents, group_size, self._seeded(sampling, f"{call}:agents"), phase)
-            rest = self._rollouts(others, group_size, sampling, call, phase, is_last) if others else None
-            return batch if rest is None else RolloutBatch.interleave(batch, rest, driven)
-        rollouts = Rollouts(
-            prompts,
-            group_size=group_size,
-            environments={
-                name: each for name, each in parts.environments.items() if not isinstance(each, AgentEnvironment)
-            },
-            decode=parts.decode,
-            turns=parts.turns,
-        )
-
-        while rollouts.under_way:
-            token_ids, num_samples = rollouts.prompts()
-            turn = f":turn {rollouts.num_turns}" if rollouts.num_turns else ""
-            seeded = self._seeded(sampling, call + turn)
-            completions = self._engine.generate(token_ids, seeded, num_samples, phase=phase)
-            if is_last and rollouts.in_last_turn:
-                self._engine.start_handover()
-            with self._timer.phase("reward"):
-                rollouts.step(completions)
-        return rollouts.batch()
-
-    def _agent_rollouts(
-        self,
-        prompts: Sequence[Prompt],
-        agents: Mapping[str, AgentEnvironment],
-        group_size: int,
-        sampling: SamplingSettings,
-        phase: str,
-    ) -> RolloutBatch:
-        """Rollouts of prompts that are all agents'; their seconds count as `phase`, reward included."""
-        parts = self._parts
-        endpoint = parts.endpoint
-        assert endpoint is not None, "checked when the environments are made"
-        asked = {prompt.env_name for prompt in prompts}
-        return self._engine.serve(
-            lambda: agent_rollouts(
-                prompts,
-                group_size=group_size,
-                environments={name: agent for name, agent in agents.items() if name in asked},
-                endpoint=endpoint.engine,
-                sampling=sampling,
-                decode=parts.decode,
-                model=endpoint.model,
-                api_key=endpoint.api_key,
-            ),
-            phase=phase,
-        )
-
-    def _seeded(self, sampling: SamplingSettings, call: str) -> SamplingSettings:
-        """Draws of one call of the engine depend on the run's seed and the call's name alone, also after a resume."""
-        digest = hashlib.blake2b(f"{self._settings.seed}:{call}".encode(), digest_size=8).digest()
-        return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _check_agreement(self, step: int, error: float) -> None:
         """End a run whose engine and policy are two different models; the checkpoints that there are stay."""

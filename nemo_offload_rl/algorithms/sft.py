@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.collate import collate_examples
 from nemo_offload_rl.data.records import Example, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
+from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.policy import Policy
 
 
@@ -23,18 +24,16 @@ class SftRecipe:
         decode: Token ids to text.
         pad_id: Fills rows up.
         width_multiple: Rows are padded to a multiple of this many tokens.
+        loss: What is minimised.
     """
 
     examples: Splits[Example]
     decode: Decode
     pad_id: int
     width_multiple: int
+    loss: LossFn = field(default_factory=NLLLoss)
     rows_per_item: int = 1
     needs_reference: bool = False
-
-    @property
-    def loss(self) -> NLLLoss:
-        return NLLLoss()
 
     @property
     def num_train_items(self) -> int:
@@ -43,6 +42,13 @@ class SftRecipe:
     @property
     def num_validation_items(self) -> int:
         return len(self.examples.validation)
+
+    @property
+    def overlong_rows(self) -> Mapping[str, int]:
+        return self.examples.overlong
+
+    def validation_set(self, item: int) -> str:
+        return self.examples.validation[item].data_set
 
     def begin(self, policy: Policy) -> None:
         """Nothing to ask."""
@@ -55,13 +61,14 @@ class SftRecipe:
         return batch
 
     def weight(self, batch: TrainBatch) -> float:
-        return float(batch.token_mask.sum())
+        return float(batch.loss_mask.sum())
 
     def data_metrics(self, batch: TrainBatch, training_s: float) -> dict[str, float]:
         num_tokens = float(batch.input_lengths.sum())
         return {
             "num_tokens": num_tokens,
             "num_counted_tokens": self.weight(batch),
+            "overlong_row_rate": 1.0 - float(batch.sample_mask.mean()),
             "max_sequence_tokens": float(batch.input_lengths.max()),
             "training_tokens_per_s": num_tokens / training_s,
         }

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
-from nemo_offload_rl.algorithms.config import SupervisedSectionConfig
-from nemo_offload_rl.algorithms.metrics import residency_metrics, update_metrics
+from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, update_metrics
+from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.policy.interfaces import LossFn
@@ -37,6 +37,15 @@ class Recipe(Protocol):
     @property
     def num_validation_items(self) -> int:
         """Items kept aside."""
+        ...
+
+    @property
+    def overlong_rows(self) -> Mapping[str, int]:
+        """Rows for training that are longer than the limit, by data set."""
+        ...
+
+    def validation_set(self, item: int) -> str:
+        """The data set that an item kept aside is of."""
         ...
 
     @property
@@ -118,6 +127,7 @@ class SupervisedTrainer:
         self._progress = progress
         self._timer = PhaseTimer()
         self._total_tokens = 0.0
+        self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # until a step has been logged
         parts.memory.follow(self._timer.current)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
@@ -168,6 +178,8 @@ class SupervisedTrainer:
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
         self._logger.log(step, about_step, "train")
+        self._logger.log(step, self._about_data, "data")
+        self._about_data = {}
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         parts.checkpoints.deadline.step_done()
         try:
@@ -184,21 +196,23 @@ class SupervisedTrainer:
         self._progress.step_done(step, parts.recipe.figures(about_step, validation), seconds)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Means over the validation data under the present weights; logs and returns them."""
+        """Means over the validation data under the present weights, and of each data set; logs and returns them."""
         recipe, policy = self._parts.recipe, self._parts.policy
         micro_batch_size = self._settings.val_micro_batch_size * recipe.rows_per_item
-        sums: dict[str, float] = {}
-        total = 0.0
+        whole, by_set = _Mean(), dict[str, _Mean]()
         with self._timer.phase("validation"):
             policy.prepare_for_lp_inference()
-            for items in self._validation_items():
+            for name, items in self._validation_items():
                 batch = self._complete(recipe.batch(items, validation=True), items, validation=True)
                 result = policy.evaluate(batch, recipe.loss, micro_batch_size)
-                weight = recipe.weight(batch)
-                total += weight
-                for name, (value,) in {**result.metrics, "loss": result.loss}.items():
-                    sums[name] = sums.setdefault(name, 0.0) + weight * value
-        metrics = recipe.validation_metrics({name: value / total for name, value in sums.items()})
+                found = {metric: value for metric, (value,) in {**result.metrics, "loss": result.loss}.items()}
+                for mean in (whole, by_set.setdefault(name, _Mean())):
+                    mean.add(found, recipe.weight(batch))
+        metrics = recipe.validation_metrics(whole.values())
+        if len(by_set) > 1:
+            for name, mean in by_set.items():
+                about_set = recipe.validation_metrics(mean.values())
+                metrics |= {f"{metric}/{name}": value for metric, value in about_set.items()}
         self._logger.log(step, metrics, "validation")
         return metrics
 
@@ -210,13 +224,33 @@ class SupervisedTrainer:
             policy.prepare_for_lp_inference()
             return recipe.complete(policy, batch, items, validation=validation)
 
-    def _validation_items(self) -> Iterator[range]:
+    def _validation_items(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The first items kept aside, in batches of one data set each, with its name."""
         size, num_items = self._settings.val_global_batch_size, self._parts.recipe.num_validation_items
-        starts = range(0, num_items, size)
-        for start in starts[: self._settings.val_batches or None]:
-            yield range(start, min(start + size, num_items))
+        by_set: dict[str, list[int]] = {}
+        for item in range(min(num_items, (self._settings.val_batches or num_items) * size)):
+            by_set.setdefault(self._parts.recipe.validation_set(item), []).append(item)
+        for name, items in by_set.items():
+            for start in range(0, len(items), size):
+                yield name, items[start : start + size]
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings
         periodic = settings.val_period > 0 and step % settings.val_period == 0
         return periodic or (is_last and settings.val_at_end)
+
+
+class _Mean:
+    """The mean of several batches that count by their weights; 0 where none of them has a row that counts."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._total = 0.0
+
+    def add(self, values: Mapping[str, float], weight: float) -> None:
+        self._total += weight
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value
+
+    def values(self) -> dict[str, float]:
+        return {name: value / (self._total or 1.0) for name, value in self._sums.items()}

@@ -14,13 +14,17 @@ from typing import Any
 from rich.console import Console
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.algorithms.config import SupervisedSectionConfig
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
+from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
+from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
+from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, NLLLoss
+from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
 from nemo_offload_rl.config.convert import DpoConfig, SftConfig, SupervisedConfig
+from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -60,6 +64,7 @@ def run_sft(
     Raises:
         UserError: Something that the user can fix; a worker that died is one too.
     """
+    own = UserLoss.load(config.loss_fn, NLLLoss(), example_batch(TrainBatch))
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
     kwargs = config.policy.tokenizer.chat_template_kwargs
@@ -70,6 +75,7 @@ def run_sft(
         decode=whole_text(tokenizer),
         pad_id=padding_id(tokenizer),
         width_multiple=config.policy.make_sequence_length_divisible_by,
+        loss=own or NLLLoss(),
     )
     run = _Run("sft", config, config.sft, recipe, examples.parts)
     _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
@@ -85,6 +91,7 @@ def run_dpo(
     callbacks: Sequence[Any] = (),
 ) -> None:
     """Run DPO from a checked configuration; arguments and errors as above, rows with `prompt`, `chosen`, `rejected`."""
+    own = UserLoss.load(config.loss_fn, DpoLoss(config.dpo), example_batch(PreferenceBatch))
     check_model(config.worker)
     tokenizer = load_tokenizer(config.policy.tokenizer)
     data = with_given_rows(config.data, train_data, validation_data)
@@ -100,6 +107,7 @@ def run_dpo(
         pad_id=padding_id(tokenizer),
         width_multiple=config.policy.make_sequence_length_divisible_by,
         saved=saved,
+        loss=own,
     )
     run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
     _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
@@ -154,6 +162,10 @@ def _train(
             f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
             "rows; set data.validation or a split_validation_size, or switch validation off"
         )
+    validation_sets = {recipe.validation_set(item) for item in range(recipe.num_validation_items)}
+    checkpointing, data_sets = config.checkpointing, {"train": recipe.overlong_rows, "val": validation_sets}
+    if checkpointing.enabled and (problem := data_set_problem(checkpointing.metric_name, data_sets)) is not None:
+        raise ConfigError(problem)
     loader = ShuffledLoader(
         range(recipe.num_train_items),
         batch_size=config.policy.train_global_batch_size,

@@ -1,76 +1,23 @@
-"""A user's own loss, advantages and choice of rollouts in GRPO: `loss_fn.target` and the like."""
+"""A user's own parts of GRPO: loss, advantages, when a rollout stops, which rollouts are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
+from nemo_offload_rl.algorithms.advantages import in_rows
+from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig, OwnCodeConfig
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
+from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch, kind_of
+from nemo_offload_rl.data.batch import PolicyGradientBatch
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.targets import UserCode
 
-_OF_ADVANTAGES = ("rewards", "correct", "truncated", "lengths", "mask")
-
-
-@dataclass(frozen=True)
-class UserLoss(ClippedPGLoss):
-    """A function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)` in place of the clipped loss.
-
-    It is pickled by value: policy workers on other hosts need not have its file. All metrics of the clipped loss are
-    measured too, with `loss` and `actor_loss` as the function has it.
-    """
-
-    code: UserCode
-
-    def check(self) -> None:
-        """Try it on two short rows.
-
-        Raises:
-            UserCodeError: It cannot be called, fails, or returns no loss with a gradient.
-        """
-        self.code.check_positional(("logprobs", "batch", "norm"))
-        mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
-        logprobs = (torch.linspace(-2.0, -0.5, 8).reshape(2, 4) * mask).requires_grad_()
-        batch = PolicyGradientBatch(
-            input_ids=torch.ones(2, 4, dtype=torch.int64),
-            input_lengths=torch.tensor([3, 4]),
-            token_mask=mask,
-            sample_mask=torch.ones(2),
-            advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 4).contiguous(),
-            prev_logprobs=logprobs.detach().clone(),
-            generation_logprobs=logprobs.detach().clone(),
-            reference_logprobs=logprobs.detach().clone(),
-        )
-        loss, _ = self(logprobs, batch, LossNorm(num_valid_seqs=2.0, num_valid_tokens=4.0))
-        if not loss.requires_grad:
-            raise UserCodeError(f"{self._where}: its loss has no gradient; compute it from logprobs, without detach")
-        if not loss.isfinite():
-            raise UserCodeError(f"{self._where}: its loss is {loss.item()} where all logprobs are finite; correct it")
-
-    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `LossFn`."""
-        with torch.no_grad():
-            _, measured = super().__call__(logprobs_BS, batch, norm)
-        returned = self.code.call(logprobs_BS, batch, norm)
-        loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(more, Mapping):
-            raise UserCodeError(
-                f"{self._where}: it returned {_kind(returned)}; return a tensor of no dimensions, or that and a "
-                "mapping of metrics"
-            )
-        own = {name: _scalar(value, loss) for name, value in more.items()}
-        return loss, {**own, **measured, "loss": loss.detach(), "actor_loss": loss.detach()}
-
-    @property
-    def _where(self) -> str:
-        return f"{self.code.label} ({self.code.place})"
+_OF_ADVANTAGES = ("rewards", "parts", "correct", "truncated", "lengths", "mask")
 
 
 @dataclass(frozen=True)
@@ -81,11 +28,13 @@ class GrpoCode:
         loss: In place of the clipped loss.
         adv_estimator: A function `(rewards, ...) -> advantages`; see `advantages`.
         rollout_filter: A function from the rollouts of a group to whether each is trained on.
+        rollout_stop: A function of a response and the environment's reply that says whether the rollout ends there.
     """
 
     loss: UserLoss | None = None
     adv_estimator: UserCode | None = None
     rollout_filter: UserCode | None = None
+    rollout_stop: UserCode | None = None
 
     @staticmethod
     def load(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> GrpoCode:
@@ -95,22 +44,47 @@ class GrpoCode:
             UserCodeError: It cannot be used.
         """
         made = GrpoCode(
-            loss=UserLoss(loss, code.by_value()) if (code := _named("loss_fn", loss)) is not None else None,
+            loss=UserLoss.load(
+                loss, ClippedPGLoss(loss), example_batch(PolicyGradientBatch), names=("loss", "actor_loss")
+            ),
             adv_estimator=_named("grpo.adv_estimator", grpo.adv_estimator),
             rollout_filter=_named("grpo.rollout_filter", grpo.rollout_filter),
+            rollout_stop=_named("grpo.rollout_stop", grpo.rollout_stop),
         )
-        if made.loss is not None:
-            made.loss.check()
         if made.adv_estimator is not None:
             made.adv_estimator.check_named(_OF_ADVANTAGES)
         if made.rollout_filter is not None:
             made.rollout_filter.check_positional(("rollouts",))
+        if made.rollout_stop is not None:
+            made.rollout_stop.check_positional(("response", "observation"))
         return made
+
+    def stopped(self, response: Response, observation: Observation) -> Score | None:
+        """The score of a rollout that the user's function ends where it could go on; None where it goes on.
+
+        The function returns False to go on, True to end with the score that the observation has for that case, or a
+        `Score`.
+
+        Raises:
+            UserCodeError: It fails, or returns something else.
+        """
+        code = self.rollout_stop
+        found = False if code is None else code.call(response, observation)
+        if isinstance(found, Score):
+            return found
+        if not isinstance(found, bool):
+            assert code is not None
+            raise UserCodeError(
+                f"{code.label} ({code.place}): it returned {kind_of(found)}; return True to end the rollout, False to "
+                "go on, or a Score to end with"
+            )
+        return observation.otherwise if found else None
 
     def advantages(self, rollouts: RolloutBatch, rewards_PG: Tensor, mask_BS: Tensor) -> Tensor | None:
         """[B, S] by the user's function; None where there is none.
 
-        It is given by name what it has parameters for: `rewards` [P, G] float32 after scaling and shaping, `correct`
+        It is given by name what it has parameters for: `rewards` [P, G] float32 after scaling and shaping, `parts`, a
+        mapping of names to [P, G], what rewards were made of before weights (NaN where a rollout has none), `correct`
         and `truncated` [P, G] bool, `lengths` [P, G] of the responses in tokens, `mask` [B, S] of the tokens that the
         loss counts; P prompts, G responses to each, B = P * G. It returns [P, G], or [B, S] by token.
 
@@ -124,6 +98,7 @@ class GrpoCode:
         found = code.call_named(
             {
                 "rewards": rewards_PG,
+                "parts": {name: part.reshape(shape) for name, part in rollouts.reward_parts().items()},
                 "correct": rollouts.correct().reshape(shape),
                 "truncated": rollouts.truncated().reshape(shape),
                 "lengths": rollouts.response_lengths().reshape(shape),
@@ -132,13 +107,13 @@ class GrpoCode:
         )
         if not isinstance(found, Tensor) or found.shape not in (shape, mask_BS.shape):
             raise UserCodeError(
-                f"{code.label} ({code.place}): it returned {_kind(found)}; return a tensor of shape {tuple(shape)}, or "
-                f"{tuple(mask_BS.shape)} by token"
+                f"{code.label} ({code.place}): it returned {kind_of(found)}; return a tensor of shape "
+                f"{tuple(shape)}, or {tuple(mask_BS.shape)} by token"
             )
         if not found.isfinite().all():
             raise UserCodeError(f"{code.label} ({code.place}): advantages are not all finite; divide by no zero")
         found = found.detach().to(torch.float32)
-        return found if found.shape == mask_BS.shape else found.reshape(-1, 1).expand_as(mask_BS)
+        return found if found.shape == mask_BS.shape else in_rows(found, mask_BS, rollouts.row_owners())
 
     def kept(self, rollouts: RolloutBatch) -> Tensor | None:
         """[B] float32: 0 for rollouts that the user's function leaves out of the loss; None where there is none.
@@ -164,15 +139,7 @@ class GrpoCode:
         return torch.tensor(kept)
 
 
-def _named(key: str, section: Any) -> UserCode | None:
+def _named(key: str, section: OwnCodeConfig | None) -> UserCode | None:
     if section is None or section.target is None:
         return None
     return UserCode.named(f"{key}.target", section.target, section.kwargs)
-
-
-def _scalar(value: Any, like: Tensor) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)
-
-
-def _kind(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

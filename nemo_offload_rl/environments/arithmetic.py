@@ -25,4 +25,4 @@ class ArithmeticEnvironment:
     def _score(response: Response) -> Score:
         answer = response.text.rpartition("=")[2].strip()
         correct = not response.truncated and answer == response.reference_answer
-        return Score(reward=float(correct), correct=correct)
+        return Score(reward=float(correct), correct=correct, answer=answer)

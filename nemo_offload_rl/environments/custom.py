@@ -45,6 +45,15 @@ class RewardFunctions:
     timeout_s: float
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of several functions those that metrics call them by: as they are defined, numbered where two are alike."""
+        names = [part.name for part in self.parts]
+        if len(names) == 1:
+            return ()
+        counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+        return tuple(name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True))
+
+    @property
     def num_at_once(self) -> int:
         """Responses that belong in one call: what is awaited waits together."""
         return _MOST_AT_ONCE if all(part.is_async for part in self.parts) else 1
@@ -84,7 +93,8 @@ class RewardFunctions:
     def _sum(self, values: Sequence[Any], response: Response) -> Score:
         scores = [_as_score(part, value, response) for part, value in zip(self.parts, values, strict=True)]
         total = sum(weight * score.reward for weight, score in zip(self.weights, scores, strict=True))
-        return Score(reward=total, correct=scores[0].correct)
+        parts = {name: score.reward for name, score in zip(self.names, scores, strict=False)}
+        return Score(reward=total, correct=scores[0].correct, parts=parts)
 
 
 @dataclass
@@ -95,6 +105,7 @@ class EnvironmentSteps:
     _made: Any = None
 
     num_at_once = 1
+    names = ()
 
     def check(self, columns: Collection[str]) -> None:
         """Check that it can be made and asked.
@@ -192,7 +203,7 @@ class CustomEnvironment:
                 for outcome in (answer if isinstance(answer, list) else [answer] * len(chunk))
             ]
         self._warn(outcomes)
-        return [_no_reward_without_outcome(outcome) for outcome in outcomes]
+        return [_no_reward_without_outcome(outcome, self._steps.names) for outcome in outcomes]
 
     def close(self) -> None:
         """See `Environment`."""
@@ -276,7 +287,7 @@ def _as_score(part: UserCode, value: Any, response: Response) -> Score:
         with part.telling():
             reward = float(value)
         score = Score(reward=reward, correct=reward >= 1)
-    if score is None or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if score is None or not all(map(_is_finite, (reward, *score.parts.values()))):
         raise UserCodeError(
             f"{part.label} ({part.place}): it returned {_short(value)} for the response {_short(response.text)}; "
             "return a finite number"
@@ -284,13 +295,17 @@ def _as_score(part: UserCode, value: Any, response: Response) -> Score:
     return score
 
 
-def _no_reward_without_outcome(outcome: Outcome) -> Score | Observation:
+def _no_reward_without_outcome(outcome: Outcome, names: Sequence[str]) -> Score | Observation:
     match outcome:
         case Refused(message):
             raise UserCodeError(message)
         case TimedOut() | Failed():
-            return Score(reward=0.0, correct=False)
+            return Score(reward=0.0, correct=False, parts=dict.fromkeys(names, 0.0))
     return outcome
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _short(value: Any) -> str:

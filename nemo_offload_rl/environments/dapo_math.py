@@ -30,10 +30,13 @@ _REWRITTEN = (
 )
 
 
-def is_same_answer(response_text: str, reference_answer: str) -> bool:
-    """Whether the response's last `Answer:` line says what the reference does; False where it has none."""
+def compared_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
+    """Whether the response's last `Answer:` line says what the reference does, and what it says; None for no line."""
     answers = _ANSWER.findall(response_text[-_READ_CHARACTERS:])
-    return bool(answers) and normalized(answers[-1]) == normalized(reference_answer)
+    if not answers:
+        return False, None
+    answer = normalized(answers[-1])
+    return answer == normalized(reference_answer), answer
 
 
 def normalized(answer: str) -> str:

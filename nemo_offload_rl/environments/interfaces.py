@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -42,10 +42,19 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """The reward that training uses, and whether the response counts as correct when accuracy is reported."""
+    """What a rollout is worth.
+
+    Attributes:
+        reward: What training uses.
+        correct: Whether the response counts as correct when accuracy is reported.
+        parts: What the reward was made of, by name, before weights: for metrics and for `adv_estimator.name: gdpo`.
+        answer: What was read as the answer of the response, for cons@k; None where nothing was.
+    """
 
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

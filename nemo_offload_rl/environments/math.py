@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from nemo_offload_rl.environments.dapo_math import is_same_answer
+from nemo_offload_rl.environments.dapo_math import compared_answer
 from nemo_offload_rl.environments.grading_pool import GradingPool, TimedOut
 from nemo_offload_rl.environments.interfaces import Response, Score
 
 logger = logging.getLogger(__name__)
 
 
-def is_equivalent(response_text: str, reference_answer: str) -> bool:
+def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
     """Whether the answer found in the response (LaTeX, a boxed formula or a plain number) equals the reference.
+
+    Beside it that answer, as a formula is written in one way; None where there is none.
 
     It has no time limit of its own: sympy may think forever about an answer such as a tower of powers.
     """
@@ -22,12 +24,12 @@ def is_equivalent(response_text: str, reference_answer: str) -> bool:
     # math-verify's own time limits, which 0 switches off, cannot interrupt C code; the pool kills the process instead.
     reference = math_verify.parse(f"\\boxed{{{reference_answer}}}", parsing_timeout=0)
     answer = math_verify.parse(response_text, parsing_timeout=0)
-    return bool(math_verify.verify(reference, answer, timeout_seconds=0))
+    return bool(math_verify.verify(reference, answer, timeout_seconds=0)), str(answer[0]) if answer else None
 
 
-VERIFIERS: Mapping[str, Callable[[str, str], bool]] = {
-    "hf_math_verify": is_equivalent,
-    "dapo_math_verify": is_same_answer,
+VERIFIERS: Mapping[str, Callable[[str, str], tuple[bool, str | None]]] = {
+    "hf_math_verify": verified_answer,
+    "dapo_math_verify": compared_answer,
 }
 
 
@@ -50,12 +52,12 @@ class MathEnvironment:
         """One score for each response, in their order."""
         jobs = [(response.text, response.reference_answer) for response in responses]
         if self._pool is None:
-            return [_score(self._verify(*job)) for job in jobs]
+            return [_score(*self._verify(*job)) for job in jobs]
         outcomes = self._pool.map(jobs)
         num_timed_out = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
         if num_timed_out:
             logger.warning("math: %d of %d responses could not be graded in time: reward 0", num_timed_out, len(jobs))
-        return [_score(outcome is True) for outcome in outcomes]
+        return [_score(*outcome) if isinstance(outcome, tuple) else _score(False, None) for outcome in outcomes]
 
     def close(self) -> None:
         """End the grading processes; safe to call twice."""
@@ -63,5 +65,5 @@ class MathEnvironment:
             self._pool.close()
 
 
-def _score(correct: bool) -> Score:
-    return Score(reward=float(correct), correct=correct)
+def _score(correct: bool, answer: str | None) -> Score:
+    return Score(reward=float(correct), correct=correct, answer=answer)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from nemo_offload_rl.environments import sandboxed_process
 from nemo_offload_rl.errors import UserError
 
 _MIB = 2**20
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH",)  # a Python of a cluster's modules may lie there
 _START_S = 30.0  # interpreter and modules, on a busy machine
 
 
@@ -54,7 +56,7 @@ def run_python(
     """Run code in a process of its own that can only compute.
 
     It cannot open, list or change files, start processes or threads, use the network, or send signals: each raises
-    PermissionError or a relative of it. Its environment is empty.
+    PermissionError or a relative of it. Of the environment it has what the interpreter's libraries are found by.
 
     Args:
         code: Statements. What a last line that is an expression gives is printed.
@@ -79,14 +81,16 @@ def run_python(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={},
+        env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
         cwd="/",
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(json.dumps(task).encode())
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # an interpreter that cannot start says why
+            process.stdin.write(json.dumps(task).encode())
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         output, is_whole = _read(process.stdout.fileno(), max_output_bytes + 1, timeout_s)
         if is_whole:
             status = process.wait()

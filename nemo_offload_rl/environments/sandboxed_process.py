@@ -43,6 +43,9 @@ def confine(memory_bytes: int, cpu_s: int) -> bool:
         (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 8), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
+        hard = resource.getrlimit(limit)[1]
+        # One that is lower already may be raised by root only.
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     if platform.machine() != "x86_64":
         return False

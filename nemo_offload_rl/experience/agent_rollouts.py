@@ -2,8 +2,8 @@
 
 1. The engine opens a rollout for each sample, with a base URL of its own.
 2. The agents converse there, and return rewards.
-3. Of each rollout the conversation with the most sampled tokens is taken, as the tokens that it was: what the policy
-   sampled has logprobs and is trained on, what stands between is not.
+3. Every conversation of a rollout is taken, as the tokens that it was: what the policy sampled has logprobs and is
+   trained on, once, with the rollout's advantage; what stands between is not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
 from nemo_offload_rl.errors import DataError
-from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment, SideConversation
 from nemo_offload_rl.generation.interfaces import SamplingSettings
-from nemo_offload_rl.generation.served_rollouts import ServedCall, longest_conversation
+from nemo_offload_rl.generation.served_rollouts import ServedCall, conversations
 
 logger = logging.getLogger(__name__)
 
@@ -96,39 +96,40 @@ def _rollout(
     prompt: Prompt, calls: Sequence[ServedCall], score: Score | None, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
     """One sample; without a score, or without a call, none that is trained on."""
-    conversation = longest_conversation(calls)
-    if score is None or not conversation:
+    found = conversations(calls)
+    if score is None or not found:
         prompt = replace(prompt, loss_multiplier=0.0)
-    segments: list[Segment] = []
-    end: tuple[int, ...] = ()
-    for call in conversation:
-        if not segments:
-            prompt = replace(prompt, token_ids=call.prompt_token_ids, text=decode(call.prompt_token_ids))
-        else:
-            segments.append(Segment(token_ids=call.prompt_token_ids[len(end) :], logprobs=None))
-        said = call.completion
-        segments.append(Segment(token_ids=tuple(said.token_ids), logprobs=tuple(said.logprobs)))
-        end = (*call.prompt_token_ids, *said.token_ids)
-    score = score or Score(reward=0.0, correct=False)
+    first, *others = [_conversation(each) for each in found] or [SideConversation(prompt.token_ids, ())]
+    if found:
+        prompt = replace(prompt, token_ids=first.prompt_token_ids, text=decode(first.prompt_token_ids))
+    score, segments = score or Score(reward=0.0, correct=False), first.segments
     return Rollout(
         prompt=prompt,
-        segments=tuple(segments),
+        segments=segments,
+        others=tuple(others),
         response_text="".join(decode(segment.token_ids) for segment in segments),
         reward=score.reward,
         correct=score.correct,
-        truncated=bool(conversation) and conversation[-1].completion.finish_reason != "stop",
+        truncated=bool(found) and found[0][-1][0].completion.finish_reason != "stop",
+        reward_parts=score.parts,
     )
+
+
+def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
+    """One conversation; what another one counts already has no logprobs here."""
+    segments: list[Segment] = []
+    end: tuple[int, ...] = ()
+    for call, is_counted in calls:
+        if segments:
+            segments.append(Segment(token_ids=call.prompt_token_ids[len(end) :], logprobs=None))
+        said = call.completion
+        logprobs = tuple(said.logprobs) if is_counted else None
+        segments.append(Segment(token_ids=tuple(said.token_ids), logprobs=logprobs))
+        end = (*call.prompt_token_ids, *said.token_ids)
+    return SideConversation(calls[0][0].prompt_token_ids, tuple(segments))
 
 
 def _warn(calls: Sequence[Sequence[ServedCall]]) -> None:
     silent = sum(not each for each in calls)
     if silent:
         logger.warning("%d of %d rollouts asked the policy nothing and are not trained on", silent, len(calls))
-    left_out = sum(len(each) - len(longest_conversation(each)) for each in calls)
-    if left_out:
-        logger.warning(
-            "%d of %d calls are not trained on: they belong to shorter conversations beside the longest of their "
-            "rollout; an agent whose messages do not repeat what was said before begins another conversation",
-            left_out,
-            sum(map(len, calls)),
-        )

@@ -34,11 +34,13 @@ class Turns:
         max_turns: Turns of the policy.
         max_tokens: Of prompt, responses and observations together.
         encode: How observations become tokens.
+        stopped: The score of a rollout that ends although another turn could follow; None where it goes on.
     """
 
     max_turns: int
     max_tokens: int
     encode: EncodeTurn
+    stopped: Callable[[Response, Observation], Score | None] = lambda response, observation: None
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Open:
     earlier: list[Turn] = field(default_factory=list)
     text: str = ""
     truncated: bool = False
+    stopped: bool = False
     score: Score | None = None
 
     def tokens_after_prompt(self) -> list[int]:
@@ -127,7 +130,11 @@ class Rollouts:
         for rollout, response, outcome in zip(self._live, responses, self._ask(responses), strict=True):
             if isinstance(outcome, Score):
                 rollout.score = outcome
-            elif not response.may_go_on or not self._observed(rollout, response, outcome):
+            elif not response.may_go_on:
+                rollout.score = outcome.otherwise
+            elif (score := self._turns.stopped(response, outcome)) is not None:
+                rollout.score, rollout.stopped = score, True
+            elif not self._observed(rollout, response, outcome):
                 rollout.score = outcome.otherwise
         self._live = [rollout for rollout in self._live if rollout.score is None]
 
@@ -181,4 +188,7 @@ class Rollouts:
             reward=rollout.score.reward,
             correct=rollout.score.correct,
             truncated=rollout.truncated,
+            reward_parts=rollout.score.parts,
+            stopped=rollout.stopped,
+            answer=rollout.score.answer,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -26,6 +26,19 @@ class Segment:
     logprobs: tuple[float, ...] | None
 
 
+@dataclass(frozen=True)
+class SideConversation:
+    """A further conversation of an agent's rollout, which is trained on with the rollout's advantage.
+
+    Attributes:
+        prompt_token_ids: Its first prompt.
+        segments: What followed; what the policy sampled and another conversation counts has no logprobs here.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One prompt with one sampled response and its score.
@@ -37,6 +50,10 @@ class Rollout:
         reward: What training uses.
         correct: What accuracy counts.
         truncated: The last response was cut at a token limit.
+        reward_parts: What the reward was made of, by name.
+        stopped: A function of the user's ended it where it could have gone on.
+        others: Conversations beside that of `prompt` and `segments`.
+        answer: What the environment read as the answer of the last response.
     """
 
     prompt: Prompt
@@ -45,40 +62,36 @@ class Rollout:
     reward: float
     correct: bool
     truncated: bool
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    others: tuple[SideConversation, ...] = ()
+    answer: str | None = None
+
+    @property
+    def response_sizes(self) -> list[int]:
+        """Tokens of each response of the policy."""
+        parts = (self.segments, *(other.segments for other in self.others))
+        return [len(segment.token_ids) for part in parts for segment in part if segment.logprobs is not None]
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(len(segment.token_ids) for segment in self.segments if segment.logprobs is not None)
-
-    @property
-    def longest_response(self) -> int:
-        """Tokens that the policy sampled in one turn, at most."""
-        return max((len(segment.token_ids) for segment in self.segments if segment.logprobs is not None), default=0)
+        return sum(self.response_sizes)
 
     @property
     def num_turns(self) -> int:
         """Responses of the policy."""
-        return sum(segment.logprobs is not None for segment in self.segments)
+        return len(self.response_sizes)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and all that followed."""
         return len(self.prompt.token_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
-    def sequence(self, sample_mask: float = 1.0) -> SampledSequence:
-        """Prompt and segments as one token sequence; only what the policy sampled is counted by the loss."""
-        token_ids = list(self.prompt.token_ids)
-        token_mask = [0] * len(token_ids)
-        logprobs = [0.0] * len(token_ids)
-        for segment in self.segments:
-            sampled = segment.logprobs is not None
-            token_ids.extend(segment.token_ids)
-            token_mask.extend([int(sampled)] * len(segment.token_ids))
-            logprobs.extend(segment.logprobs if segment.logprobs is not None else [0.0] * len(segment.token_ids))
-        return SampledSequence(
-            token_ids=token_ids, token_mask=token_mask, generation_logprobs=logprobs, sample_mask=sample_mask
-        )
+    def sequences(self, sample_mask: float = 1.0) -> list[SampledSequence]:
+        """Each conversation as one token sequence; only what the policy sampled is counted by the loss."""
+        pairs = [(self.prompt.token_ids, self.segments), *((o.prompt_token_ids, o.segments) for o in self.others)]
+        return [_sequence(prompt, segments, sample_mask) for prompt, segments in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +123,14 @@ class RolloutBatch:
         """[P, G] float32."""
         return self.rewards().reshape(self.num_prompts, self.group_size)
 
+    def reward_parts(self) -> dict[str, Tensor]:
+        """By name, in alphabetical order, [B] float32 of what rewards were made of; NaN where a rollout has none."""
+        names = sorted({name for rollout in self.rollouts for name in rollout.reward_parts})
+        return {
+            name: torch.tensor([rollout.reward_parts.get(name, float("nan")) for rollout in self.rollouts])
+            for name in names
+        }
+
     def constant_groups(self) -> Tensor:
         """[P] bool: groups whose rewards are all equal."""
         rewards_PG = self.rewards_PG()
@@ -122,6 +143,10 @@ class RolloutBatch:
     def truncated(self) -> Tensor:
         """[B] bool."""
         return torch.tensor([rollout.truncated for rollout in self.rollouts], dtype=torch.bool)
+
+    def stopped(self) -> Tensor:
+        """[B] bool."""
+        return torch.tensor([rollout.stopped for rollout in self.rollouts], dtype=torch.bool)
 
     def loss_multipliers(self) -> Tensor:
         """[B] float32: 0 for responses to prompts that were too long, else 1."""
@@ -137,11 +162,19 @@ class RolloutBatch:
 
     def longest_responses(self) -> Tensor:
         """[B] int64: tokens of the longest response of each rollout."""
-        return torch.tensor([rollout.longest_response for rollout in self.rollouts], dtype=torch.int64)
+        return torch.tensor([max(rollout.response_sizes, default=0) for rollout in self.rollouts], dtype=torch.int64)
 
     def num_turns(self) -> Tensor:
         """[B] int64: responses of the policy in each rollout."""
         return torch.tensor([rollout.num_turns for rollout in self.rollouts], dtype=torch.int64)
+
+    def row_owners(self) -> Tensor:
+        """[R] int64, R >= B: the rollout of each row of `collate`.
+
+        First come the conversations of all rollouts, one each, then those that they have beside it.
+        """
+        others = [row for row, rollout in enumerate(self.rollouts) for _ in rollout.others]
+        return torch.tensor([*range(len(self)), *others], dtype=torch.int64)
 
     def with_rewards(self, rewards: Tensor) -> Self:
         """The same rollouts with other rewards ([B])."""
@@ -170,7 +203,7 @@ class RolloutBatch:
         return batch.select_groups([next(places[each]) for each in is_first])
 
     def collate(self, *, pad_id: int, multiple: int = 1, sample_mask: Tensor | None = None) -> SampledBatch:
-        """Padded tensors for logprobs and training.
+        """Padded tensors for logprobs and training, rows as `row_owners` has them.
 
         Args:
             pad_id: Token that fills the rows.
@@ -178,5 +211,21 @@ class RolloutBatch:
             sample_mask: [B], 0 leaves a sample out of the loss; None keeps all.
         """
         masks = [1.0] * len(self) if sample_mask is None else sample_mask.tolist()
-        sequences = [rollout.sequence(mask) for rollout, mask in zip(self.rollouts, masks, strict=True)]
-        return collate_samples(sequences, pad_id=pad_id, multiple=multiple)
+        of_each = [rollout.sequences(mask) for rollout, mask in zip(self.rollouts, masks, strict=True)]
+        first = [sequences[0] for sequences in of_each]
+        others = [sequence for sequences in of_each for sequence in sequences[1:]]
+        return collate_samples([*first, *others], pad_id=pad_id, multiple=multiple)
+
+
+def _sequence(prompt: Sequence[int], segments: Sequence[Segment], sample_mask: float) -> SampledSequence:
+    token_ids = list(prompt)
+    token_mask = [0] * len(token_ids)
+    logprobs = [0.0] * len(token_ids)
+    for segment in segments:
+        sampled = segment.logprobs is not None
+        token_ids.extend(segment.token_ids)
+        token_mask.extend([int(sampled)] * len(segment.token_ids))
+        logprobs.extend(segment.logprobs if segment.logprobs is not None else [0.0] * len(segment.token_ids))
+    return SampledSequence(
+        token_ids=token_ids, token_mask=token_mask, generation_logprobs=logprobs, sample_mask=sample_mask
+    )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _PREFIX = "nemo_offload_rl"
-_TIMING, _TRAIN, _RATE = "timing/", "train/", "_tokens_per_s"
+_TIMING, _TRAIN, _RATE, _HOST_MEMORY = "timing/", "train/", "_tokens_per_s", "memory/host_"
 _LONGEST_LINE_BYTES = 65536
 
 
@@ -115,14 +115,19 @@ class _Figures:
         others = GaugeMetricFamily(
             f"{_PREFIX}_metric", "Of the last step, by its name in metrics.jsonl.", labels=("name",)
         )
+        host = GaugeMetricFamily(
+            f"{_PREFIX}_host_memory_bytes", "Main memory at the end of the last step, by owner.", labels=("owner",)
+        )
         for phase, value in seconds.items():
             phases.add_metric((phase,), value)
         for name, value in metrics.items():
             if name.startswith(_TRAIN) and name.endswith(_RATE):
                 rates.add_metric((name.removeprefix(_TRAIN).removesuffix(_RATE),), value)
+            elif name.startswith(_HOST_MEMORY):
+                host.add_metric((name.removeprefix(_HOST_MEMORY).removesuffix("_gib"),), value * 2**30)
             elif not name.startswith(_TIMING):
                 others.add_metric((name,), value)
-        yield from (phases, rates, others)
+        yield from (host, phases, rates, others)
 
     def _memory(self) -> Mapping[str, Mapping[str, float]]:
         """GiB by owner of each GPU, from the last whole line that this run wrote; nothing where there is none."""

@@ -239,10 +239,10 @@ def run_grpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """Run any launch script to the end: its path and its arguments."""
+    """Run any launch script to the end: its path and its arguments, `env` for more environment variables."""
 
-    def run(script: str, *arguments: str) -> Finished:
-        variables = {**environment(), **forked_workers.variables()}
+    def run(script: str, *arguments: str, env: dict[str, str] | None = None) -> Finished:
+        variables = {**environment(), **forked_workers.variables(), **(env or {})}
         return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(300)
 
     return run

@@ -1,4 +1,4 @@
-"""A student learns from a teacher on CPU: real vLLM, real policy worker, in one process; Ray is GRPO's to test."""
+"""A student learns from a teacher on CPU: real vLLM, real policy worker, in one process, and once as workers of Ray."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def distill(folder: Path, model_folder: Path, run_script: Callable[..., Finished]) -> Callable[..., Finished]:
     subprocess.run([sys.executable, "-c", TEACHER, str(folder / "teacher")], cwd=ROOT, check=True, capture_output=True)
 
-    def run(name: str, *overrides: str) -> Finished:
+    def run(name: str, *overrides: str, env: dict[str, str] | None = None) -> Finished:
         places = (
             f"policy.model_name={model_folder}",
             f"teacher.model_name={folder / 'teacher'}",
             f"logger.log_dir={folder / name}",
             f"checkpointing.checkpoint_dir={folder / name / 'checkpoints'}",
         )
-        script = "tests/one_process_distillation.py"
-        return run_script(script, "--config", str(CONFIG), *SMALL, *places, *overrides)
+        script = "tests/one_process_distillation.py" if env is None else "examples/run_distillation.py"
+        return run_script(script, "--config", str(CONFIG), *SMALL, *places, *overrides, env=env)
 
     return run
 
@@ -136,12 +136,13 @@ def test_a_resumed_run_goes_on_bit_by_bit(
             assert again[step][name] == metrics[step][name], (step, name)
 
 
-def test_whole_distributions_in_chunks_are_learned_too(
-    distill: Callable[..., Finished], folder: Path, read_metrics: Any
+def test_whole_distributions_in_chunks_are_learned_too_by_workers_of_ray(
+    distill: Callable[..., Finished], folder: Path, read_metrics: Any, joined: Callable[[], dict[str, str]]
 ) -> None:
     changes = ("distillation.topk_logits_k=null", "policy.logprob_chunk_size=50", "loss_fn.kl_type=reverse")
-    done = distill("whole", *changes, "distillation.max_num_steps=8", "distillation.val_at_start=false")
+    done = distill("whole", *changes, "distillation.max_num_steps=8", "distillation.val_at_start=false", env=joined())
     assert done.status == 0, done.stderr
     records = read_metrics(folder / "whole")
     assert records[8]["train/loss"] < 0.9 * records[1]["train/loss"]
     assert records[1]["train/teacher_topk_mass"] == pytest.approx(1)
+    assert records[2]["memory/host_policy_gib"] > 0 and records[2]["memory/host_engine_gib"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import combinations
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ from tiny_models import make_tokenizer, save_model_folder
 
 EVAL = Path(__file__).parents[2] / "examples/configs/eval.yaml"
 SUMS = "{dataset_name: arithmetic, num_digits: 1, operators: ['+'], size: 4, holdout: 4, seed: 0}"
+
+
+def _votes(records: list[dict[str, Any]], k: int) -> float:
+    """NeMo-RL's eval_cons_k of one prompt: every subset votes, and the reward of the winner's first response counts."""
+    answers = [record["answer"] for record in records]
+    won = []
+    for subset in combinations(answers, k):
+        majority = max(subset, key=subset.count)  # the first of the most frequent
+        won.append(records[answers.index(majority)]["correct"])
+    return sum(won) / len(won)
 
 
 @pytest.mark.processes
@@ -46,6 +57,7 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
         "cluster.gpus_per_node=0",
         "eval.num_tests_per_prompt=4",
         "eval.k_value=3",
+        "eval.metric=cons@k",
         "eval.greedy=true",
         f"eval.save_path={tmp_path}/out",
     )  # fmt: skip
@@ -73,6 +85,8 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
         for k in (1, 2, 3, 4):
             expected = sum(1 - comb(4 - count, k) / comb(4, k) for count in right) / len(places)
             assert metrics[f"pass_at_{k}"] == pytest.approx(expected)
+            votes = [_votes([r for r in sampled if r["prompt_index"] == place], k) for place in places]
+            assert metrics[f"cons_at_{k}"] == pytest.approx(sum(votes) / len(votes))
         assert metrics["accuracy_greedy"] == pytest.approx(sum(r["correct"] for r in greedy) / len(places))
         assert metrics["mean_response_tokens"] == pytest.approx(
             torch.tensor([len(r["token_ids"]) for r in sampled]).double().mean().item()

@@ -62,14 +62,14 @@ def test_a_chat_template_that_forgets_earlier_turns_ends_the_run_before_it_start
     assert not (tmp_path / "run").exists()
 
 
-def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn(
+def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn_of_every_conversation(
     model_folder, run_in_one_process, read_metrics, tmp_path
 ):
     done = run_in_one_process(
         f"policy.model_name={model_folder}",
         f"logger.log_dir={tmp_path / 'run'}",
         "grpo.max_num_steps=2",
-        "+env.sums={target: agents_of_tests.TwoTurns, kwargs: {hint: '= '}, num_workers: 0, timeout_s: 60}",
+        "+env.sums={target: agents_of_tests.TwoTurns, kwargs: {hint: '= ', aside: true}, num_workers: 0}",
         "data.default.env_name=sums",
         "grpo.reward_shaping.enabled=false",
         "grpo.log_rollouts=true",
@@ -84,7 +84,8 @@ def test_agents_that_talk_http_train_on_what_the_engine_sampled_in_every_turn(
     assert done.status == 0, done.stderr
     for step in (1, 2):
         record = read_metrics(tmp_path / "run")[step]
-        assert record["train/mean_turns"] == 2
-        # The policy's own logprobs of the whole conversation are those that the engine told over HTTP.
+        assert 1 < record["train/mean_conversations"] < 2
+        assert record["train/mean_turns"] == pytest.approx(1 + record["train/mean_conversations"])
+        # The policy's own logprobs of all conversations are those that the engine told over HTTP.
         assert record["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
         assert record["train/grad_norm"] > 1e-3

@@ -51,7 +51,9 @@ def test_examples_of_every_part_work_together_in_one_run(start, clone, read_metr
         "+env.tool={target: calculator.py:Calculator, kwargs: {call: '([0-9].*)'}, num_workers: 2, timeout_s: 60}",
         "data.default.processor=loss.py:as_sum", "grpo.max_rollout_turns=2", "policy.max_total_sequence_length=64",
         "loss_fn.target=loss.py:reinforce", "grpo.adv_estimator.target=loss.py:above_the_group",
-        "grpo.rollout_filter.target=loss.py:ended", "grpo.log_rollouts=true", "grpo.val_at_start=false",
+        "grpo.rollout_filter.target=loss.py:ended",
+        "grpo.rollout_stop={target: loss.py:gives_up, kwargs: {words: ['0', '2', '4', '6', '8']}}",
+        "grpo.log_rollouts=true", "grpo.val_at_start=false",
         "logger.sinks=[{target: loss.py:RewardFile, kwargs: {path: rewards.jsonl}}]",
         "policy.train_micro_batch_size=32", ENDS,
     )  # fmt: skip
@@ -70,6 +72,11 @@ def test_examples_of_every_part_work_together_in_one_run(start, clone, read_metr
             text = record["response"]
             even = sum(character in "02468" for character in text) / len(text) if text else 0.0
             assert record["reward"] == pytest.approx(even)
+        for record in records:
+            gives_up = any(digit in record["response"] for digit in "02468")
+            assert not record["stopped"] or (gives_up and record["num_turns"] == 1 and not record["truncated"])
+        stopped = sum(record["stopped"] for record in records) / len(records)
+        assert 0 < metrics[step]["train/rollout_stop_rate"] == pytest.approx(stopped)
         # The filter, the advantages and the loss, computed again.
         assert all(record["trained"] == (not record["truncated"]) for record in records)
         filtered = sum(record["truncated"] for record in records) / len(records)

@@ -19,10 +19,15 @@ class Engine:
         self._events = events
         self._pid = 100
         self.start_errors: list[Exception] = []
-        self.group = SimpleNamespace(failure=None, pids=lambda: [self._pid], local_pids=lambda: [self._pid])
+        self._raised: list[Exception] = []
+        self.group = SimpleNamespace(
+            has_raised=lambda error: any(error is each for each in self._raised),
+            pids=lambda: [self._pid],
+            local_pids=lambda: [self._pid],
+        )
 
     def fail(self, error: Exception) -> Exception:
-        self.group.failure = error
+        self._raised.append(error)
         return error
 
     def shutdown(self) -> None:

@@ -40,7 +40,7 @@ def test_what_is_measured_can_rank_checkpoints(name):
         (GRPO, "accuracy", "write train:NAME or val:NAME"),
         (SFT_NAMES, "val:val_loss", "did you mean val:loss?"),
         (SFT_NAMES, "val:accuracy", "did you mean val:token_accuracy?"),
-        (SFT_NAMES, "val:reward", "choose one of loss, perplexity, token_accuracy, or null"),
+        (SFT_NAMES, "val:reward", "choose one of loss, loss/<data set>, perplexity, "),
         (DPO_NAMES, "val:validation-default_loss", "choose one of accuracy, "),
     ],
 )
@@ -70,6 +70,10 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
         truncates=True,
         masks_by_error=True,
         filters=True,
+        collects_ahead=True,
+        positive_examples=True,
+        stops=True,
+        agents=True,
     )
     prefixes = {"train": "train", "val": "validation"}
     computed = {
@@ -78,6 +82,6 @@ def test_every_documented_metric_is_computed_again_somewhere_or_measured_by_cloc
         for prefix, known in names.items()
         for name in known
     }
-    told = {name for name in documented() if not name.startswith(("timing/", "residency/", "memory/"))}
+    told = {name for name in documented() if not name.startswith(("timing/", "residency/", "memory/", "data/"))}
     assert without_match(told, computed) == {"train/training_mfu"}  # needs a GPU: see utils/flops.py and its test
     assert without_match(computed, told) == set()

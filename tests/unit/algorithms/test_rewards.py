@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -23,14 +26,14 @@ def test_scaling_maps_the_source_range_linearly_and_clips_outside_it():
 
 
 def test_the_length_penalty_starts_inside_the_buffer_and_goes_on_growing_beyond_the_limit():
-    shaped = shape_rewards(torch.ones(5), torch.tensor([1, 6, 8, 10, 12]), shaping())
+    shaped = shape_rewards(torch.ones(5), torch.tensor([1, 6, 8, 10, 12]), torch.ones(5) == 1, shaping())
     assert shaped.tolist() == [1.0, 1.0, 0.75, 0.5, 0.25]
 
 
 def test_switched_off_scaling_and_shaping_change_nothing():
     rewards = torch.tensor([-3.0, 9.0])
     assert torch.equal(scale_rewards(rewards, scaling(enabled=False)), rewards)
-    assert torch.equal(shape_rewards(rewards, torch.tensor([99, 99]), shaping(enabled=False)), rewards)
+    assert torch.equal(shape_rewards(rewards, torch.tensor([99, 99]), rewards > 0, shaping(enabled=False)), rewards)
 
 
 def test_overlong_filtering_masks_truncated_samples_only():
@@ -62,5 +65,17 @@ def test_the_length_penalty_is_nemo_rls_formula_below_and_beyond_the_limit(lengt
     )
     # apply_reward_shaping: min(-exceed_length / overlong_buffer_length * overlong_buffer_penalty, 0)
     expected = min(-(length - (limit - buffer)) / buffer * penalty, 0)
-    (shaped,) = shape_rewards(torch.tensor([2.0]), torch.tensor([length]), settings).tolist()
+    (shaped,) = shape_rewards(torch.tensor([2.0]), torch.tensor([length]), torch.tensor([True]), settings).tolist()
     assert abs(shaped - (2.0 + expected)) < 1e-4
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3, 1.0])
+def test_the_reward_of_a_cut_response_is_scaled_in_place_of_the_length_penalty_as_in_prorl_v2(coefficient):
+    settings = replace(shaping(), stop_properly_penalty_coef=coefficient)
+    rewards, truncated = torch.tensor([1.0, 1.0, -2.0]), torch.tensor([True, False, True])
+    # apply_reward_shaping: torch.where(truncated, rewards * stop_properly_penalty_coef, rewards), and no more.
+    expected = [coefficient, 1.0, -2.0 * coefficient]
+    shaped = shape_rewards(rewards, torch.tensor([99, 99, 99]), truncated, settings)
+    torch.testing.assert_close(shaped, torch.tensor(expected))
+    off = replace(settings, enabled=False)
+    assert torch.equal(shape_rewards(rewards, torch.tensor([99, 99, 99]), truncated, off), rewards)

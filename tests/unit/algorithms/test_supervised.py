@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import urllib.request
 
 import pytest
 from closeness import assert_close
 from documented_metrics import documented
+from prometheus_client.parser import text_string_to_metric_families
 from supervised_cases import Run, dpo, results, sft, write_model, write_rows
 from supervised_replay import DpoReplay, SftReplay
 
@@ -16,7 +19,7 @@ from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.data.rows import binary_pair, split_by
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def dpo_run(folder):
 
 def splits(folder):
     pairs = [binary_pair(record, "p", "c", "r") for record in read_records(folder / "rows.jsonl")]
-    return split_by(pairs, lambda pair: pair.prompt[0]["content"], share=0.34, seed=1)
+    return split_by(pairs, lambda pair: pair.prompt[0]["content"], size=0.34, seed=1)
 
 
 def batches(rows, num_steps):
@@ -66,12 +69,56 @@ def test_every_metric_is_what_plain_training_computes_and_every_one_is_documente
         if record["step"] % 2 == 0:
             expected = replay.validation(rows.validation)
             assert part(record, "validation/") == pytest.approx(expected, rel=1e-3, abs=1e-5)
-            assert set(expected) == set(names["val"]) == set(part(dict.fromkeys(about_validation), "validation/"))
+            of_all = {name for name in names["val"] if "/" not in name}
+            assert set(expected) == of_all == set(part(dict.fromkeys(about_validation), "validation/"))
     assert run[4]["validation/loss"] < run[0]["validation/loss"]
 
 
 def part(record, prefix):
     return {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("run", [sft, dpo])
+def test_a_masked_row_keeps_its_place_and_has_no_share_in_loss_or_gradient(folder, run: Run):
+    """Two sets of which the first has a row that is too long, in the middle of its data."""
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    long = json.dumps({"p": "count " * 20, "c": "1", "r": "2"})
+    for name, rows in {"with": [*lines[:9], long], "without": lines[:9], "other": lines[9:16]}.items():
+        for file in (f"{name}.jsonl", f"held_{name}.jsonl"):
+            (folder / file).write_text("\n".join(rows) + "\n")
+    keys = {"sft": "input_key: p, output_key: c", "dpo": "prompt_key: p, chosen_key: c, rejected_key: r"}[run.__name__]
+    kind = {"sft": "ResponseDataset", "dpo": "BinaryPreferenceDataset"}[run.__name__]
+
+    def data(*names: str) -> str:
+        sets = [f"{{dataset_name: {kind}, {keys}, path: {folder / name}.jsonl}}" for name in names]
+        return f"{{dataset_name: mixture, weights: null, datasets: [{', '.join(sets)}]}}"
+
+    found = {}
+    for name, size in (("with", 17), ("without", 16)):
+        data_keys = (
+            "~data.train",
+            f"+data.train={data(name, 'other')}",
+            "data.overlong_rows=mask",
+            "data.shuffle=false",
+        )
+        found[name] = run(
+            folder, f"{run.__name__}-{name}", *data_keys, f"data.validation={data(f'held_{name}', 'held_other')}",
+            "data.max_input_seq_length=60", f"policy.train_global_batch_size={size}", "checkpointing.enabled=false",
+            "policy.train_micro_batch_size=1", f"{run.__name__}.max_num_steps=2",
+        )  # fmt: skip
+    masked, plain = found["with"], found["without"]
+    rates = [record.get("train/overlong_row_rate") for record in masked]
+    assert rates == [None, pytest.approx(1 / 17), pytest.approx(1 / 17)]
+    counts = {"overlong_rows": 1, "overlong_rows/with": 1, "overlong_rows/other": 0}
+    assert [part(record, "data/") for record in masked] == [{}, counts, {}]
+    for name in ("train/loss", "train/grad_norm"):
+        theirs = [record[name] for record in plain[1:]]
+        assert [record[name] for record in masked[1:]] == pytest.approx(theirs, rel=1e-4)
+    for theirs, ours in zip(plain, masked, strict=True):
+        for name, value in part(theirs, "validation/").items():
+            assert ours[f"validation/{name.replace('_without', '_with')}"] == pytest.approx(value, rel=1e-3, abs=1e-5)
+    by_set = [masked[0][f"validation/loss/held_{name}"] for name in ("with", "other")]
+    assert min(by_set) <= masked[0]["validation/loss"] <= max(by_set)
 
 
 def test_before_the_first_update_no_pair_is_told_apart_and_after_four_most_are(dpo_run):
@@ -203,3 +250,61 @@ def test_dpo_without_host_memory_for_the_reference_is_told_how_to_do_without(fol
         "dpo.max_num_steps=1", "checkpointing.enabled=false",
     )  # fmt: skip
     assert records[-1]["step"] == 1
+
+
+def test_a_run_tells_prometheus_its_memory_phases_and_rates_while_it_goes_on_and_this_machine_alone(
+    folder, monkeypatch
+):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.delenv("NEMO_OFFLOAD_RL_TOKEN", raising=False)
+    seen = {}
+
+    def scrape(step, metrics):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        seen[step] = {
+            (sample.name.removeprefix("nemo_offload_rl_"), *sample.labels.values()): sample.value
+            for family in families for sample in family.samples
+        }  # fmt: skip
+
+    keys = ("logger.prometheus_enabled=true", "checkpointing.enabled=false", "sft.max_num_steps=2")
+    here = f"logger.prometheus={{host: 127.0.0.1, port: {port}}}"
+    records = sft(folder, "scraped", *keys, here, callbacks=[scrape])
+    assert list(seen) == [0, 1, 2]
+    for record in records[1:]:
+        found = seen[record["step"]]
+        assert found["step",] == record["step"]
+        assert found["tokens_per_second", "training"] == record["train/training_tokens_per_s"]
+        assert found["metric", "train/loss"] == record["train/loss"]
+        assert found["host_memory_bytes", "driver"] == record["memory/host_driver_gib"] * 2**30 > 0
+    for phase in ("training", "validation", "total"):
+        total = sum(record.get(f"timing/{phase}_s", 0.0) for record in records)
+        assert seen[2]["phase_seconds_total", phase] == pytest.approx(total)
+    with pytest.raises(ConfigError, match=r"logger\.prometheus\.host=0\.0\.0\.0 can be reached from other machines"):
+        sft(folder, "open", *keys, "logger.prometheus={host: 0.0.0.0, port: 0}")
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_sfts_and_the_metrics_stay(folder, sft_run):
+    own = (
+        "loss_fn={target: examples/custom/supervised_loss.py:bounded_nll, kwargs: {floor: -1e9}}",
+        "sft.max_num_steps=2",
+    )
+    same = sft(folder, "own", *own, "checkpointing.enabled=false")
+    for record, theirs in zip(results(same), results(sft_run), strict=False):
+        assert record == pytest.approx(theirs, rel=1e-5)
+    bounded = sft(folder, "bounded", *own, "loss_fn.kwargs.floor=-3", "checkpointing.enabled=false")
+    assert bounded[0]["validation/loss"] <= 3.0 < same[0]["validation/loss"]
+    assert bounded[1]["train/token_accuracy"] == same[1]["train/token_accuracy"]
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_dpos(folder, dpo_run):
+    own = "loss_fn={target: examples/custom/supervised_loss.py:ipo, kwargs: {beta: 0.25}}"
+    keys = ("dpo.max_num_steps=2", "policy.optimizer.kwargs.lr=1e-5", "checkpointing.enabled=false")
+    records = dpo(folder, "ipo", own, *keys)
+    assert records[1]["train/loss"] == pytest.approx(4.0)  # (1 / (2 beta))^2, where policy and reference are the same
+    assert records[1]["train/preference_loss"] == pytest.approx(math.log(2))
+    assert records[2]["train/loss"] < 4.0
+    with pytest.raises(UserCodeError, match=r"AttributeError: .*reference_sums.* at .*supervised_loss\.py:\d+ in ipo"):
+        sft(folder, "wrong", "loss_fn={target: examples/custom/supervised_loss.py:ipo, kwargs: null}")

@@ -8,13 +8,17 @@ import pytest
 import torch
 from local_grpo import make_prompts
 
-from nemo_offload_rl.algorithms.user_code import GrpoCode, UserLoss
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.algorithms.user_code import GrpoCode
+from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
 from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.targets import UserCode
 
-SETTINGS = load_grpo_config("examples/configs/grpo_math_1B.yaml").loss_fn
+CLIPPED = ClippedPGLoss(load_grpo_config("examples/configs/grpo_math_1B.yaml").loss_fn)
 
 
 def rollouts(num_prompts: int = 2, group_size: int = 2) -> RolloutBatch:
@@ -46,16 +50,23 @@ MASK = torch.ones(4, 3)
 )
 def test_a_loss_is_tried_before_anything_starts(function, message):
     with pytest.raises(UserCodeError, match=message):
-        UserLoss(SETTINGS, UserCode("loss_fn.target", function)).check()
+        UserLoss(UserCode("loss_fn.target", function), CLIPPED).check(example_batch(PolicyGradientBatch))
 
 
 def test_a_loss_travels_and_is_measured_beside_the_metrics_of_the_clipped_one():
     factor = 3.0
-    loss = UserLoss(SETTINGS, UserCode("loss", lambda logprobs, batch, norm: (factor * logprobs.sum(), {"mine": 2.0})))
-    loss.check()
+    code = UserCode("loss", lambda logprobs, batch, norm: (factor * logprobs.sum(), {"mine": 2.0}))
+    loss, batch = UserLoss(code, CLIPPED, ("loss", "actor_loss")), example_batch(PolicyGradientBatch)
+    loss.check(batch)
     again = pickle.loads(pickle.dumps(loss))
-    assert again.settings == SETTINGS
-    again.check()
+    assert again.standard == CLIPPED
+    again.check(batch)
+    logprobs, norm = torch.full((2, 4), -1.0), LossNorm(2.0, 4.0)
+    _, metrics = again(logprobs, batch, norm)
+    _, plain = CLIPPED(logprobs, batch, norm)
+    assert {name: value.item() for name, value in metrics.items()} == {
+        **{name: value.item() for name, value in plain.items()}, "loss": -24.0, "actor_loss": -24.0, "mine": 2.0,
+    }  # fmt: skip
 
 
 def test_advantages_are_the_functions_by_response_or_by_token():
@@ -99,3 +110,18 @@ def test_a_filter_keeps_what_it_says_group_by_group():
         GrpoCode(rollout_filter=UserCode("f", lambda group: [True])).kept(rollouts())
     with pytest.raises(UserCodeError, match="TypeError"):
         GrpoCode(rollout_filter=UserCode("f", lambda group: None)).kept(rollouts())
+
+
+def test_a_hook_ends_a_rollout_by_a_boolean_or_with_a_score_of_its_own():
+    response = Response(prompt_text="p", text="5", truncated=False, reference_answer="4", metadata={})
+    observation = Observation("no", otherwise=Score(-1.0, correct=False))
+
+    def answer(value):
+        return GrpoCode(rollout_stop=UserCode("s", lambda response, observation: value)).stopped(response, observation)
+
+    assert answer(True) == observation.otherwise
+    assert answer(False) is None
+    assert answer(Score(0.5, correct=True)) == Score(0.5, correct=True)
+    assert GrpoCode().stopped(response, observation) is None
+    with pytest.raises(UserCodeError, match="returned a float; return True to end the rollout, False to go on, or a"):
+        answer(0.5)

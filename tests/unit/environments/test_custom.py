@@ -83,9 +83,11 @@ def test_several_functions_are_added_with_their_weights_and_the_first_says_what_
         return 1.0 if len(response) < 2 else 0.0
 
     assert scores(right, short, weights=[1.0, 0.25], texts=["4", "5", "55"]) == [
-        Score(1.25, True), Score(0.25, False), Score(0.0, False),
-    ]  # fmt: skip
-    assert scores(right, short, texts=["4"]) == [Score(2.0, True)]
+        Score(1.25, True, {"right": 1.0, "short": 1.0}),
+        Score(0.25, False, {"right": 0.0, "short": 1.0}),
+        Score(0.0, False, {"right": 0.0, "short": 0.0}),
+    ]
+    assert [(score.reward, score.correct) for score in scores(right, short, texts=["4"])] == [(2.0, True)]
 
 
 def test_a_column_that_not_all_rows_have_is_told_before_anything_is_scored():
@@ -193,3 +195,21 @@ def test_worker_processes_make_an_environment_once_each_and_its_failing_construc
     with pytest.raises(UserCodeError, match=r"RuntimeError: no such judge, at .*test_custom\.py:\d+ in __init__"):
         open_one(Broken, num_workers=2)
     assert threading.active_count() < 50
+
+
+def test_of_several_functions_each_ones_value_is_kept_before_its_weight_also_of_what_came_too_late():
+    def slow(response, answer):
+        time.sleep(5.0 if response == "5" else 0.0)
+        return 0.25
+
+    found = scores(right, slow, right, weights=(1.0, 2.0, 4.0), num_workers=1, timeout_s=1.0)
+    assert [score.parts for score in found] == [
+        {"right": 1.0, "slow": 0.25, "right_2": 1.0}, {"right": 0.0, "slow": 0.0, "right_2": 0.0},
+    ]  # fmt: skip
+    assert [score.reward for score in found] == [5.5, 0.0]
+    assert scores(right)[0].parts == {}
+
+
+def test_a_part_of_a_score_that_is_no_number_is_refused():
+    with pytest.raises(UserCodeError, match=r"return a finite number"):
+        scores(lambda response: Score(1.0, True, {"form": float("nan")}))

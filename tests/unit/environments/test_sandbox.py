@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -90,6 +92,28 @@ def test_nothing_of_the_environment_and_no_open_file_of_this_process_is_there(mo
         result = run_python(IMPORTS + code, modules=MORE)
     assert "SECRET" not in result.output
     assert "Bad file descriptor" in result.output
+
+
+def test_a_user_who_is_not_root_and_has_limits_already_can_confine_code_too():
+    """Limits that are lower than those asked for may not be raised by such a user."""
+    script = (
+        "import os, resource\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 * 10**9, 3 * 10**9))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
+        "import ctypes\n"  # before rights are given up: root's Python may lie where others cannot look
+        "from nemo_offload_rl.environments.sandbox import run_python\n"
+        "ctypes.CDLL(None).prctl(24, 24, 0, 0, 0)\n"  # PR_CAPBSET_DROP of CAP_SYS_RESOURCE: not across the next exec
+        "print(run_python('2 + 2', memory_mib=8192, timeout_s=90))\n"
+        "print(run_python('open(\"/etc/hostname\")').status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["SandboxResult(output='4\\n', status='done')", "failed"]
+
+
+def test_an_interpreter_that_does_not_start_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxError, match=r"code of a model cannot be run \(exit status 1\)"):
+        run_python("1" * 1_000_000)
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(600)", "9 ** 9 ** 9"])

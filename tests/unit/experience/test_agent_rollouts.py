@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from nemo_offload_rl.algorithms.advantages import token_advantages
+from nemo_offload_rl.algorithms.metrics import rollout_metrics
+from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
@@ -94,11 +99,13 @@ def test_a_conversation_is_one_sequence_whose_sampled_tokens_alone_are_counted()
         AgentTask(base_url="url0", api_key="none", model="model", question="How?", answer="7", metadata={"level": 3})
     ]
     (rollout,) = batch.rollouts
-    sequence = rollout.sequence()
+    sequence, aside = rollout.sequences()
     assert list(sequence.token_ids) == [65, 66, 67, 68, 10, 11, 69]
     assert list(sequence.token_mask) == [0, 0, 1, 1, 0, 0, 1]
     assert list(sequence.generation_logprobs) == [0, 0, -33.5, -34.0, 0, 0, -34.5]
-    assert (rollout.reward, rollout.correct, rollout.truncated, rollout.num_turns) == (1.5, True, True, 2)
+    assert (rollout.reward, rollout.correct, rollout.truncated, rollout.num_turns) == (1.5, True, True, 3)
+    assert (list(aside.token_ids), list(aside.token_mask)) == ([90, 91], [0, 1])
+    assert list(aside.generation_logprobs) == [0, -45.5]
     assert (rollout.prompt.text, rollout.response_text) == ("AB", "CD\n\x0bE")
     assert rollout.prompt.loss_multiplier == 1.0
 
@@ -165,17 +172,39 @@ def test_a_batch_without_any_score_ends_the_run() -> None:
         rolled(Talking(), [prompt()], 2, one=run)
 
 
-def test_calls_that_are_left_out_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_conversation_is_trained_on_with_the_advantage_of_its_rollout_and_groups_know_rollouts_only() -> None:
     talking = Talking()
 
     def run(task: AgentTask) -> float:
-        for response in ([2], [3, 4], [5]):
-            talking.say(task.base_url, [1], response)
-        return 0.0
+        talking.say(task.base_url, [1], [2])
+        if task.base_url == "url1":  # the second rollout of the first group has two others, one that begins alike
+            talking.say(task.base_url, [1, 2, 7], [3, 4], parent=0)
+            talking.say(task.base_url, [1, 2, 8, 9], [5], parent=0)
+            talking.say(task.base_url, [6], [6])
+        return float(task.base_url[3:])
 
-    (rollout,) = rolled(talking, [prompt()], one=run).rollouts
-    assert rollout.segments[0].token_ids == (3, 4)
-    assert "2 of 3 calls are not trained on" in caplog.text
+    batch = rolled(talking, [prompt(), prompt()], 2, one=run)
+    assert batch.rewards_PG().tolist() == [[0, 1], [2, 3]]
+    assert batch.row_owners().tolist() == [0, 1, 2, 3, 1, 1]
+    assert batch.response_lengths().tolist() == [1, 5, 1, 1]
+    assert rollout_metrics(batch)["mean_conversations"] == 1.5
+    rows = batch.collate(pad_id=0, sample_mask=torch.tensor([1.0, 0.5, 1.0, 0.0]))
+    lengths = rows.input_lengths.tolist()
+    assert [row[:size] for row, size in zip(rows.input_ids.tolist(), lengths, strict=True)] == [
+        [1, 2], [1, 2, 7, 3, 4], [1, 2], [1, 2], [1, 2, 8, 9, 5], [6, 6],
+    ]  # fmt: skip
+    assert [row[:size] for row, size in zip(rows.token_mask.tolist(), lengths, strict=True)] == [
+        [0, 1], [0, 1, 0, 1, 1], [0, 1], [0, 1], [0, 0, 0, 0, 1], [0, 1],
+    ]  # fmt: skip
+    assert rows.sample_mask.tolist() == [1.0, 0.5, 1.0, 0.0, 0.5, 0.5]
+    grpo = load_grpo_config("examples/configs/grpo_math_1B.yaml", ["grpo.normalize_rewards=false"]).grpo
+    advantages = token_advantages(grpo, batch.rewards_PG(), rows.loss_mask, owners=batch.row_owners())
+    assert advantages[:, 0].tolist() == [-1.0, 1.0, -1.0, 1.0, 1.0, 1.0]
+    plus = replace(grpo, adv_estimator=replace(grpo.adv_estimator, name="reinforce_plus_plus", minus_baseline=False))
+    found = token_advantages(plus, batch.rewards_PG(), rows.loss_mask, owners=batch.row_owners()).double()
+    counted = rows.loss_mask.double()
+    assert (found * counted).sum().item() == pytest.approx(0.0, abs=1e-5)  # a mean over the tokens of all rows
+    assert torch.equal(found[4], found[1]) and torch.equal(found[5], found[1])
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import comb
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn
 from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
+from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.generation.interfaces import Completion
@@ -54,13 +55,13 @@ def prompt(text: str, answer: str, env_name: str = "arithmetic") -> Prompt:
     return Prompt(token_ids=encode(text), text=text, reference_answer=answer, env_name=env_name)
 
 
-def collect(engine, prompts, environments=None, group_size=2, max_turns=1, max_tokens=100) -> RolloutBatch:
+def collect(engine, prompts, environments=None, group_size=2, max_turns=1, max_tokens=100, **stop) -> RolloutBatch:
     rollouts = Rollouts(
         prompts,
         group_size=group_size,
         environments=environments or {"arithmetic": ArithmeticEnvironment()},
         decode=decode,
-        turns=Turns(max_turns=max_turns, max_tokens=max_tokens, encode=lambda text, _: encode(text)),
+        turns=Turns(max_turns=max_turns, max_tokens=max_tokens, encode=lambda text, _: encode(text), **stop),
     )
     while rollouts.under_way:
         rollouts.step(engine.generate(*rollouts.prompts()))
@@ -128,7 +129,7 @@ def test_a_wrong_answer_is_told_so_and_the_policy_answers_again_while_it_has_tur
     assert batch.longest_responses().tolist() == [2, 2, 2, 1]
     assert [rollout.num_tokens for rollout in batch.rollouts] == [6, 11, 16, 5]
     assert engine.calls == [4, 1, 1]
-    sequence = batch.rollouts[1].sequence()
+    sequence = batch.rollouts[1].sequences()[0]
     assert list(sequence.token_ids) == [*encode("1+1=3"), END, *encode("no 2"), END]
     assert list(sequence.token_mask) == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
 
@@ -166,6 +167,24 @@ def test_a_rollout_goes_on_only_where_an_answer_of_one_token_still_fits(max_toke
     assert batch.truncated().tolist() == [False]  # what was said was said to its end
 
 
+def test_a_rollout_ends_where_a_hook_says_so_with_the_score_that_it_or_the_observation_has():
+    asked = []
+
+    def stopped(response: Response, observation: Observation) -> Score | None:
+        asked.append((response.text, observation.text))
+        return {"4": observation.otherwise, "5": Score(0.5, correct=True)}.get(response.text)
+
+    # Right at once, stopped twice, wrong in the first turn and right in the second.
+    engine = ScriptedEngine({"1+1=": ["2", "4", "5", "6"], "1+1=6no ": ["2"]})
+    environments = {"arithmetic": RetryEnvironment(ArithmeticEnvironment(), "no ")}
+    batch = collect(engine, [prompt("1+1=", "2")], environments, group_size=4, max_turns=2, stopped=stopped)
+    assert asked == [("4", "no "), ("5", "no "), ("6", "no ")]
+    assert batch.stopped().tolist() == [False, True, True, False]
+    assert batch.num_turns().tolist() == [1, 1, 1, 2]
+    assert batch.rewards().tolist() == [1.0, 0.0, 0.5, 1.0]
+    assert batch.correct().tolist() == [True, False, True, True]
+
+
 def test_collation_counts_response_tokens_and_keeps_the_samplers_logprobs_at_them():
     tensors = make_batch().collate(pad_id=7)
     assert tensors.input_ids[0].tolist() == [*encode("1+1=2"), END, 7, 7, 7, 7, 7]
@@ -187,7 +206,7 @@ def test_tokens_that_an_environment_wrote_are_in_the_sequence_but_not_in_the_los
         correct=False,
         truncated=False,
     )
-    sequence = rollout.sequence()
+    sequence = rollout.sequences()[0]
     assert list(sequence.token_ids) == [*encode("ab"), 1, 2, 3, 4]
     assert list(sequence.token_mask) == [0, 0, 1, 1, 0, 1]
     assert list(sequence.generation_logprobs) == [0, 0, -1.0, -2.0, 0, -4.0]
@@ -237,6 +256,33 @@ def test_pass_at_k_is_the_share_of_subsets_of_k_responses_with_a_correct_one(gro
         subsets = list(combinations(range(group_size), k))
         shares = [sum(any(row < count for row in subset) for subset in subsets) / len(subsets) for count in counts]
         assert pass_at_k(counts, group_size, k) == pytest.approx(sum(shares) / len(shares))
+
+
+def test_each_part_of_a_reward_is_reported_over_the_rollouts_that_have_it():
+    batch = make_batch()
+    parts = [{"form": 1.0, "right": 0.0}, {"form": 0.5, "right": 1.0}, {"right": 0.5}, {}, {}, {}]
+    rollouts = [replace(rollout, reward_parts=each) for rollout, each in zip(batch.rollouts, parts, strict=True)]
+    metrics = rollout_metrics(RolloutBatch(rollouts=tuple(rollouts), group_size=2))
+    found = {name: metrics[name] for name in metrics if name.startswith("reward_part/")}
+    assert found == {"reward_part/form": 0.75, "reward_part/right": 0.5}
+
+
+@given(st.lists(st.lists(st.sampled_from(["1", "2", None]), min_size=4, max_size=6), min_size=1, max_size=3), st.data())
+def test_cons_at_k_is_the_share_of_votes_of_k_that_are_right(answers, data):
+    groups = [[(answer, answer == "1") for answer in group] for group in answers]
+    k = data.draw(st.integers(1, 4))
+    shares = []
+    for group in answers:
+        won = [max(subset, key=subset.count) == "1" for subset in combinations(group, k)]
+        shares.append(sum(won) / len(won))
+    assert cons_at_k(groups, k) == pytest.approx(sum(shares) / len(shares))
+    assert cons_at_k(groups, 1) == pytest.approx(sum(group.count("1") / len(group) for group in answers) / len(answers))
+
+
+def test_cons_at_k_of_very_many_subsets_is_an_estimate():
+    group = [("1", True)] * 26 + [("2", False)] * 14
+    exact = sum(comb(26, n) * comb(14, 15 - n) for n in range(8, 16)) / comb(40, 15)
+    assert cons_at_k([group], 15) == pytest.approx(exact, abs=0.02)
 
 
 def test_a_mixture_reports_each_of_its_data_sets():

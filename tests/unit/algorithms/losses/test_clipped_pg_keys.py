@@ -107,6 +107,7 @@ def extreme_batches(draw) -> tuple[torch.Tensor, PolicyGradientBatch, LossNorm]:
         input_lengths=torch.full((ROWS,), WIDTH),
         token_mask=mask,
         sample_mask=sample_mask,
+        rewards=torch.ones(ROWS),
         advantages=advantages[:, None].expand(ROWS, WIDTH),
         prev_logprobs=draw(table(LOGPROBS)),
         generation_logprobs=draw(table(LOGPROBS)),

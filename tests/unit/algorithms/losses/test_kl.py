@@ -85,6 +85,12 @@ KL, REVERSED, SQUARE = "KL(policy, reference)", "KL(reference, policy)", "half t
         ("k3", True, KL, KL),
         ("k1+", True, KL, KL),
         ("k3+", True, KL, KL),
+        ("k1w", False, KL, KL),
+        ("k3w", False, KL, KL),
+        ("k2w", False, SQUARE, SQUARE),
+        ("k2w", True, SQUARE, SQUARE),
+        ("k1w", True, KL, KL),
+        ("k3w", True, KL, KL),
     ],
 )
 def test_mean_value_and_mean_gradient_are_those_that_the_documentation_says(
@@ -118,6 +124,36 @@ def test_without_clamps_the_gradient_of_k3_plus_is_at_each_token_that_of_k3_weig
     straight = estimate_kl(policy, reference, estimator="k3+", **NO_CLAMPS)
     torch.testing.assert_close(straight, weighted)
     torch.testing.assert_close(gradient(straight.sum(), policy), gradient(weighted.sum(), policy))
+
+
+def nemo_rls(kind, logprobs, reference, sampler, input_clamp, output_clamp):
+    """`calculate_kl` of NeMo-RL at 7ea279a with the weight that its loss gives it."""
+    weight = (logprobs - (logprobs.detach() if sampler is None else sampler)).exp()
+    log_r = reference - logprobs
+    if input_clamp is not None:
+        weight = torch.where(log_r.abs() <= input_clamp, weight, weight.detach())
+        log_r = log_r.clamp(-input_clamp, input_clamp)
+    kl = weight * {"k1": -log_r, "k2": log_r**2 / 2, "k3": log_r.exp() - 1 - log_r}[kind]
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+@pytest.mark.parametrize("clamps", [(None, None), (1.5, None), (None, 0.4), (1.0, 0.3)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_w_is_nemo_rls_estimate_in_value_and_gradient_whatever_clamp_acts(kind, weighted, clamps):
+    policy = distribution(0, 2.0).log_softmax(0).requires_grad_()
+    reference, sampler = distribution(1).log_softmax(0), distribution(2).log_softmax(0) if weighted else None
+    expected = nemo_rls(kind, policy, reference, sampler, *clamps)
+    found = estimate_kl(
+        policy,
+        reference,
+        estimator=f"{kind}w",
+        input_clamp=clamps[0],
+        output_clamp=clamps[1],
+        sampler_logprobs=sampler,
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient(found.sum(), policy), gradient(expected.sum(), policy))
 
 
 # -- clamps
@@ -182,5 +218,5 @@ def test_finite_logprobs_give_a_finite_estimate_and_gradient(estimator, logprobs
 
 @pytest.mark.parametrize("estimator", ["k4", "k2+", "+", ""])
 def test_an_unknown_estimator_is_refused(estimator):
-    with pytest.raises(ValueError, match=r"known are k1, k2, k3, k1\+ and k3\+"):
+    with pytest.raises(ValueError, match=r"known are k1, k2, k3, k1\+, k3\+, k1w"):
         estimate_kl(POLICY, REFERENCE, estimator=estimator, **NO_CLAMPS)

@@ -21,9 +21,11 @@ from nemo_offload_rl.algorithms.agreement import without_disagreement
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.collate import SampledBatch
+from nemo_offload_rl.errors import ConfigError
 
 EXEMPLAR = "examples/configs/grpo_math_1B.yaml"
 NO_KL = "loss_fn.reference_policy_kl_penalty=0"
+OWN_REWARD = "+env.mine={target: [examples/custom/reward.py:even_digits], num_workers: 0}"
 
 
 def keys(*overrides: str, exemplar: str = EXEMPLAR):
@@ -254,3 +256,59 @@ def test_the_gspo_exemplar_is_the_clipped_ratio_of_whole_responses_as_in_the_pap
     per_token = torch.maximum(-batch.advantages * ratio, -batch.advantages * bounded)
     by_response = (per_token * kept(batch)).sum(dim=1) / lengths
     both(loss, now, near, norm, by_response.sum() / batch.sample_mask.sum())
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("weights", [None, (0.5, 2.0)])
+def test_gdpo_compares_each_part_of_a_reward_and_normalizes_their_sum_as_in_nemo_rl(leave_one_out, normalize, weights):
+    grpo, loss = keys(
+        NO_KL, "grpo.adv_estimator.name=gdpo", f"grpo.use_leave_one_out_baseline={leave_one_out}",
+        f"grpo.normalize_rewards={normalize}", OWN_REWARD,
+        f"grpo.adv_estimator.reward_weights={'null' if weights is None else list(weights)}",
+    )  # fmt: skip
+    now, batch, norm = random_batch(10)
+    parts = {  # in another order than that of names, which the weights have
+        "right": torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]),
+        "form": torch.tensor([[0.2, 0.9, 0.4], [0.0, -1.0, 3.0]]),
+    }
+    total = torch.zeros(2, 3, dtype=torch.float64)
+    for name, weight in zip(("form", "right"), weights or (1.0, 1.0), strict=True):
+        for row, group in enumerate(parts[name].double()):
+            for one, reward in enumerate(group):
+                compared = torch.stack([r for other, r in enumerate(group) if not (leave_one_out and other == one)])
+                # calculate_baseline_and_std_per_prompt, and division where the deviation is above 0
+                deviation = compared.std() if normalize else torch.zeros(())
+                distance = reward - compared.mean()
+                total[row, one] += weight * (distance / (deviation + 1e-6) if deviation > 0 else distance)
+    expected = (total - total.mean()) / total.std()
+    found = token_advantages(grpo, torch.zeros(2, 3), kept(batch), None, parts)
+    torch.testing.assert_close(found.double(), expected.reshape(6, 1).expand(found.shape), rtol=1e-4, atol=1e-5)
+    with_advantages = replace(batch, advantages=expected.reshape(6, 1).expand(batch.advantages.shape))
+    total_loss = (clipped(now, with_advantages, 0.2, 0.2) * kept(batch)).sum()
+    both(loss, now, with_advantages, norm, total_loss / kept(batch).sum())
+
+
+def test_gdpo_without_differences_has_no_advantage_and_without_parts_says_what_is_missing():
+    grpo, _ = keys("grpo.adv_estimator.name=gdpo", OWN_REWARD)
+    same = torch.full((2, 3), 0.1)
+    assert not token_advantages(grpo, same, torch.ones(6, 2), None, {"a": same, "b": same}).any()
+    with pytest.raises(ConfigError, match=r"gdpo, which compares parts of rewards, but rewards have the part a only"):
+        token_advantages(grpo, same, torch.ones(6, 2), None, {"a": same})
+    weighted, _ = keys("grpo.adv_estimator.name=gdpo", OWN_REWARD, "grpo.adv_estimator.reward_weights=[1.0]")
+    with pytest.raises(ConfigError, match=r"reward_weights has 1 numbers, but rewards have the parts a, b; write one"):
+        token_advantages(weighted, same, torch.ones(6, 2), None, {"b": same, "a": same})
+
+
+def test_positive_examples_add_their_mean_negative_logprob_as_in_vapo_whatever_the_micro_batches():
+    _, loss = keys(NO_KL, "loss_fn.positive_example_nll_weight=0.1")
+    now, batch, norm = random_batch(11)
+    positive = kept(batch) * (batch.rewards > 0)[:, None]
+    assert 0 < positive.sum() < kept(batch).sum()
+    objective = (clipped(now, batch, 0.2, 0.2) * kept(batch)).sum() / kept(batch).sum()
+    expected = objective + 0.1 * -(now * positive).sum() / positive.sum()
+    both(loss, now, batch, norm, expected)
+    shares = [ClippedPGLoss(loss)(now[rows], batch.select(rows), norm) for rows in ([0, 1], [2, 3, 4], [5])]
+    torch.testing.assert_close(torch.stack([share for share, _ in shares]).sum(), expected)
+    nll = torch.stack([metrics["positive_nll_loss"] for _, metrics in shares]).sum()
+    torch.testing.assert_close(nll, -(now.detach() * positive).sum() / positive.sum())

@@ -1,0 +1,71 @@
+"""Rollouts beside training, with vLLM's asynchronous engine in Ray."""
+
+from __future__ import annotations
+
+import re
+
+AHEAD = (
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.num_nodes=1",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "loss_fn.use_importance_sampling_correction=true",
+    "grpo.async_grpo.enabled=true",
+)
+STEPS = 8
+
+
+def test_a_run_with_weights_in_flight_outlives_its_engine_and_leaves_nothing_behind_when_a_policy_worker_dies(
+    start_endless_grpo, joined, read_metrics, tmp_path
+):
+    run = start_endless_grpo(
+        *AHEAD,
+        "grpo.async_grpo.max_trajectory_age_steps=2",
+        "grpo.async_grpo.in_flight_weight_updates=true",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+        "grpo.val_period=2",
+        env=joined(),
+    )
+    run.wait_for_step(4)
+    engine = run.engine()
+    engine.kill()
+    run.wait_for_step(STEPS)
+    worker = run.policy()
+    worker.kill()
+    status, last_line, alive = run.wait(60)
+    assert (status, alive) == (2, [])
+    assert re.match(rf"error: policy worker 0 died during \w+: process {worker.pid}", last_line)
+    metrics = read_metrics(tmp_path / "run")
+    ages = [metrics[step]["train/avg_trajectory_age"] for step in range(1, STEPS + 1)]
+    # What the engine lost is begun again with the weights of that time.
+    assert ages[:4] == [0, 1, 2, 2]
+    assert all(age in (0, 1, 2) for age in ages)
+    (warning,) = [line for line in run.script.stderr.read_text().splitlines() if "starting the engine again" in line]
+    assert re.search(rf"process {engine.pid}: .*, restarts left: 1$", warning)
+    for step in range(1, STEPS + 1):
+        assert metrics[step]["train/token_mult_prob_error"] < (1.001 if step == 1 else 1.5)
+        assert metrics[step]["residency/bytes_freed"] == 0  # the policy has its devices for itself
+    assert all("validation/accuracy" in metrics[step] for step in range(2, STEPS + 1, 2))
+
+
+def test_a_run_that_waits_for_its_rollouts_ends_by_itself_and_says_how_long_training_waited(
+    run_grpo, model_folder, joined, read_metrics, tmp_path
+):
+    done = run_grpo(
+        f"policy.model_name={model_folder}",
+        f"logger.log_dir={tmp_path / 'run'}",
+        *AHEAD,
+        f"grpo.max_num_steps={STEPS}",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=true",
+        env=joined(),
+    )
+    assert done.status == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
+    assert [metrics[step]["train/avg_trajectory_age"] for step in range(1, STEPS + 1)] == [0] + [1] * (STEPS - 1)
+    assert metrics[STEPS]["train/buffer_size"] == 0
+    for step in range(1, STEPS + 1):
+        assert metrics[step]["timing/exposed_generation_s"] >= 0
+        assert metrics[step]["timing/collector/generation_s"] > 0
+    assert "validation/accuracy" in metrics[STEPS]
+    assert "died" not in done.stderr

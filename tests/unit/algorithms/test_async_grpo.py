@@ -1,0 +1,192 @@
+"""Rollouts beside training, with a real policy and Hugging Face as the engine; vLLM's is in tests/functional."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_replay import read_rollouts
+from local_grpo import MIXED, HuggingFaceEngine, KnownRewards, collected_ahead, local_grpo, make_prompts
+from tiny_models import save_model_folder
+
+from nemo_offload_rl.environments.interfaces import Response, Score
+from nemo_offload_rl.errors import AgreementError, DataError, UserError, WorkerDiedError
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+
+STEPS = 6
+SHORT = ("grpo.max_num_epochs=100", "policy.optimizer.kwargs.lr=1e-3", "policy.scheduler=null")
+OFF = "grpo.async_grpo.enabled=false"
+# What is about the buffer, or depends on clocks.
+OF_THE_BUFFER = ("train/avg_trajectory_age", "train/buffer_size")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model_folder(folder, seed=0)
+    return folder
+
+
+def numbers(metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, float]]:
+    """By step, what must be the same wherever rollouts come from."""
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if name.startswith(("train/", "validation/")) and "per_s" not in name and name not in OF_THE_BUFFER
+        }
+        for record in metrics.values()
+    ]
+
+
+def run(folder: Path, model: Path, *overrides: str, steps: int = STEPS, **parts: Any) -> dict[int, dict[str, float]]:
+    keys = (*SHORT, f"grpo.max_num_steps={steps}", *overrides)
+    return local_grpo(folder, model, [MIXED] * 7, *keys, **parts).run()
+
+
+def test_with_an_age_of_zero_a_run_is_the_synchronous_run_bit_by_bit(tmp_path, model):
+    validated = ("grpo.val_period=2", "grpo.val_at_start=true", "grpo.max_val_samples=3", "grpo.val_batch_size=2")
+    parts = {"validation": make_prompts([MIXED] * 3)}
+    keys = (*collected_ahead(0), *validated)
+    in_turn = run(tmp_path / "in turn", model, *keys, OFF, **parts)
+    collected = run(tmp_path / "collected", model, *keys, **parts)
+    assert numbers(collected) == numbers(in_turn)
+    assert len({record["train/loss"] for record in collected.values() if "train/loss" in record}) == STEPS
+    assert {record.get("train/avg_trajectory_age", 0) for record in collected.values()} == {0}
+
+
+@pytest.mark.parametrize("max_age", [1, 3])
+def test_ages_grow_to_the_bound_and_change_no_number_while_the_weights_stay_the_same(tmp_path, model, max_age):
+    keys = (*collected_ahead(max_age), "policy.optimizer.kwargs.lr=0.0", "policy.optimizer.kwargs.weight_decay=0.0")
+    in_turn = run(tmp_path / "in turn", model, *keys, OFF)
+    collected = run(tmp_path / "collected", model, *keys)
+    assert numbers(collected) == numbers(in_turn)
+    ages = [record["train/avg_trajectory_age"] for record in collected.values()]
+    assert ages == [min(step, max_age) for step in range(STEPS)]
+    assert all(record["train/buffer_size"] in range(0, 2 * max_age + 1, 2) for record in collected.values())
+    assert collected[STEPS]["train/buffer_size"] == 0
+
+
+def test_rollouts_are_those_of_the_weights_that_their_age_says(tmp_path, model):
+    log = "grpo.log_rollouts=true"
+    in_turn = run(tmp_path / "in turn", model, *collected_ahead(1), OFF, log, steps=2)
+    collected = run(tmp_path / "collected", model, *collected_ahead(1), log, steps=2)
+    for metrics in (in_turn, collected):
+        assert metrics[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert in_turn[2]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert collected[2]["train/token_mult_prob_error"] > 1.001
+    # The initial weights said those of both steps: a run that does not train has the same.
+    still = ("policy.optimizer.kwargs.lr=0.0", "policy.optimizer.kwargs.weight_decay=0.0")
+    run(tmp_path / "untrained", model, *collected_ahead(1), OFF, log, *still, steps=2)
+    said = [
+        [[rollout["token_ids"], rollout["generation_logprobs"]] for rollout in read_rollouts(tmp_path / name)[2]]
+        for name in ("collected", "untrained", "in turn")
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_run_that_goes_on_draws_the_same_prompts_for_each_step_and_begins_with_the_present_weights(tmp_path, model):
+    keys = (*collected_ahead(2), "grpo.log_rollouts=true", "grpo.max_num_epochs=2")
+    saving = (*keys, "checkpointing.enabled=true", "checkpointing.save_period=1")
+    whole = run(tmp_path / "whole", model, *keys)
+    run(tmp_path / "parts", model, *saving, steps=3)
+    rest = run(tmp_path / "parts", model, *saving)
+    assert [rest[step]["train/avg_trajectory_age"] for step in range(1, STEPS + 1)] == [0, 1, 2, 0, 1, 2]
+    assert numbers(rest)[:3] == numbers(whole)[:3]
+    prompts = [
+        {step: [rollout["prompt"] for rollout in rollouts] for step, rollouts in read_rollouts(tmp_path / name).items()}
+        for name in ("whole", "parts")
+    ]
+    assert prompts[0] == prompts[1]
+    assert list(prompts[0]) == [*range(1, STEPS + 1)]  # two epochs of three batches: all of the data
+    # The last batch of the data ends the run, also where the steps could go on.
+    assert list(run(tmp_path / "ended", model, *keys, steps=100)) == [*range(1, STEPS + 1)]
+
+
+class Failing(KnownRewards):
+    """Cannot score the third batch."""
+
+    num_calls = 0
+
+    def step(self, responses: Sequence[Response]) -> list[Score]:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise DataError("row 5 has no answer; add one")
+        return super().step(responses)
+
+
+def test_what_goes_wrong_beside_training_ends_the_run_as_it_would_otherwise(tmp_path, model):
+    with pytest.raises(DataError, match=r"^row 5 has no answer; add one$"):
+        run(tmp_path, model, *collected_ahead(1), environment=Failing())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} <= {1, 2}
+
+
+class Dying(HuggingFaceEngine):
+    """Dies in its calls of these numbers, until it is started again."""
+
+    def __init__(self, dies_at: Sequence[int]) -> None:
+        super().__init__()
+        self._dies_at = set(dies_at)
+        self._lock = threading.Lock()
+        self.num_calls = 0
+        self.is_dead = False
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        with self._lock:
+            self.num_calls += 1
+            self.is_dead = self.is_dead or self.num_calls in self._dies_at
+            if self.is_dead:
+                raise WorkerDiedError("the engine died")
+        return super().generate(prompts, sampling, num_samples)
+
+
+def test_what_an_engine_that_died_had_begun_is_generated_again_and_no_batch_is_lost(tmp_path, model):
+    engine, restarts = Dying([2, 5, 6]), []
+
+    def restart(error: UserError) -> Mapping[int, str]:
+        restarts.append(str(error))
+        engine.is_dead = False
+        return {}
+
+    still = ("policy.optimizer.kwargs.lr=0.0", "policy.optimizer.kwargs.weight_decay=0.0")
+    undisturbed = run(tmp_path / "undisturbed", model, *collected_ahead(2), *still)
+    metrics = run(tmp_path / "dying", model, *collected_ahead(2), *still, engine=engine, restart=restart)
+    assert numbers(metrics) == numbers(undisturbed)
+    assert 2 <= len(restarts) <= 3
+    assert all(metrics[step]["train/avg_trajectory_age"] <= min(step - 1, 2) for step in metrics)
+    with pytest.raises(WorkerDiedError, match=r"^the engine died$"):
+        run(tmp_path / "dead", model, *collected_ahead(2), engine=Dying([3]))
+
+
+def test_another_model_is_found_in_the_first_step_and_older_weights_are_not_taken_for_one(tmp_path, model):
+    keys = (*collected_ahead(1), "policy.optimizer.kwargs.lr=3e-2", "grpo.max_token_mult_prob_error=1.05")
+    metrics = run(tmp_path / "trained", model, *keys, steps=3)
+    assert metrics[1]["train/token_mult_prob_error"] < 1.05 < metrics[2]["train/token_mult_prob_error"]
+    engine = HuggingFaceEngine()
+    engine.temperature_error = 3.0
+    with pytest.raises(AgreementError, match=r"^step 1: "):
+        run(tmp_path / "other", model, *keys, engine=engine)
+
+
+def test_a_deadline_ends_the_run_though_rollouts_are_under_way(tmp_path, model):
+    saving = ("checkpointing.enabled=true", "checkpointing.save_period=1000")
+    deadline = "checkpointing.checkpoint_must_save_by='00:00:00:01'"
+    (*_, last) = run(tmp_path, model, *collected_ahead(2), *saving, deadline, "grpo.max_num_epochs=9999", steps=5000)
+    assert last < 5000
+    (*_, again) = run(tmp_path, model, *collected_ahead(2), *saving, "grpo.max_num_epochs=9999", steps=last + 2)
+    assert again == last + 2
+
+
+def test_more_than_one_step_ahead_is_warned_of_where_every_update_waits_for_all_rollouts(tmp_path, model, caplog):
+    run(tmp_path / "two", model, *collected_ahead(2), steps=1)
+    assert "max_trajectory_age_steps=2 makes rollouts older and nothing faster" in caplog.text
+    caplog.clear()
+    run(tmp_path / "one", model, *collected_ahead(1), steps=1)
+    assert "makes rollouts older" not in caplog.text
