@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def sft(folder: Path, name: str, *overrides: str, start: StartPolicy = local_policy) -> list[dict[str, Any]]:
+def sft(
+    folder: Path, name: str, *overrides: str, start: StartPolicy = local_policy, callbacks: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
     """Metrics of a run, one record a step."""
     keys = [*SFT_KEYS, *common(folder, name), "~data.train", SFT_DATA.format(folder=folder), *overrides]
-    run_sft(load_sft_config("examples/configs/sft.yaml", keys), start, Console(quiet=True))
+    run_sft(load_sft_config("examples/configs/sft.yaml", keys), start, Console(quiet=True), callbacks=callbacks)
     return read_metrics(folder / name)
 
 

@@ -88,7 +88,7 @@ class SftReplay:
         return [Row(pair.prompt, pair.chosen) for pair in pairs]
 
     def _sizes(self, rows: Sequence[Row], num_pairs: int, training_s: float) -> Metrics:
-        return {"num_counted_tokens": sum(len(row.response_ids) for row in rows)}
+        return {"num_counted_tokens": sum(len(row.response_ids) for row in rows), "overlong_row_rate": 0.0}
 
     def _about_loss(self, pairs: Sequence[Any]) -> tuple[Metrics, Tensor]:
         loss = -torch.cat([row.logprobs(self._model) for row in self._rows(pairs)]).mean()
@@ -107,7 +107,7 @@ class DpoReplay(SftReplay):
         return [Row(pair.prompt, response) for pair in pairs for response in (pair.chosen, pair.rejected)]
 
     def _sizes(self, rows: Sequence[Row], num_pairs: int, training_s: float) -> Metrics:
-        return {"training_pairs_per_s": num_pairs / training_s}
+        return {"training_pairs_per_s": num_pairs / training_s, "overlong_row_rate": 0.0}
 
     def _about_loss(self, pairs: Sequence[Any]) -> tuple[Metrics, Tensor]:
         rows = self._rows(pairs)

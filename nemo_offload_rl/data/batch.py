@@ -79,6 +79,10 @@ class TrainBatch(TokenBatch):
         """[B, S] float32: 1 for tokens of kept samples that the loss counts."""
         return self.token_mask * self.sample_mask.unsqueeze(1)
 
+    def num_positive_tokens(self) -> float:
+        """Tokens that the loss counts of samples whose reward is above 0; 0 where there are no rewards."""
+        return 0.0
+
     def is_scored(self) -> Tensor:
         """[B, S] bool: tokens whose logprobs are wanted, here those that the loss counts."""
         return super().is_scored() & (self.loss_mask != 0)
@@ -86,19 +90,30 @@ class TrainBatch(TokenBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientBatch(TrainBatch):
-    """Inputs of the clipped policy-gradient loss; every added tensor is [B, S] float32.
+    """Inputs of the clipped policy-gradient loss; every added tensor is float32, and [B, S] but for rewards.
 
     Attributes:
+        rewards: [B], after scaling and shaping.
         advantages: the same value on every token of a response, or per token.
         prev_logprobs: logprobs of the policy before this step's updates (zeros when unused).
-        generation_logprobs: the engine's logprobs, at the sampling temperature and before top-p and top-k.
+        generation_logprobs: the engine's logprobs, at the sampling temperature and after top-k and top-p.
         reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
     """
 
+    rewards: Tensor
     advantages: Tensor
     prev_logprobs: Tensor
     generation_logprobs: Tensor
     reference_logprobs: Tensor
+
+    @property
+    def positive_mask(self) -> Tensor:
+        """[B, S]: 1 for tokens that the loss counts of samples whose reward is above 0."""
+        return self.loss_mask * (self.rewards > 0).to(self.loss_mask.dtype).unsqueeze(1)
+
+    def num_positive_tokens(self) -> float:
+        """See `TrainBatch`."""
+        return float(self.positive_mask.double().sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,3 +176,4 @@ class LossNorm:
 
     num_valid_seqs: float
     num_valid_tokens: float
+    num_positive_tokens: float = 0.0

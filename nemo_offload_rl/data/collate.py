@@ -42,7 +42,12 @@ class SampledBatch(TrainBatch):
     generation_logprobs: Tensor
 
     def with_policy_gradient_inputs(
-        self, *, advantages: Tensor, prev_logprobs: Tensor | None, reference_logprobs: Tensor | None
+        self,
+        *,
+        advantages: Tensor,
+        prev_logprobs: Tensor | None,
+        reference_logprobs: Tensor | None,
+        rewards: Tensor | None = None,
     ) -> PolicyGradientBatch:
         """The batch that the policy-gradient loss takes.
 
@@ -50,6 +55,7 @@ class SampledBatch(TrainBatch):
             advantages: [B] one per sample, or [B, S] one per token.
             prev_logprobs: [B, S] of the policy before the step's updates, or None for zeros.
             reference_logprobs: [B, S], or None for zeros.
+            rewards: [B] after scaling and shaping, or None for zeros.
         """
         per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(self.token_mask)
         zeros = torch.zeros_like(self.generation_logprobs)
@@ -58,6 +64,7 @@ class SampledBatch(TrainBatch):
             input_lengths=self.input_lengths,
             token_mask=self.token_mask,
             sample_mask=self.sample_mask,
+            rewards=torch.zeros(len(self)) if rewards is None else rewards.to(torch.float32),
             advantages=per_token.to(torch.float32).contiguous(),
             prev_logprobs=zeros if prev_logprobs is None else prev_logprobs,
             generation_logprobs=self.generation_logprobs,
@@ -75,14 +82,14 @@ def collate_tokens(sequences: Sequence[Sequence[int]], *, pad_id: int, multiple:
 
 
 def collate_examples(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> TrainBatch:
-    """Right-pad tokenized sequences to the longest one, rounded up to `multiple`."""
+    """Right-pad tokenized sequences to the longest one, rounded up to `multiple`; masked ones do not count."""
     token_ids = [example.token_ids for example in examples]
     input_ids = _pad_ids(token_ids, pad_id, multiple)
     return TrainBatch(
         input_ids=input_ids,
         input_lengths=_lengths(token_ids),
         token_mask=_pad_rows([example.token_mask for example in examples], input_ids.shape[1], 0, np.float32),
-        sample_mask=torch.ones(len(examples), dtype=torch.float32),
+        sample_mask=torch.tensor([example.loss_multiplier for example in examples], dtype=torch.float32),
     )
 
 

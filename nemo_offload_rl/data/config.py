@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_offload_rl.data.published_config import (
+    ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
     MathProblemsConfig,
     OpenMathInstruct2Config,
     PublishedPairsConfig,
     SquadConfig,
-    Tulu3SftConfig,
 )
 from nemo_offload_rl.data.source_keys import FileKeys, TaskKeys, ToolKeys
 from nemo_offload_rl.schema import doc, section
@@ -78,7 +78,7 @@ class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
 Questions = (
     ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | MathProblemsConfig | Gsm8kConfig | MathConfig
 )
-Conversations = OpenAIFormatConfig | SquadConfig | Tulu3SftConfig
+Conversations = OpenAIFormatConfig | SquadConfig | ConversationsConfig
 Pairs = BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig
 DataSource = Questions | Conversations | Pairs
 
@@ -163,7 +163,7 @@ class DataConfig:
         Literal["mask", "drop", "error"],
         doc(
             "What happens to a longer prompt: `mask` keeps its place, cut to a few tokens, and trains on no "
-            "response to it, as NeMo-RL does; `drop` leaves it out; both log how many there are. `error` "
+            "response to it, as NeMo-RL does; `drop` leaves it out; both are counted in `data/overlong_rows`. `error` "
             "names the row and ends the run."
         ),
     ]
@@ -227,10 +227,11 @@ class SupervisedDataKeys:
 
     max_input_seq_length: Annotated[int, doc("Longest sequence, prompt and response together, in tokens.", ge=2)]
     overlong_rows: Annotated[
-        Literal["error", "drop"],
+        Literal["error", "drop", "mask"],
         doc(
-            "What happens to a longer sequence: `error` names the row and ends the run, `drop` leaves it out "
-            "and logs how many there are."
+            "What happens to a longer sequence: `error` names the row and ends the run; `drop` leaves it out; `mask` "
+            "keeps its place, cut to a few tokens, without a share in the loss, as NeMo-RL does. Both are counted in "
+            "`data/overlong_rows`."
         ),
     ]
     add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]

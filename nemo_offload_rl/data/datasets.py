@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from nemo_offload_rl.data.config import (
 )
 from nemo_offload_rl.data.data_set_names import data_set_names
 from nemo_offload_rl.data.encoding import ChatEncoder
+from nemo_offload_rl.data.length_limit import LengthLimit
 from nemo_offload_rl.data.processors import (
     PromptEncoder,
     PromptTemplates,
@@ -36,13 +36,13 @@ from nemo_offload_rl.data.processors import (
 )
 from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
 from nemo_offload_rl.data.published_config import (
+    ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
     MathProblemsConfig,
     OpenMathInstruct2Config,
     PublishedPairsConfig,
     SquadConfig,
-    Tulu3SftConfig,
 )
 from nemo_offload_rl.data.records import (
     Conversation,
@@ -60,8 +60,6 @@ from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 
 def load_rows(settings: DataSource) -> Splits[Row]:
@@ -128,22 +126,19 @@ def load_examples(
         DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
     """
     encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only)
-    limit = _LengthLimit(settings)
 
     def load(
         source: DataSource, name: str
     ) -> tuple[Splits[Conversation], Callable[[Sequence[Conversation]], tuple[Example, ...]]]:
         def encode(rows: Sequence[Conversation]) -> tuple[Example, ...]:
+            limit = LengthLimit(settings, name)
             examples = ((row, encoder.encode(row.messages, row.origin, tools=row.tools)) for row in rows)
-            return tuple(
-                replace(example, data_set=name) for row, example in examples if limit.holds(row.origin, example)
-            )
+            held = (limit.held(row.origin, (replace(example, data_set=name),)) for row, example in examples)
+            return limit.checked([example for kept in held for example in kept], len(rows))
 
         return _conversations(source), encode
 
-    splits = _load_splits(settings, load)
-    limit.log_dropped()
-    return splits
+    return _load_splits(settings, load)
 
 
 def load_example_pairs(
@@ -157,7 +152,6 @@ def load_example_pairs(
         DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
     """
     encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only=False)
-    limit = _LengthLimit(settings)
 
     def load(
         source: DataSource, name: str
@@ -166,18 +160,18 @@ def load_example_pairs(
         templates = load_templates(source)
 
         def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
-            pairs = ((row, _encode_pair(encoder, row, templates, name)) for row in rows)
-            return tuple(pair for row, pair in pairs if limit.holds(row.origin, pair.chosen, pair.rejected))
+            limit = LengthLimit(settings, name)
+            held = (limit.held(row.origin, _encode_pair(encoder, row, templates, name)) for row in rows)
+            pairs = [ExamplePair(chosen=kept[0], rejected=kept[1]) for kept in held if kept]
+            return limit.checked(pairs, len(rows))
 
         loaded = load_published_pairs(source) if isinstance(source, PublishedPairsConfig) else load_pairs(source)
         return loaded, encode
 
-    splits = _load_splits(settings, load)
-    limit.log_dropped()
-    return splits
+    return _load_splits(settings, load)
 
 
-def _load_splits[R, T](
+def _load_splits[R, T: (Prompt, Example, ExamplePair)](
     settings: DataConfig | EvalDataConfig | SftDataConfig | DpoDataConfig,
     load: Callable[[DataSource, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
 ) -> Splits[T]:
@@ -193,13 +187,16 @@ def _load_splits[R, T](
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
     weights: list[float] = []
+    overlong: dict[str, int] = {}
     training = None if isinstance(settings, EvalDataConfig) else settings.train
     sources = () if training is None else _parts(training)
     more = () if settings.validation is None else _parts(settings.validation)
     names = iter(data_set_names([source for source, _ in (*sources, *more)]))
     for source, weight in sources:
-        rows, encode = load(source, next(names))
+        name = next(names)
+        rows, encode = load(source, name)
         encoded = encode(rows.train)
+        overlong[name] = len(rows.train) - sum(row.loss_multiplier != 0 for row in encoded)
         if not encoded:
             raise DataError(
                 f"data.train has no rows to train on{_where(source)}; lower split_validation_size or add rows"
@@ -219,6 +216,7 @@ def _load_splits[R, T](
         train=tuple(row for rows in train for row in rows),
         validation=_in_turn(validation),
         parts=parts if isinstance(training, MixtureKeys) else (),
+        overlong=overlong,
     )
 
 
@@ -243,7 +241,7 @@ def _where(source: DataSource) -> str:
 def _conversations(source: DataSource) -> Splits[Conversation]:
     """Any data set of SFT as conversations."""
     templates = load_templates(source)
-    if isinstance(source, OpenAIFormatConfig | SquadConfig | Tulu3SftConfig):
+    if isinstance(source, OpenAIFormatConfig | SquadConfig | ConversationsConfig):
         loaded = (
             load_conversations(source)
             if isinstance(source, OpenAIFormatConfig)
@@ -267,13 +265,15 @@ def _conversations(source: DataSource) -> Splits[Conversation]:
     )
 
 
-def _encode_pair(encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates, name: str) -> ExamplePair:
+def _encode_pair(
+    encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates, name: str
+) -> tuple[Example, Example]:
     prompt = with_system_prompt(row.prompt, templates)
     chosen, rejected = (
         replace(encoder.encode([*prompt, *response], row.origin, num_given=len(prompt), tools=row.tools), data_set=name)
         for response in (row.chosen, row.rejected)
     )
-    return ExamplePair(chosen=chosen, rejected=rejected)
+    return chosen, rejected
 
 
 def _chat_encoder(
@@ -290,31 +290,3 @@ def _chat_encoder(
         loss_span=settings.loss_span,
         last_turn_only=last_turn_only,
     )
-
-
-class _LengthLimit:
-    """Refuses or counts what is longer than `data.max_input_seq_length`, as `data.overlong_rows` says."""
-
-    def __init__(self, settings: SupervisedDataKeys) -> None:
-        self._settings = settings
-        self._num_dropped = 0
-
-    def holds(self, origin: str, *examples: Example) -> bool:
-        longest, limit = max(len(example.token_ids) for example in examples), self._settings.max_input_seq_length
-        if longest <= limit:
-            return True
-        if self._settings.overlong_rows == "error":
-            raise DataError(
-                f"{origin}: the sequence has {longest} tokens, more than data.max_input_seq_length={limit}; raise the "
-                "limit, take the row out, or set data.overlong_rows=drop"
-            )
-        self._num_dropped += 1
-        return False
-
-    def log_dropped(self) -> None:
-        if self._num_dropped:
-            logger.warning(
-                "%d rows longer than data.max_input_seq_length=%d tokens were left out",
-                self._num_dropped,
-                self._settings.max_input_seq_length,
-            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from nemo_offload_rl.data.mixture import mixture_order
 from nemo_offload_rl.data.records import Part
@@ -19,6 +20,27 @@ class LoaderState(TypedDict):
     position: int
     seed: int
     num_items: int
+
+
+class BatchLoader[T](Protocol):
+    """Batches, and where in them a run stands."""
+
+    def __iter__(self) -> Iterator[list[T]]:
+        """Batches from where it stands."""
+        ...
+
+    @property
+    def num_batches_left(self) -> int:
+        """Batches to come; `sys.maxsize` where there is no last one."""
+        ...
+
+    def state_dict(self) -> LoaderState:
+        """Where it stands."""
+        ...
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Go on where `state` was taken."""
+        ...
 
 
 class ShuffledLoader[T]:
@@ -126,3 +148,49 @@ class ShuffledLoader[T]:
         if self._shuffle:
             random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
         return order
+
+
+class LookaheadLoader[T]:
+    """Batches that are drawn before they are used: it stands where the oldest begins that is not used.
+
+    Args:
+        loader: What gives out the batches; nobody else draws from it.
+    """
+
+    def __init__(self, loader: BatchLoader[T]) -> None:
+        self._loader = loader
+        self._began: deque[LoaderState] = deque()  # where each batch begins that is drawn and not used
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        """Draw one more."""
+        began = self._loader.state_dict()
+        batch = next(iter(self._loader))
+        self._began.append(began)
+        return batch
+
+    def use(self) -> None:
+        """The oldest batch that was drawn is used."""
+        self._began.popleft()
+
+    @property
+    def num_batches_left(self) -> int:
+        """Batches that are not used yet; see `BatchLoader`."""
+        left = self._loader.num_batches_left
+        return left if left == sys.maxsize else left + len(self._began)
+
+    @property
+    def num_batches_to_draw(self) -> int:
+        """Batches that are not drawn yet."""
+        return self._loader.num_batches_left
+
+    def state_dict(self) -> LoaderState:
+        """See `BatchLoader`: what is drawn and not used comes again after a resume."""
+        return self._began[0] if self._began else self._loader.state_dict()
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """See `BatchLoader`; what was drawn is forgotten."""
+        self._loader.load_state_dict(state)
+        self._began.clear()

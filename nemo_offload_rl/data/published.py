@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.data.published_config import (
+    ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
     MathProblemsConfig,
@@ -22,7 +23,6 @@ from nemo_offload_rl.data.published_config import (
     PublishedPairsConfig,
     PublishedQuestions,
     SquadConfig,
-    Tulu3SftConfig,
 )
 from nemo_offload_rl.data.readers import Record, read_records
 from nemo_offload_rl.data.records import Conversation, PreferencePair, Row, Splits
@@ -103,7 +103,10 @@ _PROBLEMS: Mapping[str, _Problems] = {
     "MATH-500": _problem("HuggingFaceH4/MATH-500", split="test"),
 }
 _SQUAD = _Source("rajpurkar/squad", "train", ("context", "question", "answers"))
-_TULU3_SFT = _Source("allenai/tulu-3-sft-mixture", "train", ("messages",))
+_CONVERSATIONS: Mapping[str, _Source] = {
+    "tulu3_sft_mixture": _Source("allenai/tulu-3-sft-mixture", "train", ("messages",)),
+    "Nemotron-Cascade-2-SFT-Math": _Source("nvidia/Nemotron-Cascade-2-SFT-Data", "train", ("messages",), ("math",)),
+}
 _PAIRS: Mapping[str, _Source] = {
     "HelpSteer3": _Source(
         "nvidia/HelpSteer3", "train", ("context", "response1", "response2", "overall_preference"), ("preference",)
@@ -131,7 +134,7 @@ def load_questions(settings: PublishedQuestions) -> Splits[Row]:
         row = Row(question=question, answer=answer, origin=record.origin)
         rows.append(unique.setdefault((question, answer), row))
     rows *= settings.repeat if isinstance(settings, MathProblemsConfig) else 1
-    return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: row.question, size=settings.split_validation_size, seed=settings.seed)
 
 
 def load_published_conversations(settings: PublishedConversations) -> Splits[Conversation]:
@@ -139,12 +142,12 @@ def load_published_conversations(settings: PublishedConversations) -> Splits[Con
     match settings:
         case SquadConfig():
             rows = [_squad(record) for record in _records(settings, _SQUAD, settings.split)]
-        case Tulu3SftConfig():
-            records = list(_records(settings, _TULU3_SFT, None))
+        case ConversationsConfig():
+            records = list(_records(settings, _CONVERSATIONS[settings.dataset_name], None))
             if settings.max_samples is not None and settings.max_samples < len(records):
                 records = random.Random(settings.seed).sample(records, settings.max_samples)
             rows = [conversation(record, "messages", None) for record in records]
-    return split_by(rows, lambda row: opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: opening(row.messages), size=settings.split_validation_size, seed=settings.seed)
 
 
 def load_published_pairs(settings: PublishedPairsConfig) -> Splits[PreferencePair]:
@@ -157,7 +160,7 @@ def load_published_pairs(settings: PublishedPairsConfig) -> Splits[PreferencePai
         logger.warning(
             "%d of %d pairs of %s have no better response and are left out", len(pairs) - len(rows), len(pairs), name
         )
-    return split_by(rows, lambda row: repr(row.prompt), share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: repr(row.prompt), size=settings.split_validation_size, seed=settings.seed)
 
 
 def _problems_of(settings: PublishedQuestions) -> tuple[_Problems, str | None]:

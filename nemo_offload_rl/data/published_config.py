@@ -83,10 +83,10 @@ class SquadConfig(PublishedKeys):
 
 
 @section
-class Tulu3SftConfig(PublishedKeys):
-    """`dataset_name: tulu3_sft_mixture`: conversations of allenai/tulu-3-sft-mixture."""
+class ConversationsConfig(PublishedKeys):
+    """Conversations: allenai/tulu-3-sft-mixture; the math part of nvidia/Nemotron-Cascade-2-SFT-Data."""
 
-    dataset_name: Annotated[Literal["tulu3_sft_mixture"], doc("This data set.")]
+    dataset_name: Annotated[Literal["tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"], doc("This data set.")]
     max_samples: Annotated[int | None, doc("Conversations to draw, by `seed`; null or left out: all.", ge=1)] = None
 
 
@@ -109,4 +109,4 @@ class PublishedPairsConfig(PublishedKeys):
 
 
 type PublishedQuestions = OpenMathInstruct2Config | MathProblemsConfig | Gsm8kConfig | MathConfig
-type PublishedConversations = SquadConfig | Tulu3SftConfig
+type PublishedConversations = SquadConfig | ConversationsConfig

@@ -88,11 +88,13 @@ class Example:
         token_ids: [T] int32.
         token_mask: [T] bool, True for tokens that the loss counts.
         data_set: As in `Prompt`.
+        loss_multiplier: 0 for a row that is too long, which has its first tokens only and is not trained on.
     """
 
     token_ids: np.ndarray
     token_mask: np.ndarray
     data_set: str = ""
+    loss_multiplier: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,11 @@ class ExamplePair:
     def data_set(self) -> str:
         """As in `Prompt`."""
         return self.chosen.data_set
+
+    @property
+    def loss_multiplier(self) -> float:
+        """As in `Example`, the same for both responses."""
+        return self.chosen.loss_multiplier
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,10 @@ class Splits[T]:
         train: Rows to train on.
         validation: Rows kept aside; of several data sets one of each in turn, so that the first rows are of all.
         parts: Of a mixture: the runs of `train` that its data sets gave, in order; () where there is no mixture.
+        overlong: Rows for training that are longer than the limit, masked or left out, by data set.
     """
 
     train: tuple[T, ...]
     validation: tuple[T, ...]
     parts: tuple[Part, ...] = ()
+    overlong: Mapping[str, int] = field(default_factory=dict)

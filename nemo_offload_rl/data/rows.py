@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,14 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
         )
         for record in records
     ]
-    return split_by(rows, lambda row: row.question, share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: row.question, size=settings.split_validation_size, seed=settings.seed)
 
 
 def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
     """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
     records = _records(settings)
     rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
-    return split_by(rows, lambda row: opening(row.messages), share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: opening(row.messages), size=settings.split_validation_size, seed=settings.seed)
 
 
 def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
@@ -54,7 +55,7 @@ def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[Pr
         rows = [binary_pair(record, *keys) for record in records]
     pairs = zip(rows, records, strict=True)
     rows = [replace(row, tools=tools_of(record, settings.tool_key)) for row, record in pairs]
-    return split_by(rows, lambda row: repr(row.prompt), share=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: repr(row.prompt), size=settings.split_validation_size, seed=settings.seed)
 
 
 def _records(settings: FileKeys) -> list[Record]:
@@ -70,11 +71,26 @@ def _records(settings: FileKeys) -> list[Record]:
     return records
 
 
-def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, share: float, seed: int) -> Splits[T]:
-    """Put a seeded share of the keys aside for validation; rows with the same key stay together."""
-    keys = sorted({key(row) for row in rows})
+def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed: int) -> Splits[T]:
+    """Put rows aside for validation; rows with the same key stay together.
+
+    Args:
+        rows: All.
+        key: Of a row.
+        size: Below 1 a share of the keys; from 1 on rows, at most, and fewer only where keys have several.
+        seed: Picks them.
+    """
+    sizes = Counter(map(key, rows))
+    keys = sorted(sizes)
     random.Random(seed).shuffle(keys)
-    held_out = set(keys[: round(len(keys) * share)])
+    if size < 1:
+        held_out = set(keys[: round(len(keys) * size)])
+    else:
+        held_out, room = set[str](), int(size)
+        for one in keys:
+            if sizes[one] <= room:
+                held_out.add(one)
+                room -= sizes[one]
     return Splits(
         train=tuple(row for row in rows if key(row) not in held_out),
         validation=tuple(row for row in rows if key(row) in held_out),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from pydantic import AfterValidator
+
 from nemo_offload_rl.schema import doc, section
 
 
@@ -22,13 +24,24 @@ class TaskKeys:
     env_name: Annotated[str, doc("As in `data.default`, for this data set.")] | None = None
 
 
+def _share_or_count(size: float) -> float:
+    if size >= 1 and size != int(size):
+        raise ValueError("a share of the rows is below 1, and their number a whole one")
+    return size
+
+
 @section
 class HeldOutKeys:
     """What a data set keeps aside for validation."""
 
     split_validation_size: Annotated[
         float,
-        doc("Share of the rows kept for validation; 0, or left out, keeps none, as in `data.validation`.", ge=0, lt=1),
+        AfterValidator(_share_or_count),
+        doc(
+            "Rows kept for validation: below 1 a share of them, from 1 on their number. 0, or left out, keeps none, as "
+            "in `data.validation`.",
+            ge=0,
+        ),
     ] = 0.0
     seed: Annotated[int, doc("Seed that picks those rows; left out: 42.", ge=0)] = 42
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
 
+from nemo_offload_rl.data.collate import collate_examples, collate_pairs
 from nemo_offload_rl.data.config import (
     ArithmeticConfig,
     BinaryPreferenceConfig,
@@ -94,7 +95,9 @@ def test_a_prompt_longer_than_the_limit_is_an_error_that_names_the_row(tmp_path)
 @pytest.mark.parametrize("overlong_rows", ["mask", "drop"])
 def test_a_prompt_longer_than_the_limit_is_masked_or_dropped_and_counted(tmp_path, caplog, overlong_rows):
     source = write_jsonl(tmp_path / "d.jsonl", num_rows=11)  # the last question has one digit more
-    prompts = load(source, max_input_seq_length=11, overlong_rows=overlong_rows).train
+    splits = load(source, max_input_seq_length=11, overlong_rows=overlong_rows)
+    prompts = splits.train
+    assert splits.overlong == {"d": 1}
     assert [prompt.loss_multiplier for prompt in prompts[:10]] == [1.0] * 10
     assert [(len(prompt.token_ids), prompt.loss_multiplier) for prompt in prompts[10:]] == (
         [(4, 0.0)] if overlong_rows == "mask" else []
@@ -218,12 +221,38 @@ def test_a_row_that_is_too_long_is_an_error_or_left_out_as_told(tmp_path, caplog
     settings = supervised(source, max_input_seq_length=12)
     with pytest.raises(DataError, match=r"d\.jsonl:1: the sequence has 13 tokens, more than .*overlong_rows=drop"):
         load_sft(settings)
-    with pytest.raises(DataError, match="no rows to train on"):
-        load_sft(replace(settings, overlong_rows="drop"))
+    for way in ("drop", "mask"):
+        with pytest.raises(DataError, match=r"this row and all others of d are longer than .*raise the limit"):
+            load_sft(replace(settings, overlong_rows=way))
     long = tmp_path / "long.jsonl"
     long.write_text('{"q": "short", "a": "x"}\n{"q": "very much longer", "a": "x"}\n')
-    kept = load_sft(replace(settings, train=replace(source, path=str(long)), overlong_rows="drop"))
-    assert len(kept.train) == 1
+    settings = replace(settings, train=replace(source, path=str(long)))
+    kept = load_sft(replace(settings, overlong_rows="drop"))
+    assert (len(kept.train), kept.overlong) == (1, {"long": 1})
+    masked = load_sft(replace(settings, overlong_rows="mask"))
+    assert [(len(row.token_ids), row.loss_multiplier) for row in masked.train] == [
+        (len(kept.train[0].token_ids), 1),
+        (4, 0),
+    ]
+    assert masked.overlong == {"long": 1}
+    assert "1 of 2 rows of long are longer than data.max_input_seq_length=12 tokens, first " in caplog.text
+    batch = collate_examples(masked.train, pad_id=0)
+    assert batch.sample_mask.tolist() == [1, 0]
+    assert not batch.loss_mask[1].any()
+
+
+def test_a_pair_is_too_long_where_one_response_is_and_both_are_masked(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"p": "q", "c": "good", "r": "bad"}\n{"p": "q", "c": "good", "r": "very, very bad"}\n')
+    source = BinaryPreferenceConfig(
+        dataset_name="BinaryPreferenceDataset", **TASK, path=str(path), prompt_key="p", chosen_key="c",
+        rejected_key="r", split_validation_size=0.0, seed=0,
+    )  # fmt: skip
+    settings = supervised(source, max_input_seq_length=12, overlong_rows="mask")
+    pairs = load_example_pairs(settings, TOKENIZER, None)
+    assert collate_pairs(pairs.train, pad_id=0).sample_mask.tolist() == [1, 1, 0, 0]
+    assert pairs.overlong == {"pairs": 1}
+    assert len(load_example_pairs(replace(settings, overlong_rows="drop"), TOKENIZER, None).train) == 1
 
 
 def test_pairs_count_their_responses_and_begin_with_the_same_prompt(tmp_path):

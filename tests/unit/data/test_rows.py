@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_offload_rl.data.readers import Record
 from nemo_offload_rl.data.records import Row
@@ -41,7 +43,7 @@ def test_the_split_is_seeded_and_keeps_rows_with_the_same_question_together():
     rows = [Row(question=f"q{i % 50}", answer=str(i), origin=str(i)) for i in range(100)]
 
     def split(seed):
-        return split_by(rows, lambda row: row.question, share=0.2, seed=seed)
+        return split_by(rows, lambda row: row.question, size=0.2, seed=seed)
 
     splits = split(3)
     assert splits == split(3)
@@ -114,3 +116,19 @@ def test_a_bad_pair_is_an_error_that_names_its_place(make, message):
     with pytest.raises(DataError, match=message) as error:
         make()
     assert str(error.value).startswith("data.jsonl:2")
+
+
+@pytest.mark.parametrize(("size", "num_held_out"), [(0, 0), (0.25, 10), (1, 1), (7.0, 7), (39, 39), (40, 40), (99, 40)])
+def test_rows_are_kept_for_validation_by_share_or_by_number(size, num_held_out):
+    splits = split_by(range(40), str, size=size, seed=3)
+    assert len(splits.validation) == num_held_out
+    assert sorted((*splits.train, *splits.validation)) == list(range(40))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=1), st.integers(1, 20))
+def test_rows_of_one_question_are_on_one_side_and_no_more_are_held_out_than_told(rows, size):
+    splits = split_by(rows, str, size=size, seed=0)
+    assert not {*splits.train} & {*splits.validation}
+    assert len(splits.validation) <= size
+    assert all(len(splits.validation) + splits.train.count(left) > size for left in splits.train)
