@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 
@@ -138,6 +139,67 @@ def grpo_file() -> dict[str, Any]:
         },
         "env": {"math": {"num_workers": 2, "math_verify_impl": "hf_math_verify"}},
         **_common("val:accuracy"),
+    }
+
+
+def distillation_file() -> dict[str, Any]:
+    """Distillation on mathematics: the data and the policy of GRPO, and a teacher that is another policy."""
+    config = grpo_file()
+    policy = config["policy"]
+    teacher = copy.deepcopy(policy) | {"model_name": "meta-llama/Llama-3.2-3B", "precision": "float32"}
+    teacher["dtensor_cfg"] |= {"context_parallel_size": 2}
+    return {
+        "distillation": {
+            "num_prompts_per_step": 2,
+            "num_generations_per_prompt": 4,
+            "max_rollout_turns": 1,
+            "max_num_steps": 20,
+            "max_num_epochs": 3,
+            "val_period": 10,
+            "val_at_start": False,
+            "val_at_end": False,
+            "max_val_samples": 10,
+            "val_batch_size": 4,
+            "topk_logits_k": 16,
+            "seed": 7,
+        },
+        "loss_fn": {"kl_type": "mixed", "mixed_kl_weight": 0.25, "zero_outside_topk": False},
+        "policy": policy,
+        "teacher": teacher,
+        "data": config["data"],
+        "env": config["env"],
+        **_common("val:accuracy"),
+    }
+
+
+def eval_file() -> dict[str, Any]:
+    """Evaluation on AIME."""
+    generation = grpo_file()["policy"]["generation"]
+    engine = {k: v for k, v in generation["vllm_cfg"].items() if k != "kv_cache_dtype"} | {"expert_parallel_size": 1}
+    sampling = ("backend", "max_new_tokens", "temperature", "top_p", "stop_token_ids", "stop_strings", "colocated")
+    return {
+        "eval": {"metric": "pass@k", "num_tests_per_prompt": 4, "seed": 7, "k_value": 2, "save_path": None},
+        "generation": {
+            **{name: generation[name] for name in sampling},
+            "top_k": -1,
+            "val_temperature": 1.0,
+            "val_top_p": 1.0,
+            "val_top_k": -1,
+            "num_prompts_per_step": -1,
+            "model_name": "meta-llama/Llama-3.2-1B",
+            "vllm_cfg": engine,
+        },
+        "tokenizer": {"name": "meta-llama/Llama-3.2-1B", "chat_template": "default", "chat_template_kwargs": None},
+        "data": {
+            "max_input_seq_length": 64,
+            "prompt_file": None,
+            "system_prompt_file": None,
+            "dataset_name": "AIME2024",
+            "processor": "math_hf_data_processor",
+            "repeat": 3,
+        },
+        "env": {"math": {"num_workers": 2}},
+        "cluster": {"gpus_per_node": 1, "num_nodes": 1},
     }
 
 

@@ -105,11 +105,6 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
     from nemo_offload_rl.utils.config import load_config
 
     raw = load_config(path, overrides, partial(missing_key_message, schema))
-    if is_nemo_rl(raw) and "distillation" in raw:
-        raise ConfigError(
-            f"{path} is NeMo-RL's, whose files for distillation are not converted; begin with "
-            "examples/configs/distillation_math.yaml, whose sections distillation, loss_fn and teacher have their names"
-        )
     if is_nemo_rl(raw):
         migration = migrate(raw, Path(path))
         logger.info("%s is NeMo-RL's; what becomes of its keys:\n%s", path, migration.report.render())

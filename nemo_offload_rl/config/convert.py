@@ -19,7 +19,7 @@ from nemo_offload_rl.data.source_keys import TaskKeys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
-from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
+from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings, TokenFilter
 from nemo_offload_rl.schema import extend, from_mapping, keys_of
 from nemo_offload_rl.utils.listening import listening
 
@@ -75,6 +75,7 @@ type SupervisedConfig = SftConfig | DpoConfig
 # What a policy worker is told where nothing generates.
 _NO_ROLLOUTS: Mapping[str, Any] = {
     "logprob_temperature": 1.0,
+    "logprob_filter": None,
     "engine_memory_share": 0.0,
     "engine_kv_cache_gib": None,
     "colocated": False,
@@ -121,6 +122,7 @@ def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySetti
     dtensor = replace(
         worker.dtensor_cfg,
         tensor_parallel_size=size,
+        expert_parallel_size=1,  # a teacher of another family may have no experts, or others
         torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
         lora_cfg=replace(worker.dtensor_cfg.lora_cfg, enabled=False),
     )
@@ -229,6 +231,7 @@ def grpo_worker(policy: PolicyConfig, seed: int) -> PolicySettings:
         PolicySettings,
         policy,
         logprob_temperature=generation.temperature,
+        logprob_filter=TokenFilter.of(generation.top_k, generation.top_p),
         engine_memory_share=vllm.gpu_memory_utilization,
         engine_kv_cache_gib=vllm.kv_cache_memory_gib,
         colocated=generation.colocated.enabled and vllm.enable_sleep_mode,

@@ -8,13 +8,12 @@ from nemo_offload_rl.algorithms.config import (
     ClippedPGLossConfig,
     DistillationLossConfig,
     DistillationSectionConfig,
-    DpoSectionConfig,
     GrpoSectionConfig,
+    OwnLossConfig,
     RolloutSectionConfig,
-    SftSectionConfig,
-    SupervisedSectionConfig,
 )
 from nemo_offload_rl.algorithms.evaluation_config import EvalGenerationConfig, EvalSectionConfig
+from nemo_offload_rl.algorithms.supervised_config import DpoSectionConfig, SftSectionConfig, SupervisedSectionConfig
 from nemo_offload_rl.data.config import (
     DataConfig,
     DpoDataConfig,
@@ -78,6 +77,7 @@ class SftMasterConfig:
     """Every key of an SFT run."""
 
     sft: Annotated[SftSectionConfig, doc("The loop.")]
+    loss_fn: Annotated[OwnLossConfig, doc("A loss of your own; absent: the mean of minus the logprobs.")] | None = None
     policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[SftDataConfig, doc("Conversations.")]
     logger: Annotated[LoggerConfig, doc("What is written where.")]
@@ -95,6 +95,7 @@ class DpoMasterConfig:
     """Every key of a DPO run."""
 
     dpo: Annotated[DpoSectionConfig, doc("The loop and the loss.")]
+    loss_fn: Annotated[OwnLossConfig, doc("A loss of your own; absent: DPO's.")] | None = None
     policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[DpoDataConfig, doc("Pairs.")]
     logger: Annotated[LoggerConfig, doc("What is written where.")]

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what becomes of each key, and write our YAML; or count the files of a folder that load."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_offload_rl.migrate",
-        description="Turn a YAML file of NeMo-RL (GRPO, SFT or DPO) into one of this package.",
+        description="Turn a YAML file of NeMo-RL (GRPO, SFT, DPO, distillation, evaluation) into one of this package.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a configuration of NeMo-RL's")
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="where to write ours; an error if it exists")

@@ -19,14 +19,12 @@ def _kl(draft: Draft) -> None:
     kind = draft.get(key, "k3")
     if draft.get("loss_fn.use_kl_in_reward", False):
         draft.keep(key, key, kind)  # its value alone counts
-    elif not draft.get("loss_fn.reference_policy_kl_penalty", 0.01):
-        draft.convert(key, key, f"{kind}+" if kind in ("k1", "k3") else kind, "the KL has no weight")
-    elif kind == "k3" and draft.get("loss_fn.use_on_policy_kl_approximation", False):
-        draft.convert(key, key, "k3", "its weight has a gradient in both")
-    elif kind == "k3":
-        draft.convert(key, key, "k3+", "the estimate of k3 with the gradient of the KL, as its weight gives it there")
+    elif kind in ("k1", "k2", "k3"):
+        draft.convert(
+            key, key, f"{kind}w", "the name of the estimate with the gradient of its weight, as it has it there"
+        )
     else:
-        draft.missing(key, f"KL estimator {kind} with the gradient of its weight")
+        draft.keep(key, key, kind)
 
 
 def _kl_in_reward(draft: Draft) -> None:
@@ -70,17 +68,6 @@ def _dynamic_sampling(draft: Draft) -> None:
         draft.convert(key, key, draft.number(key) + 1, "there the error comes after one batch more")
 
 
-def _single_controller(draft: Draft) -> None:
-    key = "async_rl"
-    if not draft.has(key):
-        return
-    sampler = draft.section(f"{key}.sampler")
-    if sampler.get("name", "in_order") == "in_order" and sampler.get("max_lookahead_versions", 1) == 0:
-        draft.ignore(key, "without lookahead a step trains on rollouts of its own weights, as every step does here")
-    else:
-        draft.missing(f"{key}.sampler", "rollouts ahead of the trainer (async_rl)")
-
-
 def _truncation(draft: Draft) -> None:
     weighted = draft.get("loss_fn.use_importance_sampling_correction", False)
     bounded = weighted and draft.get("loss_fn.truncated_importance_sampling_ratio") is not None
@@ -100,16 +87,16 @@ def _validation(draft: Draft) -> None:
             draft.convert(period, period, 0, "0 is never")
         else:
             draft.keep(period, period, given)
-    samples, size = draft.number("grpo.max_val_samples"), draft.number("grpo.val_batch_size")
-    if section != "grpo" or not draft.has("grpo.max_val_samples"):
+    key = f"{section}.max_val_samples"
+    if not draft.samples or not draft.has(key):
         return
+    samples, size = draft.number(key), draft.number(f"{section}.val_batch_size")
     if samples is None or size is None:
-        draft.missing("grpo.max_val_samples", "validation on all prompts (max_val_samples null)")
+        draft.missing(key, "validation on all prompts (max_val_samples null)")
     elif samples % size and samples > size:
-        whole = samples // size * size
-        draft.convert("grpo.max_val_samples", "grpo.max_val_samples", whole, "whole batches of val_batch_size")
+        draft.convert(key, key, samples // size * size, "whole batches of val_batch_size")
     else:
-        draft.keep("grpo.max_val_samples", "grpo.max_val_samples", samples)
+        draft.keep(key, key, samples)
 
 
 def _val_batches(draft: Draft) -> None:
@@ -163,13 +150,6 @@ def _loss_span(draft: Draft) -> None:
 _GRPO = ("grpo",)
 ALGORITHM: tuple[Conversion, ...] = (
     Conversion(
-        ("async_rl", "async_rl.*"),
-        "the single controller; how far rollouts may be ahead",
-        "one step after the other; refused unless `async_rl.sampler` is `in_order` without lookahead",
-        _single_controller,
-        _GRPO,
-    ),
-    Conversion(
         (),
         "a batch more than `dynamic_sampling_max_gen_batches` is tried",
         "that number of batches",
@@ -192,8 +172,8 @@ ALGORITHM: tuple[Conversion, ...] = (
     ),
     Conversion(
         ("loss_fn.reference_policy_kl_type",),
-        "the estimate has a weight whose gradient makes that of the KL",
-        "`k3` becomes `k3+`, unless `use_on_policy_kl_approximation` weights it",
+        "estimates have a weight, whose gradient counts",
+        "`k1`, `k2` and `k3` have none; those with it are `k1w`, `k2w` and `k3w`",
         _kl,
         _GRPO,
     ),
@@ -216,7 +196,14 @@ ALGORITHM: tuple[Conversion, ...] = (
         _GRPO,
     ),
     Conversion(
-        ("grpo.val_period", "sft.val_period", "dpo.val_period", "grpo.max_val_samples"),
+        (
+            "grpo.val_period",
+            "sft.val_period",
+            "dpo.val_period",
+            "distillation.val_period",
+            "grpo.max_val_samples",
+            "distillation.max_val_samples",
+        ),
         "a period of 0 or less never validates; of `max_val_samples`, whole batches of `val_batch_size`",
         "0 never validates; `max_val_samples` is exact",
         _validation,

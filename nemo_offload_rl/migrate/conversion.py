@@ -25,7 +25,7 @@ class Conversion:
     theirs: str
     ours: str
     apply: Callable[[Draft], None]
-    algorithms: tuple[str, ...] = ("grpo", "sft", "dpo")
+    algorithms: tuple[str, ...] = ("grpo", "sft", "dpo", "distillation")
     reads: tuple[str, ...] = ()
 
     def guide_row(self) -> str:

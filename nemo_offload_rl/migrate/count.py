@@ -18,9 +18,10 @@ from nemo_offload_rl.utils.config import load_config
 
 @dataclass
 class Count:
-    """The files of a folder that train by GRPO, SFT or DPO.
+    """The files of a folder that are for GRPO, SFT, DPO, distillation or evaluation.
 
     Attributes:
+        by_algorithm: How many load and how many were tried, by algorithm.
         loaded: Files that mean here what they mean there and pass every check that needs neither model nor devices.
         trained: Those of `loaded` whose model is known, by name, to be of a family that the backend trains.
         stopped: Files with what stops each: features that are missing, or else what our checks say.
@@ -28,6 +29,7 @@ class Count:
         others: Files that train something else, or are no files of NeMo-RL's.
     """
 
+    by_algorithm: dict[str, list[int]] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     stopped: dict[str, list[str]] = field(default_factory=dict)
@@ -36,11 +38,16 @@ class Count:
 
     def add(self, name: str, migration: Migration) -> None:
         """A file that was migrated."""
+        numbers = self.by_algorithm.setdefault(migration.algorithm, [0, 0])
+        numbers[1] += 1
         if reasons := list(problems(migration)):
             self.stopped[name] = reasons
             return
+        numbers[0] += 1
         self.loaded.append(name)
-        policy = migration.config["policy"]
+        policy = migration.config.get("policy")
+        if policy is None:
+            return
         backend = DTENSOR if policy["dtensor_cfg"]["enabled"] else MEGATRON
         if is_trained(policy["model_name"], backend):
             self.trained.append(name)
@@ -55,7 +62,8 @@ class Count:
         reasons = Counter(reason for reasons in self.stopped.values() for reason in reasons)
         alone = Counter(reasons[0] for reasons in self.stopped.values() if len(reasons) == 1)
         lines = [
-            f"{len(self.loaded)} of {self.num_runs} files for GRPO, SFT or DPO load",
+            f"{len(self.loaded)} of {self.num_runs} files load: "
+            + ", ".join(f"{name} {loaded} of {tried}" for name, (loaded, tried) in sorted(self.by_algorithm.items())),
             f"{len(self.trained)} of them name a model of a family that is trained here",
         ]
         if self.others or self.unreadable:
@@ -103,8 +111,15 @@ def check(algorithm: str, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: What is wrong.
     """
-    from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
-    from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+    from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
+    from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
+    from nemo_offload_rl.config.schema import (
+        DistillationMasterConfig,
+        DpoMasterConfig,
+        EvalMasterConfig,
+        GrpoMasterConfig,
+        SftMasterConfig,
+    )
     from nemo_offload_rl.config.validate import validate_keys
 
     match algorithm:
@@ -112,5 +127,9 @@ def check(algorithm: str, config: Mapping[str, Any]) -> None:
             check_rules(validate_keys(config, GrpoMasterConfig), GRPO_RULES)
         case "sft":
             check_rules(validate_keys(config, SftMasterConfig), SFT_RULES)
-        case _:
+        case "eval":
+            check_rules(validate_keys(config, EvalMasterConfig), EVAL_RULES)
+        case "dpo":
             check_rules(validate_keys(config, DpoMasterConfig), DPO_RULES)
+        case _:
+            check_rules(validate_keys(config, DistillationMasterConfig), DISTILLATION_RULES)

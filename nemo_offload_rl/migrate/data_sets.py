@@ -12,7 +12,8 @@ from nemo_offload_rl.migrate.draft import Draft
 
 _FILES = (".jsonl", ".json", ".parquet")
 _TASK = ("prompt_file", "system_prompt_file", "processor", "env_name")
-_PROCESSORS = {"grpo": ("math_hf_data_processor",), "sft": ("sft_processor",), "dpo": ()}
+_MATH_PROCESSOR = "math_hf_data_processor"
+_PROCESSORS = {"grpo": (_MATH_PROCESSOR,), "distillation": (_MATH_PROCESSOR,), "sft": ("sft_processor",), "dpo": ()}
 _ENVIRONMENTS = ("math",)
 _GYM = ("should_use_nemo_gym", "should_log_nemo_gym_responses")
 _VERIFIERS = (None, "hf_math_verify", "dapo_math_verify")
@@ -35,7 +36,7 @@ class _DataSet:
     share: float | None = None
 
 
-_ANSWERED = ("grpo", "sft")
+_ANSWERED = ("grpo", "distillation", "sft")
 _MATH = {"split": "train_1M", "output_key": "expected_answer"}
 _GSM8K = {"subset": "main", "split": "train", "extract_answer": True}
 _DATA_SETS: Mapping[str, _DataSet] = {
@@ -45,7 +46,10 @@ _DATA_SETS: Mapping[str, _DataSet] = {
     **{name: _DataSet(name, _ANSWERED, {"repeat": 1}) for name in ("AIME2024", "AIME2025", "AIME2026")},
     **{name: _DataSet(name, _ANSWERED, _GSM8K) for name in ("gsm8k", "GSM8K")},
     "squad": _DataSet("squad", ("sft",), {"split": "train"}),
-    "tulu3_sft_mixture": _DataSet("tulu3_sft_mixture", ("sft",), {"max_samples": None}, 0.05),
+    **{
+        name: _DataSet(name, ("sft",), {"max_samples": None}, 0.05)
+        for name in ("tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math")
+    },
     "openai_format": _DataSet("OpenAIFormatDataset", ("sft",), {"chat_key": "messages", "tool_key": "tools"}),
     "PreferenceDataset": _DataSet("PreferenceDataset", ("dpo",)),
     "BinaryPreferenceDataset": _DataSet(
@@ -75,7 +79,7 @@ def convert_data(draft: Draft) -> None:
     """Take over `data` and `env`; a feature that is missing is told once for each key that asks for it."""
     _lengths(draft)
     default = draft.section("data.default")
-    if draft.algorithm == "grpo":
+    if draft.samples:
         draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
     elif draft.has("data.add_bos"):
         draft.keep("data.add_bos", "data.add_bos", draft.get("data.add_bos"))
@@ -95,11 +99,8 @@ def convert_data(draft: Draft) -> None:
 def _lengths(draft: Draft) -> None:
     key = "data.max_input_seq_length"
     given = draft.number(key)
-    if draft.algorithm == "grpo":
-        draft.fill("data.overlong_rows", "mask", "a prompt that is too long keeps its place and trains nothing")
-    else:
-        note = "a row that is too long is left out; there it keeps its place with weight 0"
-        draft.fill("data.overlong_rows", "drop", note)
+    row = "prompt" if draft.samples else "row"
+    draft.fill("data.overlong_rows", "mask", f"a {row} that is too long keeps its place and trains nothing")
     if given is None:
         draft.missing(key, "prompts of any length (max_input_seq_length null)")
     elif draft.algorithm == "dpo":
@@ -109,13 +110,13 @@ def _lengths(draft: Draft) -> None:
 
 
 def _default(draft: Draft, default: Mapping[str, Any]) -> None:
-    known = {"grpo": _TASK, "sft": _TASK[:3], "dpo": _TASK[1:2]}[draft.algorithm]
+    known = {"sft": _TASK[:3], "dpo": _TASK[1:2]}.get(draft.algorithm, _TASK)
     for name, value in default.items():
         key = f"data.default.{name}"
         if name == "processor":
             _processor(draft, key, value)
         elif name in ("prompt_file", "system_prompt_file") and name in known:
-            draft.convert(key, key, _found(draft, value), "looked for from the file's folder upwards")
+            draft.convert(key, key, found_file(draft, value), "looked for from the file's folder upwards")
         elif name in known:
             draft.keep(key, key, value)
         elif name in _TASK:
@@ -135,7 +136,7 @@ def _processor(draft: Draft, key: str, name: Any) -> None:
         draft.keep(key, key, name)
 
 
-def _found(draft: Draft, path: Any) -> Any:
+def found_file(draft: Draft, path: Any) -> Any:
     """A file beside the configuration or further up, never one of the same name of this package."""
     if not isinstance(path, str) or Path(path).is_absolute() or draft.folder is None:
         return path
@@ -194,8 +195,6 @@ def _held_out(draft: Draft, where: str, section: Mapping[str, Any], default: flo
         raise ConfigError(f"{where}.split_validation_size: given {share!r}, wanted a number; correct it")
     if where.startswith("data.validation") and share:
         draft.missing(f"{where}.split_validation_size", "a part of the validation data kept back")
-    if share >= 1:
-        draft.missing(f"{where}.split_validation_size", "split_validation_size as a number of rows")
     return {"split_validation_size": share, "seed": section.get("seed", 42)}
 
 
@@ -206,9 +205,9 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
     if key == "data_path":
         draft.rename(path, f"{path.rpartition('.')[0]}.path", value, "")
     elif key in ("prompt_file", "system_prompt_file"):
-        values[key] = _found(draft, value)
+        values[key] = found_file(draft, value)
         draft.convert(path, path, values[key], "looked for from the file's folder upwards")
-    elif key == "env_name" and draft.algorithm == "grpo":
+    elif key == "env_name" and draft.samples:
         values[key] = value
         draft.keep(path, path, value)
     elif key == "processor":
@@ -227,7 +226,7 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
 
 def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
     """Those that the data name; other environments of the file are never started."""
-    if draft.algorithm != "grpo":
+    if not draft.samples:
         return
     given = [draft.get(f"data.{where}") for where in ("train", "validation")]
     sections = [part for section in given for part in (section if isinstance(section, list) else [section])]

@@ -23,7 +23,7 @@ class Draft:
         theirs: Their file, inherited and resolved.
         ours: Our exemplar, with what was taken over.
         report: What became of each key.
-        algorithm: "grpo", "sft" or "dpo".
+        algorithm: "grpo", "sft", "dpo", "distillation" or "eval".
         folder: Where their file lies; None where it is no file.
         done: Their keys that have a row.
         written: Our keys that have a value from their file.
@@ -36,6 +36,11 @@ class Draft:
     folder: Path | None = None
     done: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
+
+    @property
+    def samples(self) -> bool:
+        """Whether an engine generates."""
+        return self.algorithm in ("grpo", "distillation")
 
     def get(self, path: str, default: Any = None) -> Any:
         """Their value; where their file leaves the key out, what NeMo-RL takes then, else `default`."""

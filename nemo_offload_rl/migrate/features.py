@@ -14,7 +14,6 @@ def _off(feature: str, *patterns: str, values: tuple[Any, ...] = OFF) -> dict[st
 
 FEATURES: Mapping[str, Rule] = {
     # Another way to run.
-    **_off("asynchronous GRPO (grpo.async_grpo)", "grpo.async_grpo", "grpo.async_grpo.enabled"),
     **_off("on-policy distillation", "on_policy_distillation", "on_policy_distillation.*"),
     **_off("generation backend {value}", "policy.generation.backend", values=("vllm",)),
     **_off("images, audio and video", "policy.is_vlm", "policy.tokenizer.video.*", "policy.tokenizer.audio.*"),
@@ -29,15 +28,13 @@ FEATURES: Mapping[str, Rule] = {
         "reward_penalties.penalize_unwanted_tokens",
         "reward_penalties.penalize_malformed_think_tag",
     ),
-    **_off("stop_properly_penalty_coef", "grpo.reward_shaping.stop_properly_penalty_coef"),
     **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
     **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
     **_off("positive_example_nll_weight", "loss_fn.positive_example_nll_weight", values=(0, None)),
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
     **_off("router replay", "policy.router_replay.enabled"),
-    **_off("DTensor expert parallelism", "policy.dtensor_cfg.expert_parallel_size", values=(1,)),
-    **_off("DTensor expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
+    **_off("settings of DTensor's expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
     **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),
     **_off("dropout before an adapter", "policy.dtensor_cfg.lora_cfg.dropout_position", values=("post",)),
     **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.*", values=()),
@@ -63,8 +60,6 @@ FEATURES: Mapping[str, Rule] = {
     **_off("frozen parts of the model", "policy.megatron_cfg.freeze_config.*", values=()),
     **_off("CUDA graphs in training", "policy.megatron_cfg.cuda_graph_impl", values=("none", None)),
     **_off("multi-token prediction", "policy.megatron_cfg.mtp_num_layers", values=(0, None)),
-    **_off("biases of experts", "policy.megatron_cfg.moe_router_enable_expert_bias"),
-    **_off("auxiliary losses of routers", "policy.megatron_cfg.moe_aux_loss_coeff", values=(0, None)),
     **_off("a fused squared ReLU", "policy.megatron_cfg.use_fused_weighted_squared_relu"),
     **_off("Megatron's own FSDP", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp"),
     **_off("parameters in 8 bits", "policy.megatron_cfg.fp8_cfg.fp8_param"),
@@ -75,6 +70,9 @@ FEATURES: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg.precision",
         values=("float32", "bfloat16", "float16"),
     ),
+    **_off("engines by {value}", "policy.generation.vllm_cfg.distributed_executor_backend", values=(None, "mp")),
+    **_off("an engine of pipeline stages", "generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "generation.vllm_cfg.expert_parallel_size", values=(1,)),
     **_off("mxfp8 in the engine", "policy.generation.vllm_cfg.is_mx"),
     **_off("an engine of pipeline stages", "policy.generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
     **_off("an expert-parallel engine", "policy.generation.vllm_cfg.expert_parallel_size", values=(1,)),

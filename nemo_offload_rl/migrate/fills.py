@@ -42,6 +42,7 @@ FOLLOWS: Mapping[str, tuple[str, str]] = {
 
 FILLS: Mapping[str, tuple[Any, str]] = {
     "grpo.max_token_mult_prob_error": (None, "there is no such limit there"),
+    "distillation.max_token_mult_prob_error": (None, "there is no such limit there"),
     "policy.sequence_packing.enabled": (False, "off where it is not in the file"),
     "policy.dynamic_batching.enabled": (False, "off where it is not in the file"),
     "policy.offload_optimizer_states_for_logprob": (False, "off where it is not in the file"),

@@ -18,12 +18,18 @@ from nemo_offload_rl.migrate.report import Outcome, Report
 from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Ignored, Off, Renamed, Rule, Same
 from nemo_offload_rl.utils.config import load_config
 
-ALGORITHMS = ("grpo", "sft", "dpo")
-EXEMPLARS = {"grpo": "grpo_math_1B.yaml", "sft": "sft.yaml", "dpo": "dpo.yaml"}
+ALGORITHMS = ("grpo", "sft", "dpo", "distillation", "eval")
+EXEMPLARS = {
+    "grpo": "grpo_math_1B.yaml",
+    "sft": "sft.yaml",
+    "dpo": "dpo.yaml",
+    "distillation": "distillation_math.yaml",
+    "eval": "eval.yaml",
+}
 _CONFIGS = Path(__file__).parents[2] / "examples/configs"
 
 # Other things that NeMo-RL trains; its files for them may inherit a section of ours.
-_OTHER_ALGORITHMS = ("distillation", "ppo", "rm", "eval")
+_OTHER_ALGORITHMS = ("ppo", "rm")
 _ONLY_THEIRS = (
     "policy.offload_optimizer_for_logprob",
     "policy.generation_batch_size",
@@ -35,11 +41,14 @@ _ONLY_THEIRS = (
     "policy.sequence_packing.algorithm",
     "policy.tokenizer.use_fastokens",
     "policy.generation.mcore_generation_config",
-    "grpo.async_grpo",
     "data.num_workers",
     "data.train.data_path",
     "logger.monitor_gpus",
     "logger.swanlab_enabled",
+    "generation.colocated",
+    "generation.val_temperature",
+    "generation.vllm_cfg.pipeline_parallel_size",
+    "data.dataset_name",
 )
 _ONLY_OURS = (
     "policy.residency_overlap",
@@ -57,7 +66,7 @@ class Migration:
     """A NeMo-RL configuration in our keys.
 
     Attributes:
-        algorithm: "grpo", "sft" or "dpo".
+        algorithm: "grpo", "sft", "dpo", "distillation" or "eval".
         config: Nested dictionaries with every key of ours; not to be used while something is missing.
         report: What became of each key.
     """
@@ -91,7 +100,7 @@ _ABSENT = object()
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
-    """What a configuration trains: "grpo", "sft" or "dpo"; None for anything else."""
+    """What a configuration trains: one of `ALGORITHMS`; None for anything else."""
     if any(name in config for name in _OTHER_ALGORITHMS):
         return None
     found = [name for name in ALGORITHMS if name in config]
@@ -102,7 +111,7 @@ def migrate_file(path: str | Path, overrides: Sequence[str] = ()) -> Migration:
     """Read a NeMo-RL file with what its `defaults:` name, relative to itself, and map it.
 
     Raises:
-        ConfigError: The file cannot be read, or is none of NeMo-RL's for GRPO, SFT or DPO.
+        ConfigError: The file cannot be read, or is none of NeMo-RL's for one of `ALGORITHMS`.
     """
     return migrate(load_config(path, overrides), Path(path))
 
@@ -115,7 +124,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
         path: Where it was read, for messages and for the prompt files that it names.
 
     Raises:
-        ConfigError: It is none of NeMo-RL's for GRPO, SFT or DPO.
+        ConfigError: It is none of NeMo-RL's for one of `ALGORITHMS`.
     """
     name = path or "the configuration"
     if (algorithm := algorithm_of(config)) is None:
@@ -150,7 +159,7 @@ def _leave_out_what_is_off(draft: Draft) -> None:
     """Sections of backends and features that are off: nothing reads their values, there or here."""
     backends = ("policy.dtensor_cfg", "policy.megatron_cfg")
     off = [name for name in backends if draft.has(name) and not draft.get(f"{name}.enabled")]
-    if draft.algorithm != "grpo":
+    if draft.has("policy.generation") and not draft.samples:
         off.append("policy.generation")
     theirs = copy.deepcopy(dict(draft.theirs))
     for section in off:

@@ -24,9 +24,14 @@ _TYPES = (
     (r"Moonlight|DeepSeek-V3|deepseek\.md", "deepseek_v3"),
     (r"Nemotron-(3|Nano|Super)", "nemotron_h"),
     (r"Qwen3\.5-", "qwen3_5"),
-    (r"GLM-[45]", "glm"),
+    (r"GLM-4-\d+B-0414", "glm4"),
+    (r"GLM-4-9B", "glm"),
+    (r"GLM-4\.7-Flash", "glm4_moe_lite"),
+    (r"GLM-4\.[5-9]", "glm4_moe"),
+    (r"GLM-5", "glm_moe_dsa"),
     (r"MiniMax", "minimax"),
 )
+_WITH_EXPERT_BIASES = ("deepseek_v3", "glm4_moe", "nemotron_h")
 _WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "gemma3_text")
 
 
@@ -47,6 +52,11 @@ def has_experts(model_name: object) -> bool | None:
         values = json.loads(config.read_text(encoding="utf-8"))
         return any(values.get(key) for key in _EXPERT_KEYS)
     return False if model_type(model_name) in _WITHOUT_EXPERTS else None
+
+
+def has_expert_biases(model_name: object) -> bool:
+    """Whether a local folder or a published model is known to choose experts with biases of theirs."""
+    return model_type(model_name) in _WITH_EXPERT_BIASES
 
 
 def is_trained(model_name: object, backend: str) -> bool:

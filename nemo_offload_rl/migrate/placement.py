@@ -67,7 +67,7 @@ def _engine_variables(draft: Draft) -> None:
         draft.ignore(section, "sets none")
 
 
-_GRPO = ("grpo",)
+_SAMPLING = ("grpo", "distillation")
 PLACEMENT: tuple[Conversion, ...] = (
     Conversion(
         ("policy.dtensor_cfg.cpu_offload",),
@@ -104,6 +104,6 @@ PLACEMENT: tuple[Conversion, ...] = (
         "variables of the engine's processes",
         "none; those of transports and kernels are left out, others refused",
         _engine_variables,
-        _GRPO,
+        _SAMPLING,
     ),
 )

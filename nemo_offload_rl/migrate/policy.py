@@ -7,7 +7,7 @@ import math
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.migrate.conversion import Conversion
 from nemo_offload_rl.migrate.draft import Draft
-from nemo_offload_rl.migrate.model_names import has_experts
+from nemo_offload_rl.migrate.model_names import has_expert_biases, has_experts
 
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
@@ -17,7 +17,7 @@ def _cluster(draft: Draft) -> None:
     where = "policy.generation.colocated"
     of_engine = "resources.gpus_per_node", "resources.num_nodes"
     engine_gpus, engine_nodes = (draft.number(f"{where}.{name}") for name in of_engine)
-    if draft.algorithm != "grpo" or draft.get(f"{where}.enabled", True):
+    if not draft.samples or draft.get(f"{where}.enabled", True):
         draft.keep("cluster.num_nodes", "cluster.num_nodes", nodes)
         draft.keep("cluster.gpus_per_node", "cluster.gpus_per_node", gpus)
         for name in of_engine:
@@ -61,17 +61,13 @@ def _vllm_kwargs(draft: Draft) -> None:
 
 
 def _top(draft: Draft) -> None:
-    for name in ("top_p", "top_k"):
+    for name in ("top_p", "top_k", "val_top_p", "val_top_k"):
         key = f"policy.generation.{name}"
-        off = {"top_p": (1,), "top_k": (None, -1)}[name]
         if draft.has(key):
-            if draft.get(key) in off:
-                draft.keep(key, key, None if name == "top_k" else 1.0)
+            if draft.get(key) == -1:
+                draft.convert(key, key, None, "null is all")
             else:
-                draft.missing(key, "logprobs after top-p and top-k")
-        key = f"policy.generation.val_{name}"
-        if draft.has(key):
-            draft.keep(key, key, None if draft.get(key) == -1 else draft.get(key))
+                draft.keep(key, key, draft.get(key))
 
 
 def _deferred_logits(draft: Draft) -> None:
@@ -100,16 +96,39 @@ def _divisible(draft: Draft) -> None:
 
 
 def _routers(draft: Draft) -> None:
-    kind, rate = "policy.megatron_cfg.moe_router_load_balancing_type", "policy.megatron_cfg.moe_router_bias_update_rate"
-    for key, off in ((kind, ("none", None)), (rate, (0, None))):
-        if not draft.has(key):
-            continue
-        if draft.get(key) in off:
-            draft.ignore(key, "off, as it always is here")
-        elif has_experts(draft.get("policy.model_name")) is False:
-            draft.ignore(key, "is about experts, and the model has none")
-        else:
-            draft.missing(key, "load balancing of experts (of a model that is not known to have none)")
+    section, model = "policy.megatron_cfg", draft.get("policy.model_name")
+    kind, coefficient, rate, biases = (
+        f"{section}.moe_{name}"
+        for name in (
+            "router_load_balancing_type",
+            "aux_loss_coeff",
+            "router_bias_update_rate",
+            "router_enable_expert_bias",
+        )
+    )
+    if not draft.section(section).get("enabled"):
+        return
+    given, without_experts = draft.get(kind), has_experts(model) is False
+    if given in ("none", None) or without_experts:
+        note = "off" if given in ("none", None) else "is about experts, and the model has none"
+        draft.convert(kind, kind, "none", note) if given not in ("none",) else draft.keep(kind, kind, "none")
+        if draft.has(coefficient):
+            draft.ignore(coefficient, "no auxiliary loss has a weight then")
+    elif draft.get(coefficient) is None:
+        draft.missing(kind, "an auxiliary loss of routers whose weight is left to the model (moe_aux_loss_coeff)")
+    else:
+        draft.keep(kind, kind, given)
+        draft.keep(coefficient, coefficient, draft.get(coefficient))
+    if not draft.number(rate, 0) or without_experts:
+        draft.convert(rate, rate, 0.0, "off, or about experts of a model that has none")
+    elif has_expert_biases(model):
+        draft.keep(rate, rate, draft.get(rate))
+    else:
+        draft.missing(rate, "updates of expert biases (of a model that is not known to have them)")
+    if draft.get(biases) and not has_expert_biases(model):
+        draft.missing(biases, "biases of experts (of a model that is not known to have them)")
+    elif draft.has(biases):
+        draft.ignore(biases, "the model's config.json says whether it has them")
 
 
 def _optimizer(draft: Draft) -> None:
@@ -143,10 +162,17 @@ def _megatron_schedule(draft: Draft) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    for section in ("policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"):
-        names = draft.get(f"{section}.exclude_modules") or []
-        if draft.get(f"{section}.enabled") and any("*" in str(name) for name in names):
-            draft.missing(f"{section}.exclude_modules", "patterns in exclude_modules")
+    names = draft.get("policy.megatron_cfg.peft.exclude_modules") or []
+    if draft.get("policy.megatron_cfg.peft.enabled") and any("*" in str(name) for name in names):
+        draft.missing("policy.megatron_cfg.peft.exclude_modules", "patterns in Megatron's exclude_modules")
+    section = "policy.dtensor_cfg.lora_cfg"
+    target, every = f"{section}.target_modules", f"{section}.match_all_linear"
+    if not draft.get(f"{section}.enabled") or (draft.get(target) and not draft.get(every, False)):
+        return
+    # Automodel: all linear layers, the output layer too; or but those that are excluded; or, with no word, "*_proj".
+    named = ["*"] if draft.get(every, False) or draft.get(f"{section}.exclude_modules") else ["*_proj"]
+    draft.convert(target, target, named, "the layers that Automodel takes, the output layer among them")
+    draft.convert(every, every, False, "leaves the output layer out here")
 
 
 def _rope(draft: Draft) -> None:
@@ -170,7 +196,7 @@ def _dtensor_environment(draft: Draft) -> None:
         draft.ignore(section, "sets none")
 
 
-_GRPO = ("grpo",)
+_SAMPLING = ("grpo", "distillation")
 POLICY: tuple[Conversion, ...] = (
     Conversion(
         (
@@ -188,7 +214,7 @@ POLICY: tuple[Conversion, ...] = (
         "an engine may span hosts",
         "an engine stays on one host; refused otherwise",
         _engine_size,
-        _GRPO,
+        _SAMPLING,
         ("policy.generation.vllm_cfg.tensor_parallel_size",),
     ),
     Conversion(
@@ -196,7 +222,7 @@ POLICY: tuple[Conversion, ...] = (
         "any argument of vLLM",
         "those that change neither model, place nor samples; `kv_cache_memory_bytes` is `vllm_cfg.kv_cache_memory_gib`",
         _vllm_kwargs,
-        _GRPO,
+        _SAMPLING,
     ),
     Conversion(
         (
@@ -205,10 +231,10 @@ POLICY: tuple[Conversion, ...] = (
             "policy.generation.val_top_p",
             "policy.generation.val_top_k",
         ),
-        "logprobs are those after top-p and top-k; -1 is null",
-        "logprobs are those before; refused for rollouts unless off",
+        "-1 is all",
+        "null is all",
         _top,
-        _GRPO,
+        _SAMPLING,
     ),
     Conversion(
         ("policy.megatron_cfg.defer_fp32_logits",),
@@ -217,9 +243,14 @@ POLICY: tuple[Conversion, ...] = (
         _deferred_logits,
     ),
     Conversion(
-        ("policy.megatron_cfg.moe_router_load_balancing_type", "policy.megatron_cfg.moe_router_bias_update_rate"),
-        "losses and biases that balance experts",
-        "always off; refused unless the model is known to have no experts",
+        (
+            "policy.megatron_cfg.moe_router_load_balancing_type",
+            "policy.megatron_cfg.moe_aux_loss_coeff",
+            "policy.megatron_cfg.moe_router_bias_update_rate",
+            "policy.megatron_cfg.moe_router_enable_expert_bias",
+        ),
+        "are set whether the model has experts or not; a weight that is left out is the model's",
+        "are off unless the model has experts, and biases of them; a weight that is left out is refused",
         _routers,
     ),
     Conversion(
@@ -242,10 +273,15 @@ POLICY: tuple[Conversion, ...] = (
     ),
     Conversion(
         (),
-        "names of layers, or patterns",
-        "names; refused with patterns",
+        "every layer, the output layer too, unless `target_modules` or `exclude_modules` say otherwise",
+        "`match_all_linear` leaves the output layer out, `target_modules` of `*` does not; Megatron's "
+        "`exclude_modules` has no patterns",
         _adapters,
-        reads=("policy.dtensor_cfg.lora_cfg.exclude_modules", "policy.megatron_cfg.peft.exclude_modules"),
+        reads=(
+            "policy.dtensor_cfg.lora_cfg.match_all_linear",
+            "policy.dtensor_cfg.lora_cfg.target_modules",
+            "policy.megatron_cfg.peft.exclude_modules",
+        ),
     ),
     Conversion(
         (),

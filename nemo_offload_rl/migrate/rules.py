@@ -81,7 +81,10 @@ SAME: Mapping[str, Rule] = {
     ),
     **_same("grpo.adv_estimator", "minus_baseline"),
     **_same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
-    **_same("grpo.reward_shaping", "enabled overlong_buffer_length overlong_buffer_penalty max_response_length"),
+    **_same(
+        "grpo.reward_shaping",
+        "enabled overlong_buffer_length overlong_buffer_penalty max_response_length stop_properly_penalty_coef",
+    ),
     **_same(
         "loss_fn",
         "reference_policy_kl_penalty kl_input_clamp_value kl_output_clamp_value ratio_clip_min ratio_clip_max "
@@ -97,6 +100,19 @@ SAME: Mapping[str, Rule] = {
         "sft_average_log_probs",
     ),
     **_same(
+        "distillation",
+        "num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_epochs max_num_steps val_at_start "
+        "val_at_end val_batch_size topk_logits_k seed",
+    ),
+    **_same("eval", "metric num_tests_per_prompt k_value seed save_path"),
+    **_same("generation", "backend model_name max_new_tokens temperature top_p stop_token_ids stop_strings"),
+    **_same(
+        "generation.vllm_cfg",
+        "async_engine precision kv_cache_dtype tensor_parallel_size gpu_memory_utilization max_model_len enforce_eager",
+    ),
+    **_same("tokenizer", "name chat_template_kwargs chat_template_kwargs.*"),
+    **_same("loss_fn", "kl_type mixed_kl_weight zero_outside_topk"),
+    **_same(
         "policy",
         "model_name hf_config_overrides hf_config_overrides.* train_global_batch_size train_micro_batch_size "
         "logprob_batch_size logprob_chunk_size max_total_sequence_length precision "
@@ -105,7 +121,7 @@ SAME: Mapping[str, Rule] = {
     **_same("policy.tokenizer", "name chat_template_kwargs chat_template_kwargs.*"),
     **_same("policy.dynamic_batching", _BATCHING),
     **_same("policy.sequence_packing", _BATCHING),
-    **_same("policy.dtensor_cfg", "enabled tensor_parallel_size activation_checkpointing"),
+    **_same("policy.dtensor_cfg", "enabled tensor_parallel_size expert_parallel_size activation_checkpointing"),
     **_same("policy.dtensor_cfg.lora_cfg", f"{_LORA} match_all_linear lora_A_init"),
     **_same(
         "policy.megatron_cfg",
@@ -260,7 +276,6 @@ IGNORED: Mapping[str, Rule] = {
         "policy.generation.vllm_cfg.num_first_layers_in_bf16",
         "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
         "policy.megatron_cfg.converter_type",
-        "grpo.async_grpo.*",
         "grpo.stop_at_validation_threshold",
         "grpo.reward_penalties.*",
     ),

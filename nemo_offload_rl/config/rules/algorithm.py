@@ -9,7 +9,7 @@ from nemo_offload_rl.policy.rules import Rule
 def baselines_need_two_responses(cfg: GrpoMasterConfig) -> str | None:
     """A baseline that compares within a group needs at least two responses for each prompt."""
     grpo, group = cfg.grpo, cfg.grpo.num_generations_per_prompt
-    if grpo.adv_estimator.name == "grpo":
+    if grpo.adv_estimator.name != "reinforce_plus_plus":
         compares, key = grpo.use_leave_one_out_baseline, "use_leave_one_out_baseline"
     else:
         compares, key = grpo.adv_estimator.minus_baseline, "adv_estimator.minus_baseline"
@@ -146,6 +146,42 @@ def kl_in_reward_needs_rewards_of_tokens(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def gdpo_compares_parts_of_rewards(cfg: GrpoMasterConfig) -> str | None:
+    """GDPO compares parts of rewards as environments give them, so neither scaling nor shaping goes with it."""
+    grpo = cfg.grpo
+    if grpo.adv_estimator.name != "gdpo":
+        if grpo.adv_estimator.reward_weights is not None:
+            return (
+                f"grpo.adv_estimator.reward_weights is set, but grpo.adv_estimator.name is {grpo.adv_estimator.name}, "
+                "which has one reward; set the weights to null, or name to gdpo"
+            )
+        return None
+    for name, is_on in (("scaling", grpo.reward_scaling.enabled), ("shaping", grpo.reward_shaping.enabled)):
+        if is_on:
+            return (
+                f"grpo.reward_{name}.enabled is true, but grpo.adv_estimator.name gdpo compares parts of rewards as "
+                "environments give them; set the first to false, or name to grpo"
+            )
+    if all(section.target is None for section in cfg.env.values()):
+        return (
+            "grpo.adv_estimator.name is gdpo, which compares parts of rewards, but the environments of this package "
+            "give one number; set env.NAME.target to a list of functions, or name to grpo"
+        )
+    return None
+
+
+def kl_in_reward_needs_whole_distributions(cfg: GrpoMasterConfig) -> str | None:
+    """A KL in the reward compares distributions over the whole vocabulary."""
+    loss, generation = cfg.loss_fn, cfg.policy.generation
+    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty and (generation.top_k or generation.top_p < 1):
+        return (
+            "loss_fn.use_kl_in_reward compares the policy's logprobs before the step, which are those after "
+            f"top_p {generation.top_p:g} and top_k {generation.top_k}, with the reference's over the whole vocabulary; "
+            "set use_kl_in_reward to false, or top_p to 1.0 and top_k to null"
+        )
+    return None
+
+
 def advantage_bounds_are_ascending(cfg: GrpoMasterConfig) -> str | None:
     """The bounds of advantages are ascending."""
     low, high = cfg.grpo.advantage_clip_low, cfg.grpo.advantage_clip_high
@@ -168,7 +204,8 @@ def sequence_ratios_need_the_sequence_loss(cfg: GrpoMasterConfig) -> str | None:
 def overlong_buffer_is_within_the_response(cfg: GrpoMasterConfig) -> str | None:
     """The overlong buffer is shorter than the response limit."""
     shaping = cfg.grpo.reward_shaping
-    if shaping.enabled and shaping.overlong_buffer_length >= shaping.max_response_length:
+    reads_length = shaping.enabled and shaping.stop_properly_penalty_coef is None
+    if reads_length and shaping.overlong_buffer_length >= shaping.max_response_length:
         return (
             f"grpo.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is not below "
             f"max_response_length {shaping.max_response_length}, so every response would be punished; lower it"
@@ -187,8 +224,37 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
     return None
 
 
+def rollouts_can_be_collected_beside_training(cfg: GrpoMasterConfig) -> str | None:
+    """Rollouts beside training need engines of their own that take requests at any time, and every prompt they draw."""
+    if not cfg.grpo.is_async:
+        return None
+    generation, told = cfg.policy.generation, "grpo.async_grpo.enabled is true, but"
+    if generation.colocated.enabled:
+        return (
+            f"{told} policy.generation.colocated.enabled is true too, and engines that share the trainer's devices "
+            "cannot generate while it trains; set that to false, and resources.gpus_per_node and num_nodes"
+        )
+    if not generation.vllm_cfg.async_engine:
+        return (
+            f"{told} policy.generation.vllm_cfg.async_engine is false, and that engine answers one batch after the "
+            "other; set it to true"
+        )
+    if cfg.grpo.use_dynamic_sampling:
+        return (
+            f"{told} use_dynamic_sampling draws as many prompts as a step turns out to need, which is not known ahead; "
+            "turn one of them off"
+        )
+    if not cfg.loss_fn.use_importance_sampling_correction and cfg.loss_fn.target is None:
+        return (
+            f"{told} loss_fn.use_importance_sampling_correction is false, so rollouts of older weights would count as "
+            "those of the present ones; set it to true"
+        )
+    return None
+
+
 RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     baselines_need_two_responses,
+    rollouts_can_be_collected_beside_training,
     dynamic_sampling_needs_groups,
     only_dynamic_sampling_draws_larger_batches,
     on_policy_ratio_needs_one_update_per_step,
@@ -197,6 +263,8 @@ RULES: tuple[Rule[GrpoMasterConfig], ...] = (
     one_surrogate,
     constant_divisor_goes_with_the_sequence_loss,
     kl_in_reward_needs_rewards_of_tokens,
+    gdpo_compares_parts_of_rewards,
+    kl_in_reward_needs_whole_distributions,
     advantage_bounds_are_ascending,
     sequence_ratios_need_the_sequence_loss,
     overlong_buffer_is_within_the_response,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_offload_rl.algorithms.config import RolloutSectionConfig, SupervisedSectionConfig
+from nemo_offload_rl.algorithms.config import RolloutSectionConfig
+from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
 from nemo_offload_rl.config.schema import RunConfig
 from nemo_offload_rl.data.config import (
     ArithmeticConfig,

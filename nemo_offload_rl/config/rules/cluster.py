@@ -77,16 +77,20 @@ def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | Non
 
 
 def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
-    """A micro-batch made by tokens holds the longest sequence."""
-    longest = cfg.policy.max_total_sequence_length
-    batchings = {"sequence_packing": cfg.policy.sequence_packing, "dynamic_batching": cfg.policy.dynamic_batching}
+    """A micro-batch made by tokens holds the longest sequence, rounded up."""
+    policy = cfg.policy
+    batchings = {"sequence_packing": policy.sequence_packing, "dynamic_batching": policy.dynamic_batching}
     for name, section in batchings.items():
         limits = {"train_mb_tokens": section.train_mb_tokens, "logprob_mb_tokens": section.logprob_mb_tokens}
+        multiple = max(section.sequence_length_round, policy.make_sequence_length_divisible_by)
+        longest = -(-policy.max_total_sequence_length // multiple) * multiple
         for key, limit in limits.items():
             if section.enabled and limit < longest:
+                rounded = "" if longest == policy.max_total_sequence_length else f" rounded up to {longest}"
                 return (
-                    f"policy.{name}.{key} {limit} is below policy.max_total_sequence_length {longest}, so a "
-                    f"long sequence fits no micro-batch; raise it to {longest} or more"
+                    f"policy.{name}.{key} {limit} is below policy.max_total_sequence_length "
+                    f"{policy.max_total_sequence_length}{rounded}, so a long sequence fits no micro-batch; raise it to "
+                    f"{longest} or more"
                 )
     return None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
-from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base
+from nemo_offload_rl.models.families import unserved
+from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
@@ -21,8 +22,15 @@ def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
 def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> str | None:
     """Rotary frequencies do not change with the longest row of a batch, which the engine never sees."""
     model = local_model_config(cfg)
-    if model is None or (kind := changing_rope_type(model)) is None:
+    longest = max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
+    if model is None or (kind := changing_rope_type(model, longest)) is None:
         return None
+    if (limit := unchanged_length(model)) > 0:
+        return (
+            f"config.json of {cfg.policy.model_name} has rope_type {kind}, whose frequencies change in rows of more "
+            f"than {limit} tokens; set policy.max_total_sequence_length and policy.generation.vllm_cfg.max_model_len "
+            f"to {limit} at most"
+        )
     return (
         f"config.json of {cfg.policy.model_name} has rope_type {kind}, whose frequencies change with the longest "
         "row of a batch in training, but not in the engine; use another model, or another type in "
@@ -30,5 +38,16 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> s
     )
 
 
+def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
+    """The engine serves the model as it is trained."""
+    model = local_model_config(cfg)
+    if model is None or (reason := unserved(model)) is None:
+        return None
+    return f"config.json of {cfg.policy.model_name} has {reason}; use another model"
+
+
 RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (rotary_frequencies_of_engine_and_policy_agree,)
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
+    rotary_frequencies_of_engine_and_policy_agree,
+    the_engine_serves_the_model,
+)

@@ -3,6 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
+from nemo_rl_files import distillation_file
 from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.distillation_setup import check_vocabularies
@@ -90,11 +92,11 @@ def test_files_of_another_algorithm_are_told_apart() -> None:
         load_distillation_config("examples/configs/grpo_arithmetic_cpu.yaml")
 
 
-def test_a_file_of_nemo_rl_is_told_what_to_begin_with(tmp_path: Path) -> None:
-    theirs = "distillation: {topk_logits_k: 64}\npolicy: {generation_batch_size: 64}\nlogger: {monitor_gpus: true}\n"
-    (tmp_path / "theirs.yaml").write_text(theirs)
-    with pytest.raises(ConfigError, match=r"begin with examples/configs/distillation_math.yaml"):
-        load_distillation_config(tmp_path / "theirs.yaml")
+def test_a_file_of_nemo_rl_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(distillation_file()))
+    config = load_distillation_config(tmp_path / "theirs.yaml", ["distillation.topk_logits_k=5"])
+    assert (config.teacher_worker.topk, config.teacher.model_name) == (5, "meta-llama/Llama-3.2-3B")
+    assert config.loss_fn.mixed_kl_weight == 0.25
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:

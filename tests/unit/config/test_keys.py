@@ -152,5 +152,6 @@ def test_sections_are_frozen_and_have_no_default_but_what_a_key_that_is_left_out
         assert not any(f.default_factory is not dataclasses.MISSING for f in dataclasses.fields(kind)), kind
     assert {name for name, value in defaults.items() if value is not None} == {
         "tool_key", "split_validation_size", "seed", "output_key", "extract_answer", "repeat", "math_verify_impl",
-        "expose_http_server", "http_server_host", "http_server_port",
+        "expose_http_server", "http_server_host", "http_server_port", "positive_example_nll_weight",
+        "max_trajectory_age_steps", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates",
     }  # fmt: skip

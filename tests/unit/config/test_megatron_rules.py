@@ -28,6 +28,7 @@ OPTIMIZER = f"{KEY}.optimizer"
 MEGATRON = [f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.precision=bfloat16"]
 TWO_WORKERS = "cluster.cpu_workers_per_node=2"
 CPU_OFFLOAD = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimizer_offload_fraction=0.5"]
+MOMENTS = [f"{OPTIMIZER}.exp_avg_dtype=bfloat16", f"{OPTIMIZER}.exp_avg_sq_dtype=bfloat16"]
 STATES = f"{OPTIMIZER}.offload_optimizer_states=true"
 OFFLOAD = f"{KEY}.fine_grained_activation_offloading=true"
 PEFT = f"{KEY}.peft"
@@ -70,7 +71,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "megatron_takes_the_whole_model": [
         ([], "has model_type deepseek_v3, and", {"model_type": "deepseek_v3"}),
-        ([], "has model_type glm4_moe, and", {"model_type": "glm4_moe"}),
+        ([], "has model_type gpt_neox, and", {"model_type": "gpt_neox"}),
         ([], "has model_type nemotron_h, and", {"model_type": "nemotron_h"}),
         ([], "has model_type None, and", {}),
         ([], "has layers with a sliding window, which", WINDOW),
@@ -78,8 +79,6 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([], "has attention_bias true, whose biases", {**DENSE, "attention_bias": True}),
         ([], "has attention_bias true, whose biases", {**EXPERTS, "attention_bias": True}),
         ([], "has mlp_bias true, whose biases", {**DENSE, "model_type": "llama", "mlp_bias": True}),
-        ([], "has mlp_only_layers [1], and", {**EXPERTS, "mlp_only_layers": [1]}),
-        ([], "has decoder_sparse_step 2, and", {**EXPERTS, "decoder_sparse_step": 2}),
         ([], "has hidden_act gelu, and", {**DENSE, "hidden_act": "gelu"}),
         ([], "has quantization_config, and", {**DENSE, "quantization_config": {"quant_method": "fp8"}}),
         ([], "has rope_type dynamic, whose", {**DENSE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
@@ -98,6 +97,25 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "fused_rotary_embeddings_have_no_factor": [
         ([], "set it to false", {**DENSE, "rope_parameters": YARN}),
         ([], "set it to false", {**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ],
+    "router_losses_need_experts": [
+        ([f"{KEY}.moe_router_load_balancing_type=aux_loss"], "no experts; set it to none", DENSE),
+        (
+            [f"{KEY}.moe_router_load_balancing_type=global_aux_loss", f"{KEY}.moe_aux_loss_coeff=0"],
+            "moe_aux_loss_coeff 0, which adds nothing",
+            None,
+        ),
+    ],
+    "losses_of_sequences_need_padded_batches": [
+        (
+            [f"{KEY}.moe_router_load_balancing_type=seq_aux_loss", "policy.sequence_packing.enabled=true"],
+            "a packed row is one sequence to the routers; set it to aux_loss",
+            EXPERTS,
+        )
+    ],
+    "updated_expert_biases_exist": [
+        ([f"{KEY}.moe_router_bias_update_rate=0.001"], "models of type qwen3_moe have no bias of experts", EXPERTS),
+        ([f"{KEY}.moe_router_bias_update_rate=0.001", ADAPTERS], "with peft.enabled the model stays as it is", None),
     ],
     "megatron_heads_divide_over_devices": [
         ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
@@ -131,6 +149,18 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "local_layers_have_no_precision_aware_optimizer": [([LOCAL], "use_precision_aware_optimizer is true", None)],
     "eight_bit_layers_are_transformer_engines": [([LOCAL, f"{KEY}.fp8_cfg.enabled=true"], "set it to false", None)],
+    "eight_bit_products_have_whole_blocks": [
+        (
+            [f"{KEY}.fp8_cfg.enabled=true"],
+            "the model's hidden_size is 40, 40 on each device",
+            {**DENSE, "hidden_size": 40, "head_dim": 32},
+        ),
+        (
+            [f"{KEY}.fp8_cfg.enabled=true", f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"],
+            "the model's intermediate_size is 96, 24 on each device",
+            {**DENSE, "hidden_size": 64, "intermediate_size": 96},
+        ),
+    ],
     "cleared_fp8_caches_exist": [([f"{KEY}.fp8_cfg.force_clear_fp8_caches=true"], "there are no such caches", None)],
     "deferred_logits_need_chunks": [([f"{KEY}.defer_fp32_logits=true"], "for instance to 1024", None)],
     "megatron_precision_is_said_once": [
@@ -162,6 +192,15 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "megatron_cpu_offload_needs_half_precision": [
         ([*CPU_OFFLOAD, "policy.precision=float32"], "set that to bfloat16", None)
+    ],
+    "megatron_16_bit_moments_are_transformer_engines": [
+        (
+            [*MOMENTS, f"{OPTIMIZER}.use_precision_aware_optimizer=false"],
+            "use_precision_aware_optimizer is false",
+            None,
+        ),
+        ([*CPU_OFFLOAD, *MOMENTS], "optimizer_cpu_offload is true, whose moments are float32", None),
+        ([MOMENTS[0]], "exp_avg_dtype is bfloat16 and exp_avg_sq_dtype float32", None),
     ],
     "megatron_parameter_gather_overlaps_only_shards": [
         ([f"{OPTIMIZER}.use_distributed_optimizer=false"], "nothing is gathered", None)
@@ -249,7 +288,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ),
     ],
 }
-LAYER_KEYS = ("attention_bias", "mlp_bias", "mlp_only_layers", "decoder_sparse_step", "hidden_act")
+LAYER_KEYS = ("attention_bias", "mlp_bias", "hidden_act")
 CONFIG_KEYS = st.sampled_from(
     [*LAYER_KEYS, "model_type", "quantization_config", "rope_parameters", "rope_scaling", "partial_rotary_factor"]
 )
@@ -341,7 +380,7 @@ def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Pat
         ([OFFLOAD, f"{KEY}.offload_modules=[core_attn]", f"{KEY}.env_vars={{NVTE_CPU_OFFLOAD_V1: '1'}}"], None),
         ([f"{KEY}.apply_rope_fusion=false"], {**DENSE, "rope_parameters": YARN}),
         ([], {**DENSE, "model_type": "qwen2", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}),
-        ([], {**EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1, "attention_bias": False}),
+        ([], {**EXPERTS, "mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": False}),
         (
             [
                 LOCAL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from nemo_offload_rl.config.rules.model import (
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.policy.backends.dtensor.rules import dtensor_trains_the_model
+from nemo_offload_rl.policy.backends.dtensor.rules import dtensor_trains_the_model, experts_divide_over_devices
 from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.utils.config import load_config
 
@@ -27,12 +28,15 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausa
 
 # config.json, and words of the refusal
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mixtral"}, "model_type mixtral, and that backend trains granite, llama, mistral,"),
+    ({"model_type": "phimoe"}, "model_type phimoe, and that backend trains arcee, cohere, cohere2,"),
     ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, "model_type qwen2_vl"),
-    ({"model_type": "olmoe"}, "model_type olmoe"),
-    ({"model_type": "qwen3_moe"}, "model_type qwen3_moe"),
-    ({"model_type": "deepseek_v3"}, "model_type deepseek_v3"),
-    ({"model_type": "glm4_moe"}, "model_type glm4_moe"),
+    ({"model_type": "dbrx"}, "model_type dbrx"),
+    ({"model_type": "deepseek_v2"}, "model_type deepseek_v2"),
+    (
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        "model_type gemma3, which reads more than text, and that backend trains the language model alone, a folder of "
+        "model_type gemma3_text",
+    ),
     ({"model_type": "nemotron_h"}, "model_type nemotron_h"),
     ({}, "model_type None"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
@@ -43,8 +47,34 @@ ACCEPTED: list[dict[str, Any]] = [
     LLAMA,
     {"model_type": "qwen2", "use_sliding_window": True},
     {"model_type": "qwen3", "rope_scaling": None},
+    {"model_type": "qwen3_moe", "num_experts": 4},
     {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
 ]
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        (EXPERTS, ["policy.dtensor_cfg.expert_parallel_size=8"], "12 experts.*; use one of 1, 2, 3, 4, 6, 12"),
+        (LLAMA, ["policy.dtensor_cfg.expert_parallel_size=8"], r"the model \(llama\) has no experts; set it to 1"),
+        (
+            EXPERTS,
+            ["policy.dtensor_cfg.expert_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=2"],
+            "beside tensor_parallel_size=2 is not available; set one of them to 1",
+        ),
+        (EXPERTS, ["policy.dtensor_cfg.expert_parallel_size=4"], None),
+    ],
+)
+def test_experts_divide_evenly_or_are_refused(
+    tmp_path: Path, model: dict[str, Any], overrides: list[str], words: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [f"policy.model_name={tmp_path}", "cluster.cpu_workers_per_node=8", *overrides]
+    message = experts_divide_over_devices(validate_keys(load_config(CPU, overrides), GrpoMasterConfig))
+    assert message is None if words is None else re.search(words, str(message)), message
 
 
 def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:
@@ -82,6 +112,28 @@ def test_frequencies_that_change_with_a_batch_are_refused_beside_an_engine(
     assert message_about(tmp_path, {**LLAMA, "rope_scaling": rope}) is None  # DTensor alone computes them
     with pytest.raises(ConfigError, match=f"rope_type {kind}, .* but not in the engine; use another"):
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+
+
+def test_long_rope_is_trained_beside_an_engine_up_to_the_length_where_it_changes(tmp_path: Path) -> None:
+    rope = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = {"model_type": "phi3", "original_max_position_embeddings": 64, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    lengths = ("policy.max_total_sequence_length", "policy.generation.vllm_cfg.max_model_len")
+    overrides = [f"policy.model_name={tmp_path}", *(f"{key}=64" for key in lengths)]
+    overrides += ["data.max_input_seq_length=32"]
+    load_grpo_config(CPU, overrides)
+    with pytest.raises(ConfigError, match="change in rows of more than 64 tokens; set policy") as error:
+        load_grpo_config(CPU, [*overrides, f"{lengths[0]}=65"])
+    assert "\n" not in str(error.value)
+
+
+def test_windows_that_the_engine_does_not_serve_are_refused_beside_one(tmp_path: Path) -> None:
+    model = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4}
+    assert message_about(tmp_path, model | {"max_window_layers": 2}) is None
+    with pytest.raises(ConfigError, match="sliding window beside layers without, which the engine does not serve"):
+        load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    assert message_about(tmp_path, model | {"max_window_layers": 0}) is None
+    load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
 
 
 # overrides, config.json beside Llama's, words of the refusal
@@ -128,12 +180,12 @@ def test_an_override_of_the_rotary_embeddings_has_their_base(tmp_path: Path, bac
 
 def test_a_model_of_a_hub_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
-    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/mixtral", tmp_path / "model")
-    cfg = validate_keys(load_config(CPU, ["policy.model_name=some/mixtral"]), GrpoMasterConfig)
-    assert "model_type mixtral" in str(dtensor_trains_the_model(cfg))
-    with pytest.raises(ConfigError, match="model_type mixtral"):
-        load_grpo_config(CPU, ["policy.model_name=some/mixtral"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "phimoe"}))
+    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/phimoe", tmp_path / "model")
+    cfg = validate_keys(load_config(CPU, ["policy.model_name=some/phimoe"]), GrpoMasterConfig)
+    assert "model_type phimoe" in str(dtensor_trains_the_model(cfg))
+    with pytest.raises(ConfigError, match="model_type phimoe"):
+        load_grpo_config(CPU, ["policy.model_name=some/phimoe"])
     # What was never used is not known by rules: the run looks once more, before Ray.
     config = load_grpo_config(CPU, ["policy.model_name=some/unknown"])
     with pytest.raises(UserError, match="is no folder, and neither the model hub nor its cache"):
@@ -150,6 +202,6 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     assert config.policy.tokenizer.name == tokenizer
     assert config.resolved["policy"]["model_name"] == model
     assert config.logger.log_dir == str(tmp_path / "a b")
-    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
-    with pytest.raises(ConfigError, match="model_type mixtral"):
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "phimoe"}))
+    with pytest.raises(ConfigError, match="model_type phimoe"):
         load_grpo_config(CPU, ["policy.model_name=~/m"])

@@ -30,6 +30,12 @@ HALF_A_FILE = (
 WEIGHTED = "loss_fn.use_importance_sampling_correction=true"
 SERVER = "policy.generation.vllm_cfg"
 SERVES = (f"{SERVER}.expose_http_server=true", f"{SERVER}.async_engine=true")
+OWN_DEVICES = (
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.num_nodes=1",
+)
+AHEAD = [*OWN_DEVICES, "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.async_engine=true"]
 BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
 
 # rule name -> overrides that break it, and words that its message must have
@@ -122,7 +128,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (
             ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=16"],
             "policy.dynamic_batching.logprob_mb_tokens 16 is below",
-        )
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=63"],
+            "63 is below policy.max_total_sequence_length 32 rounded up to 64, so a long sequence fits no micro-batch",
+        ),
     ],
     "longest_sequence_is_divisible": [(["policy.make_sequence_length_divisible_by=5"], "no multiple of")],
     "prompts_leave_room_for_a_response": [
@@ -206,6 +216,12 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),
         (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "is '0:0:0:0'"),
     ],
+    "rollouts_can_be_collected_beside_training": [
+        (["grpo.async_grpo.enabled=true", WEIGHTED], "colocated.enabled is true too"),
+        (["grpo.async_grpo.enabled=true", WEIGHTED, *OWN_DEVICES], "async_engine is false"),
+        ([*AHEAD, WEIGHTED, "grpo.use_dynamic_sampling=true"], "turn one of them off"),
+        (AHEAD, "use_importance_sampling_correction is false"),
+    ],
     "only_dynamic_sampling_draws_larger_batches": [(["grpo.batch_multiplier=2"], "set it to 1 or")],
     "on_policy_ratio_needs_one_update_per_step": [
         (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"], "make them equal")
@@ -248,6 +264,20 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     ],
     "kl_in_reward_needs_rewards_of_tokens": [
         (["loss_fn.use_kl_in_reward=true"], "set it to reinforce_plus_plus, or use_kl_in_reward to false")
+    ],
+    "gdpo_compares_parts_of_rewards": [
+        (["grpo.adv_estimator.name=gdpo"], "the environments of this package give one number"),
+        (["grpo.adv_estimator.reward_weights=[1.0,2.0]"], "set the weights to null, or name to gdpo"),
+        (["grpo.adv_estimator.name=gdpo", "grpo.reward_scaling.enabled=true"], "grpo.reward_scaling.enabled is true"),
+    ],
+    "kl_in_reward_needs_whole_distributions": [
+        (
+            [
+                *("grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true"),
+                "policy.generation.top_k=5",
+            ],
+            "those after top_p 1 and top_k 5",
+        )
     ],
     "advantage_bounds_are_ascending": [
         (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "advantage_clip_low 1 is not below")
@@ -313,6 +343,9 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "set tensor_parallel_size to 1",
         )
     ],
+    "expert_parallel_size_divides_the_devices": [
+        (["cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.expert_parallel_size=3"], "; use one of 1, 2, 4, or")
+    ],
     "adapters_have_their_layers": [
         (
             ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.match_all_linear=false"],
@@ -325,7 +358,11 @@ CASES = [(name, overrides, words) for name, cases in BROKEN.items() for override
 
 
 # Of the DTensor backend's, those that read the model's config.json.
-MODEL_RULES = (dtensor.dtensor_trains_the_model, dtensor.tensor_parallelism_splits_the_model)
+MODEL_RULES = (
+    dtensor.dtensor_trains_the_model,
+    dtensor.tensor_parallelism_splits_the_model,
+    dtensor.experts_divide_over_devices,
+)
 
 
 def test_every_rule_is_listed_and_broken_here() -> None:

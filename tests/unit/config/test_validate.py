@@ -61,7 +61,10 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(override: str, expect
         ("grpo.val_at_start=1", "grpo.val_at_start: given 1, wanted true or false"),
         ("loss_fn.ratio_clip_min=2", "loss_fn.ratio_clip_min: given 2, wanted number >= 0 and <= 1"),
         ("loss_fn.ratio_clip_c=0.5", "loss_fn.ratio_clip_c: given 0.5, wanted number > 1 or null"),
-        ("loss_fn.reference_policy_kl_type=k4", "given the text 'k4', wanted one of k1, k2, k3, k1+, k3+"),
+        (
+            "loss_fn.reference_policy_kl_type=k4",
+            "given the text 'k4', wanted one of k1, k2, k3, k1+, k3+, k1w, k2w, k3w",
+        ),
         ("policy.precision=null", "policy.precision: given null, wanted one of float32, bfloat16, float16"),
         ("policy.tokenizer=x", "policy.tokenizer: given the text 'x', wanted mapping"),
         ("data.train.operators=[/]", "data.train.operators.0: given the text '/', wanted one of +, -, *"),

@@ -57,13 +57,12 @@ def test_the_command_prints_one_table_and_writes_a_file_once(tmp_path, capsys):
 def test_a_file_that_uses_what_is_not_here_is_not_written_and_told_in_one_line(tmp_path, capsys):
     config = grpo_file()
     config["loss_fn"]["positive_example_nll_weight"] = 0.1
-    config["grpo"]["async_grpo"]["enabled"] = True
+    config["policy"]["draft"] = {"enabled": True}
     with pytest.raises(ConfigError) as caught:
         main([str(write(tmp_path / "their.yaml", config)), "-o", str(tmp_path / "our.yaml")])
     assert str(caught.value) == (
-        "this NeMo-RL configuration uses 2 things not available here: asynchronous GRPO (grpo.async_grpo) "
-        "(grpo.async_grpo.enabled); positive_example_nll_weight (loss_fn.positive_example_nll_weight); turn them off, "
-        "or leave them out"
+        "this NeMo-RL configuration uses 2 things not available here: positive_example_nll_weight "
+        "(loss_fn.positive_example_nll_weight); draft models (policy.draft.enabled); turn them off, or leave them out"
     )
     assert "not available here: 2" in capsys.readouterr().out
     assert not (tmp_path / "our.yaml").exists()
@@ -76,9 +75,9 @@ def test_the_command_wants_a_file_or_a_folder(arguments):
 
 
 def test_a_folder_is_counted_with_what_stops_its_files_the_most_frequent_first(tmp_path, capsys):
-    asynchronous, gdpo = grpo_file(), grpo_file()
-    for config in (asynchronous, gdpo):
-        config["grpo"]["async_grpo"]["enabled"] = True
+    drafting, gdpo = grpo_file(), grpo_file()
+    for config in (drafting, gdpo):
+        config["policy"]["draft"] = {"enabled": True}
     gdpo["grpo"]["adv_estimator"]["name"] = "gdpo"
     too_long = grpo_file()
     too_long["policy"]["train_global_batch_size"] = 3
@@ -86,7 +85,7 @@ def test_a_folder_is_counted_with_what_stops_its_files_the_most_frequent_first(t
         "grpo.yaml": grpo_file(),
         "more/sft.yaml": sft_file(),
         "more/dpo.yaml": dpo_file(),
-        "asynchronous.yaml": asynchronous,
+        "drafting.yaml": drafting,
         "gdpo.yaml": gdpo,
         "batch.yaml": too_long,
         "ppo.yaml": {**grpo_file(), "ppo": {}},
@@ -102,12 +101,12 @@ def test_a_folder_is_counted_with_what_stops_its_files_the_most_frequent_first(t
     assert main(["--count", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
-        "3 of 6 files for GRPO, SFT or DPO load",
+        "3 of 6 files load: dpo 1 of 1, grpo 1 of 4, sft 1 of 1",
         "3 of them name a model of a family that is trained here",
         "not counted: 2 for something else, 1 not readable",
     ]
     assert lines[5:8] == [
-        "    2      1  asynchronous GRPO (grpo.async_grpo)",
+        "    2      1  draft models",
         "    1      1  our check: policy.train_global_batch_size N does not divide the N responses of a step "
         "(grpo.num_prompts_per_step N x num_generations_per_prompt N), so some would not be trained on",
         "    1      0  advantage estimator gdpo",

@@ -13,10 +13,16 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nemo_rl_files import dpo_file, grpo_file, sft_file
+from nemo_rl_files import distillation_file, dpo_file, eval_file, grpo_file, sft_file
 
 from nemo_offload_rl.config.keys import known_keys
-from nemo_offload_rl.config.schema import DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.config.schema import (
+    DistillationMasterConfig,
+    DpoMasterConfig,
+    EvalMasterConfig,
+    GrpoMasterConfig,
+    SftMasterConfig,
+)
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate import is_nemo_rl, migrate, migrate_file
 from nemo_offload_rl.migrate.conversions import CONVERSIONS
@@ -29,8 +35,28 @@ from nemo_offload_rl.migrate.report import Outcome
 from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Off, Renamed, Same
 from nemo_offload_rl.utils.config import load_config
 
-FILES = {"grpo": grpo_file, "sft": sft_file, "dpo": dpo_file}
-SCHEMAS = {"grpo": GrpoMasterConfig, "sft": SftMasterConfig, "dpo": DpoMasterConfig}
+FILES = {"grpo": grpo_file, "sft": sft_file, "dpo": dpo_file, "distillation": distillation_file, "eval": eval_file}
+SCHEMAS = {
+    "grpo": GrpoMasterConfig,
+    "sft": SftMasterConfig,
+    "dpo": DpoMasterConfig,
+    "distillation": DistillationMasterConfig,
+    "eval": EvalMasterConfig,
+}
+
+
+AHEAD = {
+    "policy__generation__colocated": {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": 1}},
+    "policy__generation__vllm_cfg__async_engine": True,
+    "loss_fn__use_importance_sampling_correction": True,
+    "cluster__gpus_per_node": 2,
+}
+ONE_AHEAD = {
+    "enabled": True,
+    "max_trajectory_age_steps": 1,
+    "in_flight_weight_updates": False,
+    "recompute_kv_cache_after_weight_updates": False,
+}
 
 
 def changed(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -67,7 +93,7 @@ def test_what_is_taken_over_as_it_is_has_their_value(algorithm):
     theirs = FILES[algorithm]()
     migration = migrate(theirs)
     rows = [row for row in migration.report.of(Outcome.SAME) if not row.ours.startswith("data.")]
-    assert len(rows) > 30
+    assert len(rows) > (15 if algorithm == "eval" else 30)
     for row in rows:
         assert at(migration.config, row.ours) == at(theirs, row.theirs), row
 
@@ -78,6 +104,7 @@ def test_rules_name_only_keys_that_are_here():
     targets += [rule.to for rule in RENAMED.values() if isinstance(rule, Renamed)]
     free = ("policy.hf_config_overrides", "policy.tokenizer.chat_template_kwargs", "policy.generation.vllm_kwargs")
     free += ("policy.megatron_cfg.env_vars", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs")
+    free += ("tokenizer.chat_template_kwargs",)
     for target in targets:
         assert target in known or target.startswith(free), target
 
@@ -94,7 +121,7 @@ def test_no_key_is_in_two_tables():
 
 
 OFF_RULES = {path: rule for path, rule in FEATURES.items() if isinstance(rule, Off) and not path.endswith(".*")}
-_ACTIVE = {"on_policy_distillation", "grpo.async_grpo"}
+_ACTIVE = {"on_policy_distillation"}
 
 
 @pytest.mark.parametrize("path", sorted(OFF_RULES.keys() - _ACTIVE))
@@ -179,7 +206,7 @@ def test_a_feature_with_many_keys_is_one_error():
     theirs = changed(grpo_file(), **{f"{section}a": 1, f"{section}b": 2})
     (found,) = migrate(theirs).report.missing.items()
     keys = ["policy.dtensor_cfg.moe_parallelizer.a", "policy.dtensor_cfg.moe_parallelizer.b"]
-    assert found == ("DTensor expert parallelism", keys)
+    assert found == ("settings of DTensor's expert parallelism", keys)
 
 
 def test_values_of_a_backend_that_is_off_are_not_read():
@@ -259,6 +286,7 @@ PLAIN_DAPO = {
     "grpo__adv_estimator__use_leave_one_out_baseline": False,
     "grpo__use_leave_one_out_baseline": False,
 }
+MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
 
 
 @pytest.mark.parametrize(
@@ -270,8 +298,10 @@ PLAIN_DAPO = {
         ({"grpo__adv_estimator__use_leave_one_out_baseline": False}, "grpo.use_leave_one_out_baseline", False),
         ({"policy__tokenizer__chat_template": "default"}, "policy.tokenizer.chat_template", "default"),
         ({"policy__offload_optimizer_for_logprob": True}, "policy.offload_optimizer_states_for_logprob", True),
-        ({"loss_fn__use_on_policy_kl_approximation": True}, "loss_fn.reference_policy_kl_type", "k3"),
-        ({}, "loss_fn.reference_policy_kl_type", "k3+"),
+        ({"loss_fn__use_on_policy_kl_approximation": True}, "loss_fn.reference_policy_kl_type", "k3w"),
+        ({}, "loss_fn.reference_policy_kl_type", "k3w"),
+        ({"loss_fn__reference_policy_kl_type": "k2"}, "loss_fn.reference_policy_kl_type", "k2w"),
+        ({"policy__generation__top_p": 0.9}, "policy.generation.top_p", 0.9),
         ({"loss_fn__truncated_importance_sampling_ratio": 2}, "loss_fn.truncated_importance_sampling_ratio", None),
         ({"policy__generation__top_k": -1}, "policy.generation.top_k", None),
         ({"policy__generation__temperature": 0.7}, "policy.generation.val_temperature", 0.7),
@@ -293,13 +323,50 @@ PLAIN_DAPO = {
         ({"checkpointing__checkpoint_must_save_by": "00:03:45:00"}, "checkpointing.checkpoint_must_save_by",
          "00:03:45:00"),
         (PLAIN_DAPO, "grpo.dynamic_sampling_max_gen_batches", 6),
-        ({"async_rl__sampler": {"name": "in_order", "max_lookahead_versions": 0}}, "grpo.seed", 7),
+        ({"async_rl__sampler": {"name": "in_order", "max_lookahead_versions": 0}}, "grpo.async_grpo.enabled", False),
+        ({"grpo__async_grpo": None}, "grpo.async_grpo.enabled", False),
+        ({**AHEAD, "grpo__async_grpo": {"enabled": True, "max_generation_failures": 0}}, "grpo.async_grpo", ONE_AHEAD),
+        ({**AHEAD, "grpo__async_grpo": {"enabled": True, "max_trajectory_age_steps": 8,
+                                        "in_flight_weight_updates": True}},
+         "grpo.async_grpo", {**ONE_AHEAD, "max_trajectory_age_steps": 8, "in_flight_weight_updates": True}),
+        ({**AHEAD, "async_rl__sampler": {"name": "in_order", "max_lookahead_versions": 2},
+          "async_rl__recompute_kv_cache_after_weight_updates": True, "async_rl__max_inflight_prompts": 4},
+         "grpo.async_grpo",
+         {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True,
+          "recompute_kv_cache_after_weight_updates": True}),
         ({"policy__generation__vllm_cfg__env_vars": {"NCCL_ALGO": "Ring"}}, "grpo.seed", 7),
         ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "flex"},
          "policy.megatron_cfg.moe_token_dispatcher_type", "alltoall"),
         ({**MEGATRON, "policy__megatron_cfg__moe_token_dispatcher_type": "allgather"},
          "policy.megatron_cfg.moe_token_dispatcher_type", "allgather"),
         ({**MEGATRON, "policy__megatron_cfg__use_fused_linear_logprobs": True}, "policy.logprob_chunk_size", 256),
+        ({"grpo__reward_shaping__stop_properly_penalty_coef": 0.5}, "grpo.reward_shaping.stop_properly_penalty_coef",
+         0.5),
+        ({"policy__generation__vllm_kwargs": {"mamba_ssm_cache_dtype": "float32"}}, "policy.generation.vllm_kwargs",
+         {"mamba_ssm_cache_dtype": "float32"}),
+        ({**MEGATRON, "policy__megatron_cfg__moe_router_load_balancing_type": "aux_loss"},
+         "policy.megatron_cfg.moe_router_load_balancing_type", "none"),
+        ({**MEGATRON, "policy__megatron_cfg__moe_router_bias_update_rate": 0.001},
+         "policy.megatron_cfg.moe_router_bias_update_rate", 0.0),
+        ({**MOE, "policy__megatron_cfg__moe_router_load_balancing_type": "aux_loss",
+          "policy__megatron_cfg__moe_aux_loss_coeff": 0.01}, "policy.megatron_cfg.moe_router_load_balancing_type",
+         "aux_loss"),
+        ({**MOE, "policy__megatron_cfg__moe_router_load_balancing_type": "aux_loss",
+          "policy__megatron_cfg__moe_aux_loss_coeff": 0.01}, "policy.megatron_cfg.moe_aux_loss_coeff", 0.01),
+        ({**MOE, "policy__model_name": "zai-org/GLM-4.5-Air", "policy__megatron_cfg__moe_router_bias_update_rate": 0.1,
+          "policy__megatron_cfg__moe_router_enable_expert_bias": True},
+         "policy.megatron_cfg.moe_router_bias_update_rate", 0.1),
+        ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "match_all_linear": True}},
+         "policy.dtensor_cfg.lora_cfg.target_modules", ["*"]),
+        ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "match_all_linear": True}},
+         "policy.dtensor_cfg.lora_cfg.match_all_linear", False),
+        ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "match_all_linear": False, "target_modules": [],
+                                            "exclude_modules": ["*out_proj*"]}},
+         "policy.dtensor_cfg.lora_cfg.target_modules", ["*"]),
+        ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "target_modules": []}},
+         "policy.dtensor_cfg.lora_cfg.target_modules", ["*_proj"]),
+        ({"policy__dtensor_cfg__lora_cfg": {"enabled": True, "match_all_linear": False, "target_modules": ["q_proj"]}},
+         "policy.dtensor_cfg.lora_cfg.target_modules", ["q_proj"]),
         ({}, "grpo.max_token_mult_prob_error", None),
         ({}, "data.add_bos", False),
         ({}, "data.overlong_rows", "mask"),
@@ -309,6 +376,26 @@ def test_a_key_with_another_meaning_here_is_converted(changes, key, expected):
     migration = migrate(changed(grpo_file(), **changes))
     assert migration.report.missing == {}
     assert at(migration.config, key) == expected
+
+
+def test_an_evaluation_keeps_its_model_and_finds_its_data_set_below_validation():
+    config = migrate(eval_file()).config
+    assert config["data"]["validation"] == {"dataset_name": "AIME2024", "repeat": 3}
+    assert (config["generation"]["top_k"], config["generation"]["num_prompts_per_step"]) == (None, None)
+    assert (config["data"]["max_input_seq_length"], config["data"]["add_bos"]) == (63, False)
+    assert config["eval"] | {"k_value": 2, "seed": 7, "greedy": False, "max_samples": None} == config["eval"]
+    missing = migrate(changed(eval_file(), data__dataset_name="gpqa", env__math__verifier_type="english_multichoice"))
+    assert missing.report.missing.keys() == {"evaluation on gpqa", "verifier english_multichoice"}
+
+
+def test_a_teacher_keeps_what_it_is_read_with_and_lies_on_devices_as_here():
+    migration = migrate(changed(distillation_file(), teacher__logprob_chunk_size=32, distillation__max_val_samples=10))
+    assert migration.report.missing == {}
+    teacher = migration.config["teacher"]
+    assert (teacher["model_name"], teacher["precision"]) == ("meta-llama/Llama-3.2-3B", "float32")
+    assert (teacher["logprob_chunk_size"], teacher["dtensor_cfg"]) == (32, {"tensor_parallel_size": 1})
+    assert migration.config["distillation"]["max_val_samples"] == 8
+    assert "grpo" not in migration.config
 
 
 @pytest.mark.parametrize(
@@ -325,15 +412,32 @@ def test_what_counts_of_a_message_depends_on_whether_the_prompt_has_the_speakers
 @pytest.mark.parametrize(
     ("algorithm", "changes", "feature"),
     [
-        ("grpo", {"async_rl__sampler": {"name": "windowed"}}, "rollouts ahead of the trainer (async_rl)"),
-        ("grpo", {"async_rl__max_buffered_rollouts": 3}, "rollouts ahead of the trainer (async_rl)"),
+        ("grpo", {"async_rl__sampler": {"name": "windowed"}},
+         "rollouts taken as they come (async_rl.sampler windowed)"),
+        ("grpo", {"async_rl__max_buffered_rollouts": 3},
+         "rollouts of older weights without loss_fn.use_importance_sampling_correction"),
+        ("grpo", {**AHEAD, "async_rl__rollout_failure": {"max_skipped_prompts": 1}},
+         "steps without the prompts that failed (async_rl.rollout_failure)"),
+        ("grpo", {**AHEAD, "async_rl__max_buffered_rollouts": 3, "grpo__adv_estimator__name": "reinforce_plus_plus",
+                  "async_rl__min_groups_for_streaming_train": 1},
+         "advantages of parts of a step (reinforce_plus_plus)"),
+        ("grpo", {**AHEAD, "async_rl__new_key": 3}, "async_rl.new_key"),
+        ("grpo", {**AHEAD, "grpo__async_grpo": {"enabled": True, "max_generation_failures": 2}},
+         "rollouts that may fail (max_generation_failures)"),
         ("grpo", {"policy__generation__vllm_cfg__env_vars": {"A": "b"}}, "environment variables of the engine"),
         ("grpo", {"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
          "rope_scaling without rope_theta, which stays config.json's there"),
-        ("grpo", {"policy__generation__top_p": 0.9}, "logprobs after top-p and top-k"),
-        ("grpo", {"loss_fn__reference_policy_kl_type": "k2"}, "KL estimator k2 with the gradient of its weight"),
         ("grpo", {"grpo__use_dynamic_sampling": True},
          "dynamic sampling that drops single responses, whose leave-one-out deviation is 0"),
+        ("grpo", {**MOE, "policy__megatron_cfg__moe_router_load_balancing_type": "aux_loss"},
+         "an auxiliary loss of routers whose weight is left to the model (moe_aux_loss_coeff)"),
+        ("grpo", {**MOE, "policy__megatron_cfg__moe_router_bias_update_rate": 0.001},
+         "updates of expert biases (of a model that is not known to have them)"),
+        ("grpo", {**MOE, "policy__megatron_cfg__moe_router_enable_expert_bias": True},
+         "biases of experts (of a model that is not known to have them)"),
+        ("distillation", {"teacher__generation__temperature": 0.5}, "a teacher with a temperature of its own"),
+        ("distillation", {"teacher__dtensor_cfg__enabled": False},
+         "a teacher on another backend than the policy's"),
         ("grpo", {"data__train": {"dataset_name": "geometry3k"}}, "data set geometry3k"),
         ("grpo", {"data__train": {"dataset_name": "squad"}}, "data set squad"),
         ("grpo", {"data__train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "avqa"}]}, "data set avqa"),
@@ -367,6 +471,8 @@ HELD_BACK = {"split_validation_size": 0.0, "seed": 42}
          {"dataset_name": "squad", "split": "train"}),
         ("sft", {"dataset_name": "tulu3_sft_mixture", "seed": 3},
          {"dataset_name": "tulu3_sft_mixture", "max_samples": None, "split_validation_size": 0.05, "seed": 3}),
+        ("sft", {"dataset_name": "Nemotron-Cascade-2-SFT-Math", "max_samples": 9},
+         {"dataset_name": "Nemotron-Cascade-2-SFT-Math", "max_samples": 9, "split_validation_size": 0.05}),
         ("dpo", {"dataset_name": "HelpSteer3", "split": "validation"},
          {"dataset_name": "HelpSteer3", "split": "validation"}),
         ("dpo", {"dataset_name": "Tulu3Preference"}, {"dataset_name": "Tulu3Preference"}),
@@ -412,8 +518,9 @@ def test_a_published_model_is_known_by_its_name_and_a_folder_by_its_config(tmp_p
         (None, None),
     ):
         assert model_type(name) == kind
-    assert is_trained("Qwen/Qwen3-30B-A3B", "megatron") and not is_trained("Qwen/Qwen3-30B-A3B", "dtensor")
-    assert not is_trained("google/gemma-3-1b-it", "dtensor") and not is_trained("someone/new-model", "dtensor")
+    assert is_trained("Qwen/Qwen3-30B-A3B", "megatron") and is_trained("Qwen/Qwen3-30B-A3B", "dtensor")
+    assert is_trained("google/gemma-3-1b-it", "dtensor") and not is_trained("google/gemma-3-27b-it", "dtensor")
+    assert not is_trained("zai-org/GLM-4.7-Flash", "dtensor") and not is_trained("someone/new-model", "dtensor")
     (tmp_path / "config.json").write_text('{"model_type": "granite"}')
     assert model_type(str(tmp_path)) == "granite" and is_trained(str(tmp_path), "dtensor")
 
