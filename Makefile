@@ -3,6 +3,8 @@
 # make demo-sft   the same model by SFT and then DPO
 # make test       lint, types and every CPU test, set-up included; two processes at a time, TEST_PROCESSES=4 for four
 # make test-fast  the CPU tests that start no other processes and train no models, in a minute or two
+# make test-models every family of models with an engine and over two ranks; writes benchmarks/results/models.json and the
+#                 table of docs/reference/models.md. ONLY=gemma2 make test-models for rows with that in their names
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
@@ -28,7 +30,7 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 IMAGE ?= nemo-offload-rl:latest
 BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
 
-.PHONY: demo demo-sft test lint test-cpu test-fast test-gpu setup setup-gpu flash-attn image docs lock clean
+.PHONY: demo demo-sft test lint test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn image docs lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -50,10 +52,15 @@ lint: setup
 	.venv/bin/pyright
 
 test-cpu: setup
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not models"
 
 test-fast: setup
-	$(PYTEST) -m "not gpu and not processes and not trains"
+	$(PYTEST) -m "not gpu and not models and not processes and not trains"
+
+test-models: setup
+	ONLY=$(ONLY) MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
+		-k "split or (served and $(or $(ONLY),family))"
+	$(PYTHON) -m nemo_offload_rl.models.page
 
 test-gpu:
 	python3 -m pytest -m gpu

@@ -106,6 +106,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         logprob_batch_size=2 * args.micro_batch,
         logprob_chunk_size=1024,
         logprob_temperature=1.0,
+        logprob_filter=None,
         max_total_sequence_length=args.length,
         make_sequence_length_divisible_by=1,
         max_grad_norm=1.0,
@@ -119,6 +120,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         dtensor_cfg=DTensorConfig(
             enabled=True,
             tensor_parallel_size=1,
+            expert_parallel_size=1,
             context_parallel_size=1,
             sequence_parallel=False,
             activation_checkpointing=True,

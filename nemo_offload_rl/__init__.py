@@ -10,11 +10,20 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
+    from nemo_offload_rl.algorithms.distillation_setup import run_distillation
+    from nemo_offload_rl.algorithms.evaluation import run_eval
     from nemo_offload_rl.algorithms.grpo_setup import run_grpo
     from nemo_offload_rl.algorithms.losses import sequence_mean_share, token_mean_share
     from nemo_offload_rl.algorithms.supervised_setup import run_dpo, run_sft
-    from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
-    from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
+    from nemo_offload_rl.config import (
+        load_distillation_config,
+        load_dpo_config,
+        load_eval_config,
+        load_grpo_config,
+        load_sft_config,
+    )
+    from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
+    from nemo_offload_rl.environments.agents import AgentTask
     from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn
     from nemo_offload_rl.environments.sandbox import SandboxResult, run_python
     from nemo_offload_rl.errors import UserError
@@ -25,9 +34,14 @@ _MODULES = {
     "run_grpo": "algorithms.grpo_setup",
     "run_sft": "algorithms.supervised_setup",
     "run_dpo": "algorithms.supervised_setup",
+    "run_distillation": "algorithms.distillation_setup",
+    "run_eval": "algorithms.evaluation",
     "load_grpo_config": "config",
     "load_sft_config": "config",
     "load_dpo_config": "config",
+    "load_distillation_config": "config",
+    "load_eval_config": "config",
+    "AgentTask": "environments.agents",
     "Environment": "environments.interfaces",
     "Observation": "environments.interfaces",
     "Response": "environments.interfaces",
@@ -37,6 +51,8 @@ _MODULES = {
     "SandboxResult": "environments.sandbox",
     "LossNorm": "data.batch",
     "PolicyGradientBatch": "data.batch",
+    "PreferenceBatch": "data.batch",
+    "TrainBatch": "data.batch",
     "sequence_mean_share": "algorithms.losses",
     "token_mean_share": "algorithms.losses",
     "Rollout": "experience.types",
@@ -45,9 +61,11 @@ _MODULES = {
 }
 
 __all__ = [
-    "run_grpo", "run_sft", "run_dpo", "load_grpo_config", "load_sft_config", "load_dpo_config",
-    "Environment", "Response", "Turn", "Score", "Observation", "run_python", "SandboxResult",
-    "PolicyGradientBatch", "LossNorm", "token_mean_share", "sequence_mean_share", "Rollout", "MetricSink", "UserError",
+    "run_grpo", "run_sft", "run_dpo", "run_distillation", "run_eval",
+    "load_grpo_config", "load_sft_config", "load_dpo_config", "load_distillation_config", "load_eval_config",
+    "Environment", "Response", "Turn", "Score", "Observation", "AgentTask", "run_python", "SandboxResult",
+    "TrainBatch", "PolicyGradientBatch", "PreferenceBatch", "LossNorm", "token_mean_share", "sequence_mean_share",
+    "Rollout", "MetricSink", "UserError",
 ]  # fmt: skip
 
 

@@ -22,10 +22,12 @@ class TwoTurns:
 
     Args:
         hint: What the second turn says.
+        aside: In some rollouts, ask something else too, in a conversation beside this one.
     """
 
-    def __init__(self, hint: str = "=") -> None:
+    def __init__(self, hint: str = "=", aside: bool = False) -> None:
         self.hint = hint
+        self.aside = aside
         self.pid = os.getpid()
 
     async def run(self, task: AgentTask) -> Score:
@@ -36,5 +38,8 @@ class TwoTurns:
                 text = answer.choices[0].message.content
                 num_tokens += answer.usage.completion_tokens
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": told}]
+            if self.aside and sum(map(ord, task.base_url)) % 2:
+                beside = [{"role": "user", "content": "7+7="}]
+                await policy.chat.completions.create(model=task.model, messages=beside)
         right = text.strip() == task.answer
         return Score(reward=float(right) + 1 / num_tokens, correct=right)

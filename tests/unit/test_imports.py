@@ -116,3 +116,14 @@ def test_importing_the_core_loads_no_engine_no_cluster_and_no_model_library():
 def test_no_file_of_the_package_is_longer_than_a_reader_wants():
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 420} == {}
+
+
+def test_the_stable_names_are_those_of_the_guide_and_each_says_what_it_is() -> None:
+    import nemo_offload_rl
+
+    guide = (PACKAGE.parent / "docs/guides/python.md").read_text().partition("## Names")[2]
+    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(nemo_offload_rl.__all__)
+    for name in named:
+        assert getattr(nemo_offload_rl, name).__doc__, name
