@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,10 +57,15 @@ def command(*overrides: str, config: Path = CPU_CONFIG, script: str = "examples/
     return [sys.executable, script, "--config", str(config), *small, *overrides]
 
 
-def environment() -> dict[str, str]:
+BEFORE_TESTS = dict(os.environ)
+"""What a user's environment would be; `ray_here` adds to that of the tests."""
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    variables = os.environ if base is None else base
     # Packages may have been unpacked beside the interpreter's own, as on machines that have no network.
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -253,7 +258,7 @@ def launch_grpo() -> Callable[..., Finished]:
     """Run to the end as a user does, by a new Python: overrides."""
 
     def launch(*overrides: str) -> Finished:
-        options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+        options: dict[str, Any] = {"cwd": ROOT, "env": environment(BEFORE_TESTS), "capture_output": True, "text": True}
         done = subprocess.run(command(*overrides), timeout=300, **options)
         return Finished(done.returncode, done.stdout, done.stderr)
 

@@ -12,13 +12,13 @@ import pytest
 from nemo_offload_rl.data.config import DpoMixtureConfig, GrpoMixtureConfig, SftMixtureConfig
 from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
 from nemo_offload_rl.data.published_config import (
+    ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
     MathProblemsConfig,
     OpenMathInstruct2Config,
     PublishedPairsConfig,
     SquadConfig,
-    Tulu3SftConfig,
 )
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.errors import DataError
@@ -288,12 +288,13 @@ def test_every_published_set_has_a_section_of_its_name():
     names = {name for name, *_ in QUESTIONS} | {
         "squad",
         "tulu3_sft_mixture",
+        "Nemotron-Cascade-2-SFT-Math",
         "HelpSteer3",
         "Tulu3Preference",
         "UltraFeedback",
     }
     kinds = (
-        OpenMathInstruct2Config, MathProblemsConfig, Gsm8kConfig, MathConfig, SquadConfig, Tulu3SftConfig,
+        OpenMathInstruct2Config, MathProblemsConfig, Gsm8kConfig, MathConfig, SquadConfig, ConversationsConfig,
         PublishedPairsConfig,
     )  # fmt: skip
     assert {value for kind in kinds for value in _names(kind)} == names

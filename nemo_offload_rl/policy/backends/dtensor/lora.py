@@ -18,7 +18,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import full_tensor
 from nemo_offload_rl.policy.backends.dtensor.config import DTensorLoraConfig
 
-_ADAPTER = "default"
+_ADAPTER, _HOLDER = "default", "model"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
 
 
@@ -45,12 +45,14 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
         r=settings.dim,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=adapted_layers(causal_lm, settings),
+        target_modules=[f"{_HOLDER}.{name}" for name in adapted_layers(causal_lm, settings)],
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, causal_lm)
+        # In a holder without a config: by the type of a mixture of experts, peft takes names of its dense layers for
+        # those of the experts, which once were layers of these names.
+        inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: causal_lm}))
         if settings.lora_A_init == "xavier":
             for name, parameter in causal_lm.named_parameters():
                 if _A in name:
