@@ -30,7 +30,6 @@ FEATURES: Mapping[str, Rule] = {
     ),
     **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
     **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
-    **_off("positive_example_nll_weight", "loss_fn.positive_example_nll_weight", values=(0, None)),
     # The model and its training.
     **_off("draft models", "policy.draft.enabled"),
     **_off("router replay", "policy.router_replay.enabled"),

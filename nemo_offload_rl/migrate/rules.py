@@ -292,5 +292,6 @@ IGNORED: Mapping[str, Rule] = {
         "checkpointing.model_save_format",
         "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure",
     ),
+    **_ignored("NeMo-RL reads it in PPO alone", "loss_fn.positive_example_nll_weight"),
     **_ignored("is 1 in any case where no data set names another", "data.num_prompts_per_dataloader"),
 }

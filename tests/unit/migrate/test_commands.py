@@ -56,13 +56,13 @@ def test_the_command_prints_one_table_and_writes_a_file_once(tmp_path, capsys):
 
 def test_a_file_that_uses_what_is_not_here_is_not_written_and_told_in_one_line(tmp_path, capsys):
     config = grpo_file()
-    config["loss_fn"]["positive_example_nll_weight"] = 0.1
+    config["grpo"]["val_start_at"] = 5
     config["policy"]["draft"] = {"enabled": True}
     with pytest.raises(ConfigError) as caught:
         main([str(write(tmp_path / "their.yaml", config)), "-o", str(tmp_path / "our.yaml")])
     assert str(caught.value) == (
-        "this NeMo-RL configuration uses 2 things not available here: positive_example_nll_weight "
-        "(loss_fn.positive_example_nll_weight); draft models (policy.draft.enabled); turn them off, or leave them out"
+        "this NeMo-RL configuration uses 2 things not available here: validation that begins "
+        "late (val_start_at) (grpo.val_start_at); draft models (policy.draft.enabled); turn them off, or leave them out"
     )
     assert "not available here: 2" in capsys.readouterr().out
     assert not (tmp_path / "our.yaml").exists()
@@ -157,8 +157,8 @@ def test_a_file_of_theirs_is_recognized_where_a_configuration_is_loaded(tmp_path
         loaded = load_grpo_config(theirs, ["grpo.seed=11", "grpo.num_prompts_per_step=4"])
     assert loaded.grpo.seed == 11 and loaded.grpo.num_prompts_per_step == 4
     assert "their.yaml is NeMo-RL's; what becomes of its keys:\ntaken over as they are: " in caplog.text
-    with pytest.raises(ConfigError, match=r"not available here: positive_example_nll_weight"):
-        load_grpo_config(theirs, ["+loss_fn.positive_example_nll_weight=0.1"])
+    with pytest.raises(ConfigError, match=r"not available here: validation that begins late"):
+        load_grpo_config(theirs, ["++grpo.val_start_at=5"])
 
 
 def test_the_guide_has_a_row_for_every_conversion_and_every_other_name():
