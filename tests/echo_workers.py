@@ -100,7 +100,10 @@ class EchoWorker:
         self.warn(os.environ["RANK"])
         raise ArithmeticError("a bug")
 
-    def crash(self) -> None:
+    def crash(self, depth: int = 50) -> None:
+        """From so deep that what the stack is of is far above its end."""
+        if depth:
+            self.crash(depth - 1)
         ctypes.string_at(0)
 
     def sleep(self, seconds: float) -> None:

@@ -33,6 +33,7 @@ _LATE_CAUSE_S = 1.5
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
 _LAST_WORDS_LINES = 40
+_NAMES_SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b|Fatal Python error")
 # What a rank says when a peer has left in the middle of a collective; gloo has no type of its own for it.
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
@@ -256,10 +257,12 @@ class RayWorkerGroup:
         if location is None:
             return
         try:
-            lines = Path(location.stderr_path).read_text(errors="replace").splitlines()[-_LAST_WORDS_LINES:]
+            lines = Path(location.stderr_path).read_text(errors="replace").splitlines()
         except OSError:
             return
-        if lines:
+        # A stack of native code may be longer than what is shown; what it is of comes before it.
+        reasons = [line for line in lines[:-_LAST_WORDS_LINES] if _NAMES_SIGNAL.search(line)]
+        if lines := reasons[-1:] + lines[-_LAST_WORDS_LINES:]:
             logger.error(
                 "the last words of %s, from %s:\n%s", self._label(rank), location.stderr_path, "\n".join(lines)
             )
