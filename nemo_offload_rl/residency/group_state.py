@@ -255,6 +255,8 @@ class GroupState:
 
     def _finish(self) -> None:
         if self._flight is not None:
+            # Kept for its seconds only: a storage in it would outlive the tensor that its owner drops.
+            self._flight.to_release = ()
             self._unaccounted.append(self._flight)
             self._flight = None
 

@@ -7,15 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
+from torch.multiprocessing.reductions import StorageWeakRef
 from toy_training import Training, assert_bitwise_equal
+from toy_training import settings as plan_settings
 
 from nemo_offload_rl.residency import (
+    CpuDevice,
     DeviceOutOfMemoryError,
     OpenStepError,
     Phase,
     Placement,
     ResidencyError,
+    ResidencyManager,
     TensorGroup,
+    resolve_plan,
 )
 
 PHASES = st.lists(st.sampled_from(list(Phase)), min_size=1, max_size=12)
@@ -286,3 +291,19 @@ def test_all_host_memory_is_given_back_at_close():
     assert sum(arena.reserved_bytes for arena in arenas) == 0
     with pytest.raises(ResidencyError, match="closed"):
         training.manager.enter(Phase.TRAINING)
+
+
+def test_a_group_that_left_keeps_no_storage_alive_that_its_owner_drops():
+    tensors = {"first": torch.ones(1000)}
+    group = TensorGroup("optimizer", lambda: tensors.items())
+    manager = ResidencyManager(plan=resolve_plan(plan_settings()), groups=[group], device=CpuDevice())
+    taken_bytes = []
+    for _ in range(3):
+        manager.enter(Phase.TRAINING)
+        manager.enter(Phase.GENERATION)
+        taken_bytes.append(manager.host_bytes()["optimizer"])
+        held = StorageWeakRef(tensors["first"].untyped_storage())
+        manager.enter(Phase.TRAINING)
+        tensors["first"] = torch.ones(1000)
+        assert held.expired()
+    assert taken_bytes == [4000] * 3
