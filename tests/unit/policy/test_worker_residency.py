@@ -214,6 +214,28 @@ def test_a_loss_that_raises_leaves_no_part_of_a_gradient_behind(make_worker, fol
         assert_equal(full_params(hurt), full_params(clean))
 
 
+def test_steps_after_a_backward_pass_that_raised_are_those_of_a_worker_where_none_did(folders):
+    folder, _ = folders("qwen3")
+    batch = make_batch()
+    calls = []
+
+    def fail_at_third(grad):
+        calls.append(grad)
+        if len(calls) == 3:
+            raise ArithmeticError("in the middle of a layer's backward")
+
+    with one_rank_worker(folder) as clean, one_rank_worker(folder) as hurt:
+        clean.prepare_for_training()
+        hurt.prepare_for_training()
+        hook = forward_hook_on_layer(hurt, 1, lambda *args: args[-1].register_hook(fail_at_third) and None)
+        with pytest.raises(ArithmeticError):
+            hurt.train(batch, NLL())
+        hook.remove()
+        for _ in range(2):
+            assert hurt.train(batch, NLL()) == clean.train(batch, NLL())
+        assert_equal(full_params(hurt), full_params(clean))
+
+
 # -- reference ---------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -200,14 +201,25 @@ def gather(layer: nn.Module) -> None:
 def drop_unreduced_grads(root: FSDPModule) -> None:
     """Forget gradients that backward passes without reduction have left with the gathered parameters.
 
-    FSDP has no call for it, and would add them to the next step's.
+    FSDP has no call for it, and would add them to the next step's. Nor has it one for a backward pass that raised: it
+    takes the end of that pass to be still to come, and would not reduce the root's gradients in the next one.
     """
     for module in fsdp_modules(root):
-        group = module._get_fsdp_state()._fsdp_param_group
+        state = module._get_fsdp_state()
+        group = state._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+        if state._is_root is None:
+            continue  # no pass has begun yet
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
 
 
 def reshard_all(root: FSDPModule) -> None:
