@@ -33,7 +33,8 @@ _SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 _QWEN3 = {"hidden_size": 64, "head_dim": 32}
-_MOE = {**_QWEN3, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_MOE = {**_QWEN3, **_EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -105,6 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"head_dim": 32, "sliding_window": 8}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _WINDOW),
+    "olmoe": ("olmoe", _EXPERTS),
     "phi3": ("phi3", {}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),

@@ -161,6 +161,20 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={MEGATRON: (_ATTENTION_BIAS,)},
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
+        ModelFamily(
+            "olmoe",
+            "OLMoE",
+            (DTENSOR,),
+            refused={
+                DTENSOR: (
+                    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
+                    Refusal("clip_qkv", (None,), _NOT_IN_ENGINE),
+                    Refusal("norm_topk_prob", (None, False), _NOT_IN_ENGINE),
+                    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
+                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+                )
+            },
+        ),
         ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=_window_unless_types_say_no),
         ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=_window_everywhere),
         ModelFamily(

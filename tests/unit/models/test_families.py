@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
@@ -10,6 +12,7 @@ from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_windo
 from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
+from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
 
 def test_every_record_has_a_tiny_model_and_its_backends_train_it() -> None:
@@ -61,6 +64,20 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
     config = {"model_type": model_type}
     assert words in str(split_problem(config, declared_plan(model_type), 2))
     assert split_problem(config, declared_plan(model_type), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, which the engine would leave out"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob true, which the engine would leave out"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, for which the engine would take 1e-05"),
+        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings true, where the engine would have two matrices"),
+    ],
+)
+def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, changes: dict[str, Any], words: str) -> None:
+    assert unsupported(family_config(name).to_dict()) is None
+    assert unsupported(family_config(name, **changes).to_dict()) == words
 
 
 def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
