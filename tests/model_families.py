@@ -104,6 +104,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "mistral-window": ("mistral", {"head_dim": 32, "sliding_window": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _WINDOW),
     "olmoe": ("olmoe", _EXPERTS),
@@ -173,14 +175,16 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model by the names of its family's checkpoints, which have each expert on its own."""
+    is_mixtral = model.config.model_type == "mixtral"
+    *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     tensors = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    for name, parameter in model.named_parameters():
-        place, _, own_name = name.rpartition(".experts.")
+    for own_name, parameter in model.named_parameters():
+        name = own_name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else own_name
+        place, _, projection = name.rpartition(".experts.")
         if not place:
             tensors[name] = parameter.detach()
             continue
         for expert, weight in enumerate(parameter.detach()):
-            parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
-            parts = parts if own_name == "gate_up_proj" else {"down_proj": weight}
-            tensors |= {f"{place}.experts.{expert}.{part}.weight": tensor for part, tensor in parts.items()}
+            parts = zip(halves, weight.chunk(2), strict=True) if projection == "gate_up_proj" else [(down, weight)]
+            tensors |= {f"{place}.experts.{expert}.{part}.weight": tensor for part, tensor in parts}
     return tensors

@@ -160,6 +160,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             windows_trained_by=(DTENSOR, MEGATRON),
             refused={MEGATRON: (_ATTENTION_BIAS,)},
         ),
+        ModelFamily("mixtral", "Mixtral", (DTENSOR,), has_window=_window_everywhere),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
         ModelFamily(
             "olmoe",
