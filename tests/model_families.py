@@ -35,6 +35,7 @@ _SIZES: dict[str, Any] = {
 _QWEN3 = {"hidden_size": 64, "head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {**_QWEN3, **_EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_QWEN2_MOE = {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -116,6 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),  # queries, keys and values have biases
     "qwen2-window": ("qwen2", _QWEN_WINDOW),
     "qwen2-tied": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", _QWEN2_MOE),
+    "qwen2_moe-dense-tied": ("qwen2_moe", {**_QWEN2_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3": ("qwen3", _QWEN3),
     "qwen3-window": ("qwen3", {**_QWEN3, **_QWEN_WINDOW}),
     "qwen3-tied": ("qwen3", _QWEN3),

@@ -186,6 +186,17 @@ FAMILIES: Mapping[str, ModelFamily] = {
             unserved_windows=_window_in_some_layers,
         ),
         ModelFamily(
+            "qwen2_moe",
+            "Qwen1.5-MoE, Qwen2-MoE",
+            (DTENSOR,),
+            refused={
+                DTENSOR: (
+                    Refusal("use_sliding_window", (None, False), "whose windows the engine puts elsewhere"),
+                    Refusal("qkv_bias", (None, True), "and the engine has biases of queries, keys and values"),
+                )
+            },
+        ),
+        ModelFamily(
             "qwen3", "Qwen3", (DTENSOR, MEGATRON), has_window=_window_by_layer, refused={MEGATRON: (_ATTENTION_BIAS,)}
         ),
         ModelFamily(

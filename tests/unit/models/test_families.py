@@ -73,6 +73,8 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob true, which the engine would leave out"),
         ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, for which the engine would take 1e-05"),
         ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings true, where the engine would have two matrices"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window true, whose windows the engine puts elsewhere"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias false, and the engine has biases of queries, keys and values"),
     ],
 )
 def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, changes: dict[str, Any], words: str) -> None:
