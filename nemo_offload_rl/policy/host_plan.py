@@ -72,7 +72,7 @@ class HostNeed:
     Attributes:
         settings: The policy's settings.
         sizes: Bytes of the state groups by row of the plan.
-        keep_reference: A reference is kept.
+        reference_bytes: What a frozen reference takes; 0 without one.
         device_bytes: Memory of the worker's device.
         other: Bytes by name of what is no offloaded state, offloaded activations aside.
         activation_bytes: What offloaded activations can take.
@@ -80,7 +80,7 @@ class HostNeed:
 
     settings: PolicySettings
     sizes: Mapping[str, int]
-    keep_reference: bool
+    reference_bytes: int
     device_bytes: int
     other: Mapping[str, int]
     activation_bytes: int
@@ -97,9 +97,9 @@ class HostNeed:
         held = {
             name: size for name, size in sizes.items() if Placement.HOST in (plan.placement(name, p) for p in Phase)
         }
-        if not self.keep_reference:
+        if not self.reference_bytes:
             return HostPlan(plan, dict(sizes), held)
-        reference = {REFERENCE: sizes[PARAMS]}
+        reference = {REFERENCE: self.reference_bytes}
         # A swapped-in reference pushes the policy's own parameters to the host.
         return HostPlan(plan, {**sizes, **reference}, {**held, **reference, PARAMS: sizes[PARAMS]})
 
@@ -216,9 +216,9 @@ def _changes(need: HostNeed) -> list[Change]:
         off = "policy.megatron_cfg.fine_grained_activation_offloading=false"
         changes.append(Change(off, lambda need: replace(need, activation_bytes=0)))
     has_engine = settings.colocated or settings.engine_memory_share > 0
-    if need.keep_reference:
+    if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, keep_reference=False)))
+        changes.append(Change(key, lambda need: replace(need, reference_bytes=0)))
     backend = settings.backend
     if backend.streams_states:
         changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))

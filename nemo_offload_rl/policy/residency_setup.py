@@ -27,6 +27,7 @@ from nemo_offload_rl.residency import (
     Device,
     HostArenas,
     ResidencyManager,
+    snapshot_bytes,
 )
 
 
@@ -55,7 +56,7 @@ def begin_host_memory(
         need = HostNeed(
             settings=settings,
             sizes=sizes,
-            keep_reference=keep_reference,
+            reference_bytes=expected.reference if keep_reference else 0,
             device_bytes=device.total_bytes(),
             other={PROCESS: GROWTH_BYTES, LOADING: expected.loading, **_state_in_use(settings, sizes, device, sizes)},
             activation_bytes=0,
@@ -83,10 +84,12 @@ def build_manager(
     sizes = {**backend.expected_bytes(), **(teacher.expected_bytes() if teacher is not None else {})}
     loaded = {PARAMS, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
     rest = {name: size for name, size in sizes.items() if name not in loaded}
+    groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
+    reference_bytes = next(snapshot_bytes(group) for group in groups if group.name == PARAMS)
     need = HostNeed(
         settings=settings,
         sizes=sizes,
-        keep_reference=keep_reference,
+        reference_bytes=reference_bytes if keep_reference else 0,
         device_bytes=device.total_bytes(),
         other={PROCESS: GROWTH_BYTES, **_state_in_use(settings, rest, device, sizes)},
         activation_bytes=backend.activation_host_bytes(),
@@ -96,7 +99,7 @@ def build_manager(
     plan = need.resolve()
     manager = ResidencyManager(
         plan=plan.plan,
-        groups=[*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())],
+        groups=groups,
         device=device,
         arenas=arenas,
         overlap=settings.residency_overlap,

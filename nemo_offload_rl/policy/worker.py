@@ -76,7 +76,7 @@ class PolicyWorker:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
         # Of two models the sizes are known once they are there.
-        expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0)
+        expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0, 0)
         with ExitStack() as made:
             # First: the workers of a host agree on what each takes of its memory.
             if join_process_group(process):

@@ -50,6 +50,7 @@ from nemo_offload_rl.residency.plan import (
     choose_resident,
     resolve_plan,
 )
+from nemo_offload_rl.residency.snapshot import snapshot_bytes
 from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "reserve_host_memory",
     "resolve_plan",
     "restricted_to",
+    "snapshot_bytes",
     "storage_bytes",
     "storage_key",
     "totals",

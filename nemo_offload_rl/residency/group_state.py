@@ -192,17 +192,13 @@ class GroupState:
         transfer.wait_host()
         self.track(transfer, report)
 
-    def copy_to(self, mirror: HostMirror, records: Mapping[int, StorageRecord]) -> None:
-        """Copy the device contents into another mirror."""
-        mirror.cover(records)
-        self._device.copy_out(_copy(record, mirror) for record in records.values()).wait_host()
-        mirror.mark_clean(records, 0)
+    def restore(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Overwrite the device contents with the host copy's."""
+        self.overwrite((_copy(record, self.mirror) for record in records.values()), report, self.group.name)
 
-    def copy_from(
-        self, mirror: HostMirror, records: Mapping[int, StorageRecord], report: TransitionReport, charged_to: str
-    ) -> None:
-        """Overwrite the device contents with a mirror's."""
-        transfer = self._device.copy_in(_copy(record, mirror) for record in records.values())
+    def overwrite(self, copies: Iterable[Copy], report: TransitionReport, charged_to: str) -> None:
+        """Copy bytes of the host over device contents."""
+        transfer = self._device.copy_in(copies)
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)

@@ -25,11 +25,14 @@ class StateGroup(ABC):
             theirs is first read in the forward of the first layer that has it, or in `layer_arrived` just before that,
             on the stream that is current there, so it may arrive behind what runs before. The group's other tensors
             are there before any forward pass.
+        read_dtype: Type to which passes cast the group's parameters before they read them, so that a snapshot of wider
+            ones keeps no more than that; None where they are read as they are.
     """
 
-    def __init__(self, name: str, layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, name: str, layers: Sequence[nn.Module] = (), read_dtype: torch.dtype | None = None) -> None:
         self.name = name
         self.layers = layers
+        self.read_dtype = read_dtype
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -65,8 +68,9 @@ class TensorGroup(StateGroup):
         prepare: Callable[[], None] | None = None,
         layers: Sequence[nn.Module] = (),
         layer_arrived: Callable[[nn.Module], None] | None = None,
+        read_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(name, layers)
+        super().__init__(name, layers, read_dtype)
         self._tensors = tensors
         self._prepare = prepare
         self._layer_arrived = layer_arrived

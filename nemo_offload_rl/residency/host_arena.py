@@ -291,22 +291,32 @@ class HostMirror:
         """Bytes mirrored."""
         return sum(entry.bytes.numel() for entry in self._entries.values())
 
-    def cover(self, records: Mapping[int, StorageRecord]) -> None:
+    def cover(self, records: Mapping[int, StorageRecord], sizes_bytes: Mapping[int, int] | None = None) -> None:
         """Have an entry for each record, and none for storages that no longer exist.
+
+        Args:
+            records: Storages by key.
+            sizes_bytes: By key, of those that get an entry of another size than their own.
 
         Raises:
             HostBudgetError: The arena has no room; nothing has changed then.
         """
-        missing = [r for r in records.values() if r.storage.nbytes() and key_is_new(self._entries, r)]
+        sizes = {key: record.storage.nbytes() for key, record in records.items()} | dict(sizes_bytes or {})
+        # An optimizer may resize its state.
+        missing = [
+            record
+            for key, record in records.items()
+            if sizes[key] and (key not in self._entries or self._entries[key].bytes.numel() != sizes[key])
+        ]
         gone = [key for key, entry in self._entries.items() if entry.storage.expired()]
         self._forget(gone)
         if not missing:
             return
         self._forget([record.key for record in missing if record.key in self._entries])
-        block = self._arena.alloc(sum(aligned(record.storage.nbytes()) for record in missing), self._owner)
+        block = self._arena.alloc(sum(aligned(sizes[record.key]) for record in missing), self._owner)
         offset = 0
         for record in missing:
-            size = record.storage.nbytes()
+            size = sizes[record.key]
             self._entries[record.key] = _Entry(record.weak_ref, block, block.buffer[offset : offset + size], -1)
             offset += aligned(size)
 
@@ -337,9 +347,3 @@ class HostMirror:
         for block in {id(block): block for block in dropped}.values():
             if id(block) not in kept:
                 self._arena.free(block)
-
-
-def key_is_new(entries: Mapping[int, _Entry], record: StorageRecord) -> bool:
-    """Whether a storage with contents has no entry of its size yet (an optimizer may resize its state)."""
-    entry = entries.get(record.key)
-    return entry is None or entry.bytes.numel() != record.storage.nbytes()

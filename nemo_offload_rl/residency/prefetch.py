@@ -140,7 +140,7 @@ class Prefetcher:
         for name, snapshot in snapshots.items():
             if snapshot.state.location is Placement.DEVICE:
                 own = records[snapshot.state.group.name]
-                self._if_room(now, name, snapshot.mirror.num_bytes, partial(snapshot.stage, own, report), report)
+                self._if_room(now, name, snapshot.device_bytes, partial(snapshot.stage, own, report), report)
 
     def _if_room(
         self, now: Phase, name: str, num_bytes: int, start: Callable[[], bool], report: TransitionReport

@@ -3,12 +3,17 @@
 Two ways to swap, the same bits. Without room on the device the snapshot's bytes are written over the group's, and the
 group's come back from its own host copy: two crossings that are waited for. With room the snapshot is on the device
 ahead of its use, and the two exchange their contents there: one crossing, behind earlier work.
+
+Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
+give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
+the parameters there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +21,15 @@ from torch import Tensor, nn
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.groups import StorageRecord, storage_bytes
-from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
+from nemo_offload_rl.residency.groups import (
+    StateGroup,
+    StorageRecord,
+    local_tensor,
+    storage_bytes,
+    storage_key,
+    unique_storages,
+)
+from nemo_offload_rl.residency.host_arena import HostArena, HostMirror, aligned
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Placement
 from nemo_offload_rl.residency.transaction import GroupSet
@@ -25,7 +37,47 @@ from nemo_offload_rl.residency.transaction import GroupSet
 EXCHANGED_AT_ONCE_BYTES = 256 << 20
 
 type Pairs = list[tuple[Tensor, Tensor]]
-"""[N] uint8 tensors of the same size, both on the device."""
+"""[N] tensors, the first of them on the device and at least as wide as the second."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Types of a storage's elements in its group and in the snapshot; both uint8 where the bytes are kept as they are.
+
+    Attributes:
+        num_bytes: Of the storage.
+    """
+
+    own: torch.dtype
+    kept: torch.dtype
+    num_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.num_bytes // self.own.itemsize * self.kept.itemsize
+
+
+def _forms(group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[int, _Form]:
+    """How a snapshot keeps each storage that has contents: narrower where it has nothing but wider parameters."""
+    read_dtype = group.read_dtype
+    types: dict[int, set[torch.dtype | None]] = {}
+    for _, tensor in group.tensors():
+        is_cast = read_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        key = storage_key(local_tensor(tensor).untyped_storage())
+        types.setdefault(key, set()).add(tensor.dtype if is_cast else None)
+    forms = {}
+    for key, record in records.items():
+        num_bytes, (own, *others) = record.storage.nbytes(), types[key]
+        if own is None or others or read_dtype is None or own.itemsize <= read_dtype.itemsize:
+            forms[key] = _Form(torch.uint8, torch.uint8, num_bytes)
+        else:
+            forms[key] = _Form(own, read_dtype, num_bytes)
+    return {key: form for key, form in forms.items() if form.num_bytes}
+
+
+def snapshot_bytes(group: StateGroup) -> int:
+    """Host bytes of a snapshot of a group that is on the device, alignment included."""
+    return sum(aligned(form.kept_bytes) for form in _forms(group, unique_storages(group.tensors())).values())
 
 
 class Snapshot:
@@ -43,14 +95,32 @@ class Snapshot:
         self.state = state
         self.mirror = mirror
         self._device = device
+        self._forms: dict[int, _Form] = {}
         self._staged: dict[int, Tensor] = {}
+        self._is_widened = False
         self._transfer: Transfer | None = None
         self._exchanged: list[Pairs] = []
 
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
         self.state.wait_arrival()
-        self.state.copy_to(self.mirror, records)
+        self._forms = _forms(self.state.group, records)
+        self.mirror.cover(
+            {key: records[key] for key in self._forms}, {key: form.kept_bytes for key, form in self._forms.items()}
+        )
+        pairs = (
+            (_whole(records[key].storage).view(form.own), self.mirror.bytes_of(key).view(form.kept))
+            for key, form in self._forms.items()
+        )
+        for batch in _in_batches(pairs):
+            kept = [(own.to(host.dtype), host) for own, host in batch]
+            self._device.copy_out(Copy(a.view(torch.uint8), b.view(torch.uint8)) for a, b in kept).wait_host()
+        self.mirror.mark_clean(self._forms, 0)
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the device where it is staged."""
+        return sum(form.num_bytes for form in self._forms.values())
 
     def covered(self, records: Mapping[int, StorageRecord]) -> dict[int, StorageRecord]:
         """Those of the group's storages that the snapshot has bytes for.
@@ -64,7 +134,7 @@ class Snapshot:
         found = {
             key: record
             for key, record in records.items()
-            if self.mirror.has(key) and self.mirror.bytes_of(key).numel() == record.storage.nbytes()
+            if self.mirror.has(key) and self._forms[key].num_bytes == record.storage.nbytes()
         }
         others = {name for key, r in records.items() if key not in found and r.storage.nbytes() for name in r.names}
         if others:
@@ -84,7 +154,7 @@ class Snapshot:
         places = {
             key: Room(
                 torch.empty(0, dtype=torch.uint8, device=record.storage.device).untyped_storage(),
-                self.mirror.bytes_of(key).numel(),
+                record.storage.nbytes(),
             )
             for key, record in self.covered(records).items()
         }
@@ -93,7 +163,8 @@ class Snapshot:
         except DeviceOutOfMemoryError:
             return False
         self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in places.items()}
-        self._transfer = self._device.copy_in(Copy(self._staged[key], self.mirror.bytes_of(key)) for key in places)
+        self._is_widened = False
+        self._transfer = self._device.copy_in(self._copies(self._staged))
         self.state.track(self._transfer, report)
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True
@@ -111,41 +182,55 @@ class Snapshot:
         self.state.wait_arrival()
         if self._transfer is None:
             self.state.refresh_mirror(records, report)
+        elif not self._is_widened:
+            self._transfer.wait_device()
+            try:
+                self._widen(self._staged)
+            except BaseException:
+                self.release()  # some of it is neither
+                raise
+            self._is_widened = True
 
     def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the snapshot's bytes in the group's storages; `prepare` came before."""
         if self._transfer is None:
-            self.state.copy_from(self.mirror, records, report, self.name)
+            places = {key: _whole(record.storage) for key, record in records.items()}
+            self.state.overwrite(self._copies(places), report, self.name)
+            self._widen(places)
             return
-        self._transfer.wait_device()
-        for pairs in self._batches(records):
+        # What was made after the copy came to the device is no part of it.
+        staged = [key for key in records if key in self._staged]
+        for pairs in _in_batches((_whole(records[key].storage), self._staged[key]) for key in staged):
             _exchange(pairs)
             self._exchanged.append(pairs)
 
     def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
         if self._transfer is None:
-            self.state.copy_from(self.state.mirror, records, report, self.state.group.name)
+            self.state.restore(records, report)
         while self._exchanged:
             _exchange(self._exchanged[-1])
             self._exchanged.pop()
 
-    def _batches(self, records: Mapping[int, StorageRecord]) -> Iterator[Pairs]:
-        """All bytes of the group and of the snapshot side by side, as many at a time as are exchanged at once."""
-        batch: Pairs = []
-        num_bytes = 0
-        for key, record in records.items():
-            if key not in self._staged:
-                continue  # made after the copy came to the device
-            own, staged = storage_bytes(record.storage, record.storage.nbytes()), self._staged[key]
-            for pair in zip(own.split(EXCHANGED_AT_ONCE_BYTES), staged.split(EXCHANGED_AT_ONCE_BYTES), strict=True):
-                if batch and num_bytes + pair[0].numel() > EXCHANGED_AT_ONCE_BYTES:
-                    yield batch
-                    batch, num_bytes = [], 0
-                batch.append(pair)
-                num_bytes += pair[0].numel()
-        if batch:
-            yield batch
+    def _copies(self, places: Mapping[int, Tensor]) -> Iterator[Copy]:
+        """From the host to the last bytes of each place."""
+        for key, place in places.items():
+            host = self.mirror.bytes_of(key)
+            yield Copy(place[place.numel() - host.numel() :], host)
+
+    def _widen(self, places: Mapping[int, Tensor]) -> None:
+        """Have what came to the last bytes of each place fill it, from the front: a piece covers what was read before.
+
+        That is so because element i of n ends at byte `own * i`, and no later element begins before
+        `(own - kept) * n + kept * i`, which is more.
+        """
+        pairs = (
+            (place.view(form.own), place[form.num_bytes - form.kept_bytes :].view(form.kept))
+            for key, place in places.items()
+            if (form := self._forms[key]).kept_bytes < form.num_bytes
+        )
+        for batch in _in_batches(pairs):
+            _copy_at_once([wide for wide, _ in batch], [narrow.clone() for _, narrow in batch])
 
     def close(self) -> None:
         """Free host and device memory."""
@@ -230,10 +315,35 @@ class Snapshots:
         return state
 
 
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    return storage_bytes(storage, storage.nbytes())
+
+
+def _in_batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:
+    """All elements side by side and in order, as many at a time as are worked on at once."""
+    batch: Pairs = []
+    num_bytes = 0
+    for left, right in pairs:
+        count = max(1, EXCHANGED_AT_ONCE_BYTES // left.element_size())
+        for pair in zip(left.split(count), right.split(count), strict=True):
+            if batch and num_bytes + pair[0].nbytes > EXCHANGED_AT_ONCE_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(pair)
+            num_bytes += pair[0].nbytes
+    if batch:
+        yield batch
+
+
 @torch.no_grad()
 def _exchange(pairs: Pairs) -> None:
-    """In few kernels: one for each tensor would have the host busy for longer than the device."""
     left, right = (list(side) for side in zip(*pairs, strict=True))
     kept = [tensor.clone() for tensor in left]
-    torch._foreach_copy_(left, right)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_copy_(right, kept)  # pyright: ignore[reportPrivateImportUsage]
+    _copy_at_once(left, right)
+    _copy_at_once(right, kept)
+
+
+@torch.no_grad()
+def _copy_at_once(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """In few kernels: one for each tensor would have the host busy for longer than the device."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -160,6 +160,11 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         settings = supervised_worker(cfg.policy, cfg.algorithm[1].seed)
         keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
+    reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
+    if not isinstance(settings.backend, MegatronConfig):
+        reference_bytes = (
+            reference_bytes * COMPUTE_DTYPES[settings.precision].itemsize // COMPUTE_DTYPES["float32"].itemsize
+        )
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if groups["optimizer"]:
@@ -171,7 +176,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     return HostNeed(
         settings=settings,
         sizes=sizes,
-        keep_reference=keep_reference,
+        reference_bytes=reference_bytes,
         device_bytes=device_bytes,
         other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
         activation_bytes=0,

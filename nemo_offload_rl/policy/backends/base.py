@@ -57,10 +57,12 @@ class ExpectedBytes:
     Attributes:
         state: Bytes by row of the residency plan; empty where only the backend knows.
         loading: Bytes that loading takes beside the state, for as long as it lasts.
+        reference: Bytes of a frozen copy of the parameters, if one is to be kept.
     """
 
     state: dict[str, int]
     loading: int
+    reference: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBy
         UserError: The model's configuration cannot be read.
     """
     if isinstance(settings.backend, MegatronConfig) or settings.dtensor_cfg.lora_cfg.enabled:
-        return ExpectedBytes({}, 0)
+        return ExpectedBytes({}, 0, 0)
     from nemo_offload_rl.policy.backends.dtensor.sizes import expected_state_bytes
 
     return expected_state_bytes(settings, process.world_size, torch.device(process.device))

@@ -137,18 +137,21 @@ def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(loa
 def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anything_starts(load, monkeypatch):
     monkeypatch.setitem(globals(), "HOST_BYTES", 17 * GIB)
     one = ["cluster.gpus_per_node=1"]
-    load(one, parameters=GIB, gpu_gib=80)  # params 4, optimizer 8, reference 4
+    load(one, parameters=GIB, gpu_gib=80)  # params 4, optimizer 8, reference 2 in bfloat16
     two = ["cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=1"]
     load(two, parameters=GIB, gpu_gib=80)  # of each worker half as much
-    with pytest.raises(ConfigError, match=r"needs 32\.00 GiB .*MemAvailable leaves 17\.00 GiB; use .* needs 1[26]\.00"):
+    with pytest.raises(ConfigError, match=r"needs 28\.00 GiB .*MemAvailable leaves 17\.00 GiB; use .* needs 12\.00"):
         load(one, parameters=2 * GIB, gpu_gib=80)
+    in_fp32 = ["policy.precision=float32"]
+    with pytest.raises(ConfigError, match=r"needs 32\.00 GiB .*reference 8\.00"):
+        load([*one, *in_fp32], parameters=2 * GIB, gpu_gib=80)
     # Megatron's workers each have all parameters, 2 + 2 for the reference, and half of the optimizer's 12.
     load([*MEGATRON, *two[:1]], parameters=int(0.8 * GIB), gpu_gib=80)
     with pytest.raises(ConfigError, match=r"leaves 17\.00 GiB for 2 workers that need 18\.00; use"):
         load([*MEGATRON, *two[:1]], parameters=GIB, gpu_gib=80)
     load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 15\.00 GiB; use "):
-        load([*one, "policy.host_memory_budget_gib=15"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 13\.00 GiB; use "):
+        load([*one, "policy.host_memory_budget_gib=13"], parameters=GIB, gpu_gib=80)
 
 
 def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkeypatch):

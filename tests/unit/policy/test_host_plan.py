@@ -27,7 +27,7 @@ def need_of(budget_gib, *, activations=8 * GIB, backend="megatron", keep_referen
     return HostNeed(
         settings=make_settings("a-model", backend=backend, host_memory_budget_gib=budget_gib, **changes),
         sizes=sizes,
-        keep_reference=keep_reference,
+        reference_bytes=sizes[PARAMS] if keep_reference else 0,
         device_bytes=80 * GIB,
         other={"process": GIB // 2},
         activation_bytes=activations,
@@ -132,7 +132,7 @@ def obey(need, message):
         if key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
             has_engine = policy.colocated or policy.engine_memory_share > 0
             assert key.startswith("loss_fn" if has_engine else "dpo")
-            need = replace(need, keep_reference=False)
+            need = replace(need, reference_bytes=0)
         elif key.endswith("fine_grained_activation_offloading"):
             need = replace(need, activation_bytes=0)
         elif key.startswith("policy.residency_overrides."):
@@ -173,7 +173,7 @@ def test_streamed_parts_take_no_room_from_groups_that_can_stay():
     sizes = {PARAMS: 10 * GIB, OPTIMIZER_PART: 60 * GIB}
     auto = make_settings("a-model", residency="auto", offload_optimizer_states=True)
     assert resident_groups(auto, sizes, 80 * GIB) == {PARAMS}
-    need = HostNeed(auto, sizes, False, 80 * GIB, {}, 0)
+    need = HostNeed(auto, sizes, 0, 80 * GIB, {}, 0)
     plan = need.resolve().plan
     assert plan.placement(PARAMS, Phase.GENERATION) is Placement.UNCHANGED
     assert need.resolve().arena == {OPTIMIZER_PART: 60 * GIB}

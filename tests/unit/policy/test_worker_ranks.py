@@ -165,6 +165,24 @@ def goes_on_bit_by_bit(process, folder, **changes):
         assert_equal(full_optimizer(worker), optimizer)
 
 
+def keeps_the_reference_as_it_is_read(process, folder, **changes):
+    """In bfloat16 at half the bytes of the parameters; its logprobs are those of the initial policy."""
+    with make_worker(process, folder, keep_reference=True, precision="bfloat16", **changes) as worker:
+        batch = shard(make_batch(), worker)
+        held = worker.residency.host_bytes()
+        worker.prepare_for_lp_inference()
+        first = worker.get_logprobs(batch)
+        params = worker.residency.device_bytes()["params"]
+        assert held["reference"] == pytest.approx(params / 2, rel=0.01)
+        worker.prepare_for_training()
+        worker.train(batch, NLL())
+        worker.prepare_for_lp_inference()
+        trained = worker.get_logprobs(batch)
+        assert torch.equal(worker.get_reference_logprobs(batch), first)
+        assert torch.equal(worker.get_logprobs(batch), trained)
+        assert not torch.equal(trained, first)
+
+
 def loads_under_other_layouts(process, folder, saved, key, sizes, **changes):
     """What ranks of one layout wrote, read by those of others."""
     states = []
@@ -227,6 +245,7 @@ def check_both(process, root):
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
     fused = torch_optimizer("AdamW", lr=1e-3, fused=True, decay_norm_and_bias=False)
     goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
+    keeps_the_reference_as_it_is_read(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
 
 
 def check_experts(process, root):
@@ -238,6 +257,7 @@ def check_experts(process, root):
     packed = {"sequence_packing": dynamic, "activation_checkpointing": True, "sparse": True}
     equals_hugging_face(process, f"{root}/qwen3-moe", expert_parallel_size=2, **packed)
     goes_on_bit_by_bit(process, f"{root}/qwen3-moe", expert_parallel_size=2, train_micro_batch_size=1, **fused)
+    keeps_the_reference_as_it_is_read(process, f"{root}/qwen3-moe", expert_parallel_size=2)
     saved, sizes = Path(root) / "saved-experts-2", (2, 1, 4)
     loads_under_other_layouts(process, f"{root}/qwen3-moe", saved, "expert_parallel_size", sizes, **fused)
 

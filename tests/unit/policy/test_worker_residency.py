@@ -89,8 +89,13 @@ def test_a_plan_that_the_host_cannot_hold_is_refused_with_the_numbers_and_the_sm
             make_worker(folder, keep_reference=True, host_memory_budget_gib=budget * gib).__enter__()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama-tied"])
-def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every_phase(folders, family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("qwen3", "float32"), ("qwen3-tied", "bfloat16"), ("qwen2", "bfloat16"), ("llama-tied", "float32")],
+)
+def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every_phase(
+    folders, family, precision, monkeypatch
+):
     folder, _ = folders(family)
     taken = []
 
@@ -99,9 +104,12 @@ def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every
         return build_backend(settings, process)
 
     monkeypatch.setattr(worker_module, "build_backend", build)
-    with one_rank_worker(folder, keep_reference=True, offload_optimizer_states_for_logprob=True) as worker:
+    changes = {"offload_optimizer_states_for_logprob": True, "precision": precision}
+    with one_rank_worker(folder, keep_reference=True, **changes) as worker:
         assert worker._backend.expected_bytes() == taken[0].state
-        expected = taken[0].state["params"] * 2 + taken[0].state["optimizer"]
+        expected = taken[0].state["params"] + taken[0].state["optimizer"] + taken[0].reference
+        share = 1 if precision == "float32" else 0.5  # as passes read them
+        assert taken[0].reference == pytest.approx(share * taken[0].state["params"], rel=0.1)  # blocks of 512 bytes
         assert worker.residency._arenas.reserved_bytes == expected
         for seed in range(2):
             worker.prepare_for_training()
@@ -239,10 +247,23 @@ def test_steps_after_a_backward_pass_that_raised_are_those_of_a_worker_where_non
 # -- reference ---------------------------------------------------------------------------------------------------------
 
 
-def test_reference_logprobs_stay_those_of_the_first_parameters_and_the_policy_comes_back(make_worker, folders):
-    folder, _ = folders("qwen3-tied")
+@pytest.mark.parametrize(
+    ("backend", "family", "precision"),
+    [
+        ("dtensor", "qwen3-tied", "float32"),
+        ("megatron", "qwen3-tied", "float32"),
+        ("dtensor", "qwen3-tied", "bfloat16"),
+        ("dtensor", "qwen3-moe", "bfloat16"),
+        ("dtensor", "gemma3-tied", "bfloat16"),  # multiplies by a buffer, and by norm weights plus one
+        ("dtensor", "qwen2", "float16"),
+    ],
+)
+def test_reference_logprobs_stay_those_of_the_first_parameters_and_the_policy_comes_back(
+    folders, backend, family, precision
+):
+    folder, _ = folders(family)
     batch = make_batch()
-    with make_worker(folder, keep_reference=True) as worker:
+    with one_rank_worker(folder, keep_reference=True, backend=backend, precision=precision) as worker:
         worker.prepare_for_lp_inference()
         first = worker.get_logprobs(batch)
         worker.prepare_for_training()

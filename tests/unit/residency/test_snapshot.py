@@ -9,16 +9,25 @@ import torch
 from deferred_device import DeferredDevice, DeferredTransfer
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot, storage_key
+from nemo_offload_rl.residency import (
+    DeviceOutOfMemoryError,
+    Phase,
+    ResidencyError,
+    snapshot,
+    snapshot_bytes,
+    storage_key,
+)
 from nemo_offload_rl.residency.device import Room
 
 
-def with_reference(free_bytes: int = 1 << 40) -> tuple[Training, dict[str, torch.Tensor]]:
-    """Training that has passed through a logprob phase once, and its first parameters."""
-    training = Training(device=DeferredDevice(free_bytes))
+def with_reference(
+    free_bytes: int = 1 << 40, read_dtype: torch.dtype = torch.float32
+) -> tuple[Training, dict[str, torch.Tensor]]:
+    """Training that has passed through a logprob phase once, and its first parameters as passes read them."""
+    training = Training(device=DeferredDevice(free_bytes), read_dtype=read_dtype)
     training.manager.enter(Phase.LP_INFERENCE)
     training.manager.snapshot("params", "reference")
-    initial = {name: value.clone() for name, value in training.model.state_dict().items()}
+    initial = training.state_as_read(read_dtype)
     training.step()
     training.manager.enter(Phase.REFIT)
     training.manager.enter(Phase.GENERATION)
@@ -26,12 +35,13 @@ def with_reference(free_bytes: int = 1 << 40) -> tuple[Training, dict[str, torch
     return training, initial
 
 
+@pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20], ids=["staged", "without room"])
-def test_both_ways_of_swapping_show_the_same_bits_and_restore_the_policys(free_bytes, monkeypatch):
+def test_both_ways_of_swapping_show_the_same_bits_and_restore_the_policys(free_bytes, read_dtype, monkeypatch):
     monkeypatch.setattr(snapshot, "EXCHANGED_AT_ONCE_BYTES", 100)
     plain = Training()
     plain.step()
-    training, initial = with_reference(free_bytes)
+    training, initial = with_reference(free_bytes, read_dtype)
     training.manager.enter(Phase.LP_INFERENCE)
     for _ in range(2):
         with training.manager.swapped_in("reference"):
@@ -63,6 +73,59 @@ def test_with_room_the_reference_crosses_once_and_ahead_and_without_room_twice_w
         pass
     (swap,) = training.manager.reports.drain()
     assert swap.bytes_in == 2 * params
+
+
+def test_parameters_that_are_read_in_16_bits_are_kept_and_moved_in_16_bits_and_buffers_as_they_are():
+    for free_bytes, ahead in ((1 << 40, True), (1 << 20, False)):
+        training, _ = with_reference(free_bytes, torch.bfloat16)
+        params = sum(p.nbytes for p in training.model.parameters())
+        half = params // 2 + 64
+        assert training.manager.host_bytes()["reference"] == half
+        moved = {"reference": half} if ahead else {}
+        entering = training.manager.enter(Phase.LP_INFERENCE)
+        assert {name: it.bytes_in for name, it in entering.groups.items() if name == "reference"} == moved
+        training.manager.reports.drain()
+        with training.manager.swapped_in("reference"):
+            pass
+        (swap,) = training.manager.reports.drain()
+        moved = {} if ahead else {"reference": half, "params": params + 64}
+        assert {name: it.bytes_in for name, it in swap.groups.items() if it.bytes_in} == moved
+    group = training.manager._snapshots.all["reference"].state.group
+    assert snapshot_bytes(group) == 512 * 5  # each storage begins anew in the arena
+
+
+def test_a_storage_that_a_parameter_shares_with_a_buffer_is_kept_as_it_is():
+    training = Training(read_dtype=torch.bfloat16)
+    training.model.register_buffer("alias", training.model.norm.weight.detach())
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.snapshot("params", "reference")
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    before["norm.weight"] += 1e-3
+    with torch.no_grad():
+        training.model.norm.weight.add_(1e-3)
+        training.manager.mark_written("params")
+    with training.manager.swapped_in("reference"):
+        assert torch.equal(training.model.alias, torch.ones(16))
+        assert torch.equal(training.model.norm.weight, training.model.alias)
+    assert_bitwise_equal(dict(training.model.state_dict()), before | {"alias": before["norm.weight"]})
+
+
+def test_a_staged_copy_that_cannot_be_widened_is_given_up_and_the_next_pass_has_the_slower_swap(monkeypatch):
+    training, initial = with_reference(read_dtype=torch.bfloat16)
+    training.manager.enter(Phase.LP_INFERENCE)
+    own = {name: value.clone() for name, value in training.model.state_dict().items()}
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room for what is read while it is covered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot, "_copy_at_once", fail)
+        with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
+            pytest.fail("the body ran with half a reference")
+    assert_bitwise_equal(dict(training.model.state_dict()), own)
+    with training.manager.swapped_in("reference"):
+        assert_bitwise_equal(dict(training.model.state_dict()), initial)
+    assert_bitwise_equal(dict(training.model.state_dict()), own)
 
 
 def test_room_that_is_gone_when_it_is_taken_means_the_slower_swap_and_no_error(monkeypatch):

@@ -50,6 +50,7 @@ class Training:
         part_bytes: int | None = None,
         layered: bool = False,
         overlap: bool = True,
+        read_dtype: torch.dtype | None = None,
         **changes: bool | frozenset[str],
     ) -> None:
         torch.manual_seed(0)
@@ -66,6 +67,7 @@ class Training:
                     "params",
                     lambda: [*self.model.named_parameters(), *self.model.named_buffers()],
                     layers=(self.model.first, self.model.norm) if layered else (),
+                    read_dtype=read_dtype,
                 ),
                 GradsGroup(lambda: self.model.named_parameters()),
                 *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
@@ -95,6 +97,12 @@ class Training:
         self.manager.enter(Phase.TRAINING)
         self.backward()
         self.optim_step()
+
+    def state_as_read(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The model's state; parameters with the values that they have in `dtype`."""
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        state = self.model.state_dict()
+        return {k: v.to(dtype).to(v.dtype) if k in names else v.clone() for k, v in state.items()}
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Copies of everything that training has learned; on the device only."""

@@ -60,6 +60,7 @@ class BuiltModel:
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
         parallel.check_model(self.config, tp_size, ep_size)
         self._device = torch.device(process.device)
+        self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._packs = settings.sequence_packing.enabled
         meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size)
         dp_mesh, tp_mesh = meshes.dp, meshes.tp
@@ -68,7 +69,7 @@ class BuiltModel:
         if not is_frozen:
             torch.manual_seed(settings.seed + self.rank_info.dp_rank)
 
-        on_gpu, compute_dtype = self._device.type == "cuda", COMPUTE_DTYPES[settings.precision]
+        on_gpu, compute_dtype = self._device.type == "cuda", self._compute_dtype
         attention = choose_attention(self.config, self._device, compute_dtype, packs=self._packs)
         causal_lm = build_causal_lm(self.config, attention)
         sources = find_weights(causal_lm, settings.model_name)
@@ -105,8 +106,15 @@ class BuiltModel:
             self.parameters = self.lora.trainable
 
     def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
-        """A state group of tensors of the model, which arrives layer by layer."""
-        return TensorGroup(name, tensors, prepare=self.reshard, layers=self.layers, layer_arrived=self.gather)
+        """A state group of tensors of the model, which arrives layer by layer; FSDP casts parameters as it gathers."""
+        return TensorGroup(
+            name,
+            tensors,
+            prepare=self.reshard,
+            layers=self.layers,
+            layer_arrived=self.gather,
+            read_dtype=self._compute_dtype,
+        )
 
     def weight_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that are weights by their Hugging Face names."""

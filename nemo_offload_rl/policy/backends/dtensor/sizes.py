@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.policy.backends.base import ExpectedBytes
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
@@ -28,10 +28,13 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     config = load_config(settings.model_name, settings.hf_config_overrides)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    params_bytes = _parameter_bytes(model, settings, world_size)
+    params_bytes = _parameter_bytes(model, settings, world_size, _FP32_BYTES)
+    # Layers are gathered in the compute type, so a reference keeps no more.
+    reference_bytes = _parameter_bytes(model, settings, world_size, COMPUTE_DTYPES[settings.precision].itemsize)
     # Of one tensor a rank reads its part, at most the whole.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
-    return ExpectedBytes({PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}, loading_bytes)
+    state = {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}
+    return ExpectedBytes(state, loading_bytes, reference_bytes)
 
 
 def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: torch.device) -> dict[str, int]:
@@ -48,20 +51,21 @@ def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: tor
     return {row: state_bytes} if state_bytes else {}
 
 
-def _parameter_bytes(model: nn.Module, settings: PolicySettings, world_size: int) -> int:
-    """Bytes of one rank's fp32 parameters and buffers as the host arena holds them."""
+def _parameter_bytes(model: nn.Module, settings: PolicySettings, world_size: int, element_bytes: int) -> int:
+    """Bytes of one rank's parameters and buffers as the host arena holds them, `element_bytes` of each parameter."""
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
-    return sum(_shard_bytes(parameter.shape, dp_size, tp_size) for parameter in model.parameters()) + sum(
+    shapes = [parameter.shape for parameter in model.parameters()]
+    return sum(aligned(_shard_elements(shape, dp_size, tp_size) * element_bytes) for shape in shapes) + sum(
         aligned(buffer.nbytes) for buffer in model.buffers()
     )
 
 
-def _shard_bytes(shape: Iterable[int], dp_size: int, tp_size: int) -> int:
+def _shard_elements(shape: Iterable[int], dp_size: int, tp_size: int) -> int:
     """FSDP splits the first dimension into equal shards, the last ones padded."""
     rows, *rest = shape
     if not rest:  # norms and biases: whole on every tensor-parallel rank
-        return aligned(ceil(rows / dp_size) * _FP32_BYTES)
+        return ceil(rows / dp_size)
     by_rows = ceil(ceil(rows / tp_size) / dp_size) * prod(rest)
     by_columns = ceil(rows / dp_size) * ceil(prod(rest) / tp_size)
-    return aligned(max(by_rows, by_columns) * _FP32_BYTES)
+    return max(by_rows, by_columns)
