@@ -139,7 +139,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,)),
         ModelFamily("glm4", "GLM-4-0414", (DTENSOR,)),
-        ModelFamily("glm4_moe", "GLM-4.5", (MEGATRON,), has_expert_bias=True, rotates_part=True),
+        ModelFamily("glm4_moe", "GLM-4.5", (DTENSOR, MEGATRON), has_expert_bias=True, rotates_part=True),
         ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
         ModelFamily(
             "hunyuan_v1_dense",
