@@ -105,6 +105,8 @@ class Row:
         splits = self.backend == MEGATRON and not self.has_experts and config["vocab_size"] % 2 == 0
         if splits or (self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2)):
             ways[TP] = {"tensor_parallel_size": 2}
+            if self.backend == DTENSOR:
+                ways["sequence parallelism"] = {"tensor_parallel_size": 2, "sequence_parallel": True}
         if self.has_experts:
             key = "expert_parallel_size" if self.backend == DTENSOR else "expert_model_parallel_size"
             ways["expert parallelism"] = {key: 2}

@@ -21,10 +21,10 @@ def _host_held(draft: Draft) -> None:
 
 def _splits(draft: Draft) -> None:
     key = "policy.dtensor_cfg.sequence_parallel"
-    if draft.get(key):
-        draft.convert(key, key, False, f"norms and residuals are not split along the sequence: {_SAME_NUMBERS}")
+    if draft.get(key) and draft.number("policy.dtensor_cfg.tensor_parallel_size", 1) == 1:
+        draft.convert(key, key, False, "layers are not split, so there is nothing to split the sequence between")
     else:
-        draft.keep(key, key, False)
+        draft.keep(key, key, bool(draft.get(key)))
     pieces, again = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.activation_checkpointing"
     if draft.number(pieces, 1) > 1:
         draft.convert(pieces, pieces, 1, f"sequences are not split over devices: {_SAME_NUMBERS}")
@@ -82,8 +82,8 @@ PLACEMENT: tuple[Conversion, ...] = (
             "policy.dtensor_cfg.dp_replicate_size",
         ),
         "how activations, sequences and parameters are split",
-        "left out, with `activation_checkpointing` in place of split sequences: the numbers are the same, the memory "
-        "is not",
+        "`sequence_parallel` is the same, and left out without tensor parallelism; the others are left out, with "
+        "`activation_checkpointing` in place of `context_parallel_size`: the numbers are the same, the memory is not",
         _splits,
     ),
     Conversion(

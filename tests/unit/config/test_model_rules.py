@@ -19,7 +19,13 @@ from nemo_offload_rl.config.rules.model import (
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.policy.backends.dtensor.rules import dtensor_trains_the_model, experts_divide_over_devices
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES
+from nemo_offload_rl.policy.backends.dtensor.rules import (
+    dtensor_trains_the_model,
+    experts_divide_over_devices,
+    sequence_parallelism_splits_the_model,
+)
+from nemo_offload_rl.policy.backends.dtensor.split_plan import STYLES, declared_plan, sequence_problem
 from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.utils.config import load_config
 
@@ -75,6 +81,22 @@ def test_experts_divide_evenly_or_are_refused(
     overrides = [f"policy.model_name={tmp_path}", "cluster.cpu_workers_per_node=8", *overrides]
     message = experts_divide_over_devices(validate_keys(load_config(CPU, overrides), GrpoMasterConfig))
     assert message is None if words is None else re.search(words, str(message)), message
+
+
+def test_a_plan_whose_parts_do_not_end_in_one_split_of_rows_excludes_sequence_parallelism(tmp_path: Path) -> None:
+    for family in FAMILIES.values():
+        plan = declared_plan(family.model_type)
+        if DTENSOR in family.trained_by and {*plan.values()} <= {*STYLES}:  # the others are not split at all
+            assert sequence_problem({"model_type": "known"}, plan) is None
+    plan = {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.up_proj": "colwise"}
+    for broken in (plan, {**plan, "layers.*.mlp.a": "rowwise", "layers.*.mlp.b": "rowwise"}, {"layers.*.w": "rowwise"}):
+        message = sequence_problem({"model_type": "odd"}, broken)
+        assert message is not None and "plan for odd" in message and message.endswith("; set it to false")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    overrides = [f"policy.model_name={tmp_path}", "cluster.cpu_workers_per_node=2"]
+    overrides += ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"]
+    cfg = validate_keys(load_config(CPU, overrides), GrpoMasterConfig)
+    assert sequence_parallelism_splits_the_model(cfg) is None
 
 
 def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:

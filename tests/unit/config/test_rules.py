@@ -98,17 +98,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "sequence_parallel_needs_tensor_parallel": [
         (["policy.dtensor_cfg.sequence_parallel=true"], "tensor_parallel_size is 1")
     ],
-    "sequence_parallel_needs_divisible_lengths": [
-        (
-            [
-                "policy.dtensor_cfg.sequence_parallel=true",
-                "policy.dtensor_cfg.tensor_parallel_size=2",
-                "cluster.cpu_workers_per_node=2",
-                "policy.make_sequence_length_divisible_by=1",
-            ],
-            "no multiple of policy.dtensor_cfg.tensor_parallel_size 2",
-        )
-    ],
     "host_held_training_excludes_offload_keys": [
         (
             ["policy.dtensor_cfg.cpu_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
@@ -210,7 +199,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "turn dynamic sampling off",
         )
     ],
-    "sequence_parallelism_is_off": [(["policy.dtensor_cfg.sequence_parallel=true"], "set it to false")],
     "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
     "save_deadline_is_a_time": [
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),
@@ -361,6 +349,7 @@ CASES = [(name, overrides, words) for name, cases in BROKEN.items() for override
 MODEL_RULES = (
     dtensor.dtensor_trains_the_model,
     dtensor.tensor_parallelism_splits_the_model,
+    dtensor.sequence_parallelism_splits_the_model,
     dtensor.experts_divide_over_devices,
 )
 

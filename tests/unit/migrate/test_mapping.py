@@ -317,6 +317,8 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
         ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.context_parallel_size", 1),
         ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.activation_checkpointing", True),
         ({"policy__dtensor_cfg__sequence_parallel": True}, "policy.dtensor_cfg.sequence_parallel", False),
+        ({"policy__dtensor_cfg__sequence_parallel": True, "policy__dtensor_cfg__tensor_parallel_size": 2,
+          "cluster__gpus_per_node": 2}, "policy.dtensor_cfg.sequence_parallel", True),
         ({"policy__hf_config_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}},
          "policy.hf_config_overrides", {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}),
         ({"grpo__batch_multiplier": 3}, "grpo.batch_multiplier", 3),

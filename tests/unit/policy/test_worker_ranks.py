@@ -4,6 +4,7 @@ Starting processes costs seconds, so each `check_*` runs in one set of them and 
 """
 
 import shutil
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -236,15 +237,34 @@ def check_tensor_parallel(process, root):
         process, f"{root}/qwen3-tied", tensor_parallel_size=2, activation_checkpointing=True, logprob_chunk_size=3
     )
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2, sparse=True)
+    check_sequence_parallel(process, root)
     goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2)
     loads_under_other_layouts(process, f"{root}/qwen3", Path(root) / "saved-2", "tensor_parallel_size", (1, 2))
+
+
+def check_sequence_parallel(process, root):
+    """Rows of odd widths among them, which are filled up."""
+    split = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    packing = BatchingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=33, sequence_length_round=1)
+    for family in ("qwen3", *SPLIT_OTHERWISE, "llama-tied"):
+        equals_hugging_face(process, f"{root}/{family}", **split)
+    again = {"activation_checkpointing": True, "logprob_chunk_size": 3}
+    equals_hugging_face(process, f"{root}/qwen3-tied", **split, **again, sequence_packing=packing, sparse=True)
+    with make_worker(process, f"{root}/qwen3", **split) as worker:
+        seen = []
+        norm = worker._backend._built.layers[1].post_attention_layernorm
+        norm.register_forward_hook(lambda _norm, _inputs, output: seen.append(output.shape[1]))
+        worker.prepare_for_lp_inference()
+        worker.get_logprobs(replace(make_batch(num_rows=2, width=9), input_lengths=torch.tensor([9, 4])))
+        assert seen == [5]
 
 
 def check_both(process, root):
     holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16", tensor_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
     fused = torch_optimizer("AdamW", lr=1e-3, fused=True, decay_norm_and_bias=False)
-    goes_on_bit_by_bit(process, f"{root}/qwen3-tied", tensor_parallel_size=2, optimizer=fused)
+    split = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    goes_on_bit_by_bit(process, f"{root}/qwen3-tied", **split, optimizer=fused)
     keeps_the_reference_as_it_is_read(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
 
 

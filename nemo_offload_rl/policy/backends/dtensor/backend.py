@@ -55,7 +55,6 @@ def check_settings(settings: PolicySettings) -> None:
     cfg = settings.dtensor_cfg
     unsupported = {
         "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
-        "policy.dtensor_cfg.sequence_parallel": (cfg.sequence_parallel, "false"),
         "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
         "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
             cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,

@@ -15,6 +15,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, Ra
 from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.experts import divide_experts, expert_modules
+from nemo_offload_rl.policy.backends.dtensor.layout import packed_rows, padded_rows
 from nemo_offload_rl.policy.backends.dtensor.loading import (
     build_causal_lm,
     find_weights,
@@ -23,7 +24,7 @@ from nemo_offload_rl.policy.backends.dtensor.loading import (
     weight_buffers,
 )
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
-from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, PackedRow, compile_layers, decoder_layers
+from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, decoder_layers
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.readers import Head, Reader
 from nemo_offload_rl.policy.backends.vocab import VocabShard
@@ -58,10 +59,12 @@ class BuiltModel:
         tp_size, lora_cfg = settings.dtensor_cfg.tensor_parallel_size, settings.dtensor_cfg.lora_cfg
         ep_size = settings.dtensor_cfg.expert_parallel_size
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
-        parallel.check_model(self.config, tp_size, ep_size)
+        splits_sequence = settings.dtensor_cfg.sequence_parallel and tp_size > 1
+        parallel.check_model(self.config, tp_size, ep_size, splits_sequence=splits_sequence)
         self._device = torch.device(process.device)
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._packs = settings.sequence_packing.enabled
+        self._multiple = tp_size if splits_sequence else 1
         meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size)
         dp_mesh, tp_mesh = meshes.dp, meshes.tp
         self.dp_group, self.tp_rank = dp_mesh.get_group(), tp_mesh.get_local_rank()
@@ -79,9 +82,9 @@ class BuiltModel:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora_cfg.enabled:
             add_adapters(causal_lm, lora_cfg, settings.seed)
-        shard = VocabShard(0, None)
+        layers, shard = decoder_layers(causal_lm), VocabShard(0, None)
         if tp_size > 1:
-            parallel.apply_tensor_parallel(causal_lm, tp_mesh)
+            parallel.apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
             shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
         if meshes.ep is not None:
             divide_experts(causal_lm, meshes.ep)
@@ -90,7 +93,6 @@ class BuiltModel:
         softcap, kept = logits_softcap(contents), settings.logprob_filter
         self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
         self.module = LogprobModel(causal_lm, self.head)
-        layers = decoder_layers(causal_lm)
         if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
@@ -131,14 +133,14 @@ class BuiltModel:
             micro_batch: On the host.
             reader_of: The reader, given the micro-batch on the device.
         """
-        # Looked for where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
-        scored_N, row = micro_batch.is_scored().flatten().nonzero().squeeze(1), None
+        # Looked at where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
+        is_scored_BS = micro_batch.is_scored()
         if self._packs:
-            width = micro_batch.input_ids.shape[1]
-            row = PackedRow.of(micro_batch.input_lengths, width, scored_N, self._device)
+            rows = packed_rows(micro_batch.input_lengths, is_scored_BS, self._multiple)
+        else:
+            rows = padded_rows(is_scored_BS, self._multiple)
         batch = micro_batch.to(self._device)
-        scored_N = scored_N.to(self._device, non_blocking=True)
-        return self.module(batch.input_ids, scored_N, row, reader_of(batch)), batch
+        return self.module(batch.input_ids, rows.to(self._device), reader_of(batch)), batch
 
     @torch.no_grad()
     def read_all(

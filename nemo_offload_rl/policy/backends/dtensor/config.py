@@ -51,7 +51,11 @@ class DTensorConfig:
         ),
     ]
     sequence_parallel: Annotated[
-        bool, doc("Also split norms and residuals along the sequence; needs tensor parallelism. Not available yet.")
+        bool,
+        doc(
+            "Also split norms, dropout and the residual stream along the sequence, with the same numbers: fewer "
+            "activations on each device. Needs `tensor_parallel_size` above 1."
+        ),
     ]
     activation_checkpointing: Annotated[
         bool, doc("Recompute activations in the backward pass instead of keeping them.")

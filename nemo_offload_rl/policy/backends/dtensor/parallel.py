@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.policy.backends.dtensor.sequence_parallel import split_sequence
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     COLUMNS,
     COLUMNS_GATHERED,
@@ -30,6 +31,7 @@ from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     ROWS_OF_WHOLE_INPUT,
     WHOLE_AMONG_HEADS,
     experts_problem,
+    sequence_problem,
     split_problem,
 )
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
@@ -80,7 +82,9 @@ def build_meshes(device: torch.device, world_size: int, tensor_parallel_size: in
     return Meshes(mesh[DP_SHARD, EP]._flatten(DP), mesh[TP], mesh[DP_SHARD], mesh[EP])
 
 
-def check_model(config: Any, tensor_parallel_size: int, expert_parallel_size: int = 1) -> None:
+def check_model(
+    config: Any, tensor_parallel_size: int, expert_parallel_size: int = 1, *, splits_sequence: bool = False
+) -> None:
     """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
 
     Raises:
@@ -89,7 +93,9 @@ def check_model(config: Any, tensor_parallel_size: int, expert_parallel_size: in
     contents = config.to_dict()
     if (reason := unsupported(contents)) is not None:
         raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
-    problem = split_problem(contents, config.base_model_tp_plan or {}, tensor_parallel_size)
+    plan = config.base_model_tp_plan or {}
+    problem = split_problem(contents, plan, tensor_parallel_size)
+    problem = problem or (sequence_problem(contents, plan) if splits_sequence else None)
     problem = problem or experts_problem(contents, tensor_parallel_size, expert_parallel_size)
     if problem is not None:
         raise ConfigError(problem)
@@ -98,8 +104,8 @@ def check_model(config: Any, tensor_parallel_size: int, expert_parallel_size: in
 class _WholeParameters(ParallelStyle):
     """Every rank has the whole parameters as DTensors; inputs and outputs stay plain tensors.
 
-    `input_placement` says what the plain input is: the same everywhere, or this rank's heads. In the second case the
-    parameters' gradients are partial sums, which FSDP adds up over the tensor-parallel ranks.
+    `input_placement` says what the plain input is: the same everywhere, or this rank's heads or part of the sequence.
+    Unless it is the same, gradients of parameters are partial sums, which FSDP adds up over the tensor-parallel ranks.
     """
 
     def __init__(self, input_placement: Placement) -> None:
@@ -121,21 +127,34 @@ class _WholeParameters(ParallelStyle):
         return distribute_module(module, device_mesh, partition, partial(to_dtensor, self.input_placement), to_local)
 
 
-_HEADS_DIM = 2  # [B, S, heads, head_dim]
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    COLUMNS: ColwiseParallel,
-    COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
-    ROWS: RowwiseParallel,
-    ROWS_OF_WHOLE_INPUT: partial(RowwiseParallel, input_layouts=Replicate()),
-    WHOLE_AMONG_HEADS: partial(_WholeParameters, Shard(_HEADS_DIM)),
-}
+_SEQUENCE_DIM, _HEADS_DIM = 1, 2  # [B, S, heads, head_dim], [B, S, hidden]
 
 
-def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
+def _styles(split_input: Placement) -> dict[str, Callable[[], ParallelStyle]]:
+    """What the words of a plan become, where what parts of a layer give has this placement."""
+    return {
+        COLUMNS: ColwiseParallel,
+        COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
+        ROWS: partial(RowwiseParallel, output_layouts=split_input),
+        ROWS_OF_WHOLE_INPUT: partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=split_input),
+        WHOLE_AMONG_HEADS: partial(_WholeParameters, Shard(_HEADS_DIM)),
+    }
+
+
+def apply_tensor_parallel(
+    causal_lm: Any, layers: nn.ModuleList, mesh: DeviceMesh, *, splits_sequence: bool = False
+) -> None:
     """Split a Hugging Face causal model over `mesh` (1-D), in place; every rank holds the same weights before.
 
     Inside the base model the plan of the model's config says how; what is not in it stays whole. The vocabulary is
     split, and the output layer gives this rank's columns.
+
+    Args:
+        causal_lm: The model.
+        layers: Its decoder layers.
+        mesh: The ranks.
+        splits_sequence: Between the parts of layers each rank has its part of the sequence only, which the mesh's size
+            divides (arXiv 2205.05198).
     """
     embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -143,16 +162,21 @@ def apply_tensor_parallel(causal_lm: Any, mesh: DeviceMesh) -> None:
         embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         head: ColwiseParallel(),
     }
-    plan = causal_lm.config.base_model_tp_plan
+    placement = Shard(_SEQUENCE_DIM) if splits_sequence else Replicate()
+    # Norms of the residual stream: of the parts of a layer the others are inside.
+    between = {child for module in (causal_lm.base_model, *layers) for child in module.children()}
+    plan, styles = causal_lm.config.base_model_tp_plan, _styles(placement)
     for name, module in causal_lm.base_model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if module not in of_vocabulary and any(True for _ in module.parameters(recurse=False)):
-            style = _STYLES[plan[pattern]]() if pattern in plan else _WholeParameters(Replicate())
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            whole = _WholeParameters(placement if module in between else Replicate())
+            parallelize_module(module, mesh, styles[plan[pattern]]() if pattern in plan else whole, src_data_rank=None)
     for module, style in of_vocabulary.items():
         parallelize_module(module, mesh, style, src_data_rank=None)
     if is_tied:  # each module got its own DTensor of the same rows
         head.weight = embedding.weight
+    if splits_sequence:
+        split_sequence(causal_lm, layers, mesh)
 
 
 def apply_fsdp(root: nn.Module, layers: nn.ModuleList, meshes: Meshes, compute_dtype: torch.dtype) -> FSDPModule:

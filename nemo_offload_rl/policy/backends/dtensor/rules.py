@@ -7,7 +7,12 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, experts_problem, split_problem
+from nemo_offload_rl.policy.backends.dtensor.split_plan import (
+    declared_plan,
+    experts_problem,
+    sequence_problem,
+    split_problem,
+)
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
@@ -23,13 +28,6 @@ def sequences_are_not_split_over_devices(cfg: PolicyRun) -> str | None:
             f"policy.dtensor_cfg.context_parallel_size is {size}, but context parallelism is not available in this "
             "version; set it to 1"
         )
-    return None
-
-
-def sequence_parallelism_is_off(cfg: PolicyRun) -> str | None:
-    """Sequence parallelism is not available yet."""
-    if cfg.policy.dtensor_cfg.sequence_parallel:
-        return _unavailable("policy.dtensor_cfg.sequence_parallel")
     return None
 
 
@@ -66,17 +64,12 @@ def sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
     return None
 
 
-def sequence_parallel_needs_divisible_lengths(cfg: PolicyRun) -> str | None:
-    """With sequence parallelism, lengths are multiples of the tensor-parallel size."""
-    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
-    multiple, size = policy.make_sequence_length_divisible_by, dtensor.tensor_parallel_size
-    if dtensor.sequence_parallel and multiple % size:
-        return (
-            f"policy.make_sequence_length_divisible_by {multiple} is no multiple of "
-            f"policy.dtensor_cfg.tensor_parallel_size {size}, but sequence_parallel cuts each row into that many "
-            "pieces; set it to ${policy.dtensor_cfg.tensor_parallel_size}"
-        )
-    return None
+def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+    """Sequence parallelism needs a plan of the model that splits attention and MLPs, each with one split of rows."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or not dtensor.sequence_parallel or model is None or unsupported(model):
+        return None
+    return sequence_problem(model, declared_plan(model["model_type"]))
 
 
 def host_held_training_excludes_offload_keys(cfg: PolicyRun) -> str | None:
@@ -182,14 +175,13 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
 
 AVAILABILITY: tuple[Rule[PolicyRun], ...] = (
     sequences_are_not_split_over_devices,
-    sequence_parallelism_is_off,
     host_held_training_is_off,
 )
 
 RULES: tuple[Rule[PolicyRun], ...] = (
     tensor_parallel_size_divides_the_world,
     sequence_parallel_needs_tensor_parallel,
-    sequence_parallel_needs_divisible_lengths,
+    sequence_parallelism_splits_the_model,
     host_held_training_excludes_offload_keys,
     compiled_layers_are_whole,
     adapters_need_whole_layers,

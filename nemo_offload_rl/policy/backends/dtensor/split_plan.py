@@ -5,6 +5,7 @@ Imports `transformers` only where a plan is looked up, which rules do where ther
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ ROWS, ROWS_OF_WHOLE_INPUT = "rowwise", "rowwise_split_input"
 WHOLE_AMONG_HEADS = "replicated_with_grad_allreduce"
 STYLES = (COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_OF_WHOLE_INPUT, WHOLE_AMONG_HEADS)
 
+_PART_OF_A_LAYER = re.compile(r"\w+\.\*\.\w+")
 _HEADS, _KV_HEADS, _INNER, _VOCAB = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
 # Sizes that have to divide for a module of a plan to be split evenly.
 _SPLIT_SIZES = {
@@ -81,6 +83,29 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
     for name in (*to_divide, _VOCAB):
         if (length := sizes[name]) is not None and length % size:
             return f"{key} does not divide the model's {name}={length}; choose a divisor of it."
+    return None
+
+
+def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str | None:
+    """Why sequence parallelism does not know where a model's sequence is whole and what to do, or None.
+
+    It is whole inside of the parts of a layer, attention and MLP, each of which ends with its one split of rows.
+
+    Args:
+        config: The contents of a config.json.
+        plan: What `declared_plan` gave.
+    """
+    rows_of: dict[str, int] = {}
+    for pattern, style in plan.items():
+        part = pattern.rpartition(".")[0]
+        rows_of[part] = rows_of.get(part, 0) + (style in (ROWS, ROWS_OF_WHOLE_INPUT))
+    for part, number in rows_of.items():
+        if number != 1 or not _PART_OF_A_LAYER.fullmatch(part):
+            return (
+                f"policy.dtensor_cfg.sequence_parallel is true, but transformers' tensor-parallel plan for "
+                f"{config['model_type']} splits {part or 'the model'} in another way than attention and MLPs; set it "
+                "to false"
+            )
     return None
 
 
