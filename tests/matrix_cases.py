@@ -100,8 +100,8 @@ class Row:
         """Settings that two ranks share a model by; keys are the page's words."""
         config = family_config(self.name).to_dict()
         ways: dict[str, dict[str, Any]] = {DATA_PARALLELISM: {}}
-        # Vocabularies have to divide. With Megatron experts beside tensor parallelism need sequence parallelism, and
-        # that Transformer Engine.
+        # Vocabularies have to divide. With Megatron, experts beside tensor parallelism need sequence parallelism, which
+        # needs Transformer Engine.
         splits = self.backend == MEGATRON and not self.has_experts and config["vocab_size"] % 2 == 0
         if splits or (self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2)):
             ways[TP] = {"tensor_parallel_size": 2}

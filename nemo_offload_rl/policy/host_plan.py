@@ -187,7 +187,8 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
     """The fewest changes with which the need fits, and of those the smallest; what to do where none is enough."""
     room_gib = int((budget_bytes - needed_bytes + need.activation_bytes) / _GIB * 100) / 100
     if need.activation_bytes and room_gib > 0:
-        return f"lower policy.megatron_cfg.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
+        section = need.settings.backend.section
+        return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
     # Parts outside of the state are what was counted beside it, on whichever rank.
     beside_bytes = needed_bytes - sum(need.state_parts().values())
     best: tuple[int, int, str] | None = None
@@ -213,8 +214,9 @@ def _changes(need: HostNeed) -> list[Change]:
     """Overrides that can lessen what the host holds; which of them do is found by trying."""
     settings, changes = need.settings, []
     if need.activation_bytes:
-        off = "policy.megatron_cfg.fine_grained_activation_offloading=false"
-        changes.append(Change(off, lambda need: replace(need, activation_bytes=0)))
+        changes.append(
+            Change(f"{settings.backend.activation_key}=false", lambda need: replace(need, activation_bytes=0))
+        )
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"

@@ -52,14 +52,13 @@ def begin_host_memory(
     """
     arenas = HostArenas(device.new_arena)
     if sizes := expected.state:
-        # Backends that know sizes so early offload no activations.
         need = HostNeed(
             settings=settings,
             sizes=sizes,
             reference_bytes=expected.reference if keep_reference else 0,
             device_bytes=device.total_bytes(),
             other={PROCESS: GROWTH_BYTES, LOADING: expected.loading, **_state_in_use(settings, sizes, device, sizes)},
-            activation_bytes=0,
+            activation_bytes=expected.activations,
         )
         arenas.limit(claim_host_memory(need))
         plan = need.resolve()

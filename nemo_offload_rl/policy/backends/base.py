@@ -58,11 +58,13 @@ class ExpectedBytes:
         state: Bytes by row of the residency plan; empty where only the backend knows.
         loading: Bytes that loading takes beside the state, for as long as it lasts.
         reference: Bytes of a frozen copy of the parameters, if one is to be kept.
+        activations: Bytes that offloaded activations take at most.
     """
 
     state: dict[str, int]
     loading: int
     reference: int
+    activations: int = 0
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ class BackendConfig(Protocol):
         ...
 
     @property
+    def activation_key(self) -> str:
+        """Dotted name of the key that offloads activations, for messages."""
+        ...
+
+    @property
     def streams_states(self) -> bool:
         """Whether optimizer states are on the device in the optimizer step only."""
         ...

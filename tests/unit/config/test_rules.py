@@ -200,6 +200,16 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         )
     ],
     "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
+    "offloaded_activations_are_whole": [
+        (
+            [
+                "policy.dtensor_cfg.activation_offload=true",
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            "activations of split layers are not offloaded",
+        )
+    ],
     "save_deadline_is_a_time": [
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),
         (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "is '0:0:0:0'"),

@@ -21,6 +21,10 @@ from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, REFEREN
 GIB = 1 << 30
 STATE = {PARAMS: 4 * GIB, OPTIMIZER: 8 * GIB}
 LIMIT = "activation_offload_host_limit_gib"
+ACTIVATION_KEYS = {
+    "dtensor_cfg": "policy.dtensor_cfg.activation_offload",
+    "megatron_cfg": "policy.megatron_cfg.fine_grained_activation_offloading",
+}
 
 
 def need_of(budget_gib, *, activations=8 * GIB, backend="megatron", keep_reference=True, sizes=STATE, **changes):
@@ -124,7 +128,8 @@ def drawn_need(case):
 
 def obey(need, message):
     """The need after what the message says, as a user would change the configuration."""
-    if lower := re.search(rf"lower policy\.megatron_cfg\.{LIMIT} to ([\d.]+),", message):
+    backend = need.settings.backend.section
+    if lower := re.search(rf"lower policy\.{backend}\.{LIMIT} to ([\d.]+),", message):
         return replace(need, activation_bytes=min(need.activation_bytes, int(float(lower[1]) * GIB)))
     policy = need.settings
     for override in re.search(r"; use (.*), which needs", message)[1].split():
@@ -133,7 +138,7 @@ def obey(need, message):
             has_engine = policy.colocated or policy.engine_memory_share > 0
             assert key.startswith("loss_fn" if has_engine else "dpo")
             need = replace(need, reference_bytes=0)
-        elif key.endswith("fine_grained_activation_offloading"):
+        elif key == ACTIVATION_KEYS[backend]:
             need = replace(need, activation_bytes=0)
         elif key.startswith("policy.residency_overrides."):
             assert has_residency_keys(policy)

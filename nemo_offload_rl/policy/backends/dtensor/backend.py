@@ -22,6 +22,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
+from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
@@ -58,6 +59,10 @@ def check_settings(settings: PolicySettings) -> None:
         "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
         "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
             cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
+            "1",
+        ),
+        "policy.dtensor_cfg.tensor_parallel_size with activation_offload": (
+            cfg.activation_offload and cfg.tensor_parallel_size != 1,
             "1",
         ),
     }
@@ -103,6 +108,10 @@ class DTensorBackend:
         self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
         if settings.optimizer is None:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
+        self._activations: ActivationOffloading | None = None
+        if (limit_bytes := self.activation_host_bytes()) > 0:
+            fraction = settings.dtensor_cfg.activation_offload_fraction
+            self._activations = ActivationOffloading(self._built.layers, fraction, limit_bytes, self._device)
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
@@ -155,8 +164,8 @@ class DTensorBackend:
         )
 
     def activation_host_bytes(self) -> int:
-        """None: this backend keeps activations on the device."""
-        return 0
+        """By `policy.dtensor_cfg.activation_offload`."""
+        return host_bytes_at_most(self._settings, len(self._built.layers), self._built.config.hidden_size)
 
     def expected_bytes(self) -> dict[str, int]:
         """Host bytes of each row of the plan, optimizer states included."""
@@ -307,5 +316,7 @@ class DTensorBackend:
         export_hf_folder(path, self.named_weights(), self._built.config, self._settings)
 
     def close(self) -> None:
-        """Leave the process group, if this backend made it."""
+        """Give the activations' host memory back, and leave the process group, if this backend made it."""
+        if self._activations is not None:
+            self._activations.close()
         self._made.close()

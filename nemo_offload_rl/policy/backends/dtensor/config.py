@@ -60,6 +60,24 @@ class DTensorConfig:
     activation_checkpointing: Annotated[
         bool, doc("Recompute activations in the backward pass instead of keeping them.")
     ]
+    activation_offload: Annotated[
+        bool,
+        doc(
+            "Move what decoder layers keep for the backward pass to the host, and back ahead of it; with "
+            "`activation_checkpointing` the layers' inputs. Needs `tensor_parallel_size` 1. Not run on a GPU yet."
+        ),
+    ]
+    activation_offload_fraction: Annotated[
+        float,
+        doc(
+            "Share of the layers, from the first one on, whose activations move; those of the last layer stay.",
+            gt=0,
+            le=1,
+        ),
+    ]
+    activation_offload_host_limit_gib: Annotated[
+        float, doc("GiB of pinned host memory of one worker for them; what does not fit stays on the device.", gt=0)
+    ]
     torch_compile: Annotated[
         bool,
         doc(
@@ -97,6 +115,11 @@ class DTensorConfig:
     def streaming_section(self) -> str:
         """This one."""
         return "policy.dtensor_cfg"
+
+    @property
+    def activation_key(self) -> str:
+        """That of this backend."""
+        return "policy.dtensor_cfg.activation_offload"
 
     @property
     def streams_states(self) -> bool:

@@ -38,6 +38,18 @@ def host_held_training_is_off(cfg: PolicyRun) -> str | None:
     return None
 
 
+def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
+    """Activations of layers that are split over devices are not offloaded."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.activation_offload and dtensor.tensor_parallel_size > 1:
+        return (
+            f"policy.dtensor_cfg.activation_offload is true and tensor_parallel_size {dtensor.tensor_parallel_size}, "
+            "but activations of split layers are not offloaded; set activation_offload to false, or "
+            "tensor_parallel_size to 1"
+        )
+    return None
+
+
 def _unavailable(key: str) -> str:
     return f"{key} is true, but this is not available in this version; set it to false"
 
@@ -176,6 +188,7 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
 AVAILABILITY: tuple[Rule[PolicyRun], ...] = (
     sequences_are_not_split_over_devices,
     host_held_training_is_off,
+    offloaded_activations_are_whole,
 )
 
 RULES: tuple[Rule[PolicyRun], ...] = (

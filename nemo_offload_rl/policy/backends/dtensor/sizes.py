@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ExpectedBytes
+from nemo_offload_rl.policy.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
@@ -33,8 +34,12 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     reference_bytes = _parameter_bytes(model, settings, world_size, COMPUTE_DTYPES[settings.precision].itemsize)
     # Of one tensor a rank reads its part, at most the whole.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
-    state = {PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)}
-    return ExpectedBytes(state, loading_bytes, reference_bytes)
+    return ExpectedBytes(
+        state={PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)},
+        loading=loading_bytes,
+        reference=reference_bytes,
+        activations=host_bytes_at_most(settings, config.num_hidden_layers, config.hidden_size),
+    )
 
 
 def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: torch.device) -> dict[str, int]:

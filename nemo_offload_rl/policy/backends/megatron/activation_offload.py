@@ -25,8 +25,13 @@ import torch
 from torch import nn
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.host_buffers import (
+    HostBufferPool,
+    new_region_on,
+    round_up,
+    tokens_of_a_micro_batch,
+)
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.backends.megatron.host_buffers import HostBufferPool, new_region_on, round_up
 from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -158,7 +163,7 @@ def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, c
     limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
     if settings.precision == "float32":  # attention that keeps a matrix of scores
         return limit_bytes
-    tokens = _tokens_of_a_micro_batch(settings) / cfg.context_parallel_size
+    tokens = tokens_of_a_micro_batch(settings) / cfg.context_parallel_size
     tensors = [
         round_up(2 * math.ceil(tokens * elements))  # 16-bit numbers
         for module in cfg.offload_modules or ()
@@ -167,16 +172,6 @@ def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, c
     layers = math.ceil(cfg.activation_offload_fraction * num_layers)
     # The first stage of a pipeline has as many micro-batches under way as there are stages.
     return min(limit_bytes, int(_SPARE * cfg.pipeline_model_parallel_size * layers * sum(tensors)))
-
-
-def _tokens_of_a_micro_batch(settings: PolicySettings) -> int:
-    """Tokens of a training micro-batch at most, padding included."""
-    multiple = settings.make_sequence_length_divisible_by
-    longest = -(-settings.max_total_sequence_length // multiple) * multiple
-    for batching in (settings.sequence_packing, settings.dynamic_batching):
-        if batching.enabled:
-            return max(batching.train_mb_tokens, longest)
-    return settings.train_micro_batch_size * longest
 
 
 def elements_a_token(config: Any, module: str, cfg: MegatronConfig) -> tuple[float, ...]:

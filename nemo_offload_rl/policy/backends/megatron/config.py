@@ -267,6 +267,11 @@ class MegatronConfig:
         return "policy.megatron_cfg.optimizer"
 
     @property
+    def activation_key(self) -> str:
+        """That of this backend."""
+        return "policy.megatron_cfg.fine_grained_activation_offloading"
+
+    @property
     def streams_states(self) -> bool:
         """As the key says."""
         return self.optimizer.offload_optimizer_states

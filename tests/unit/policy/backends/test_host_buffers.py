@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.policy.backends.megatron.host_buffers import ROUND_BYTES, HostBufferPool
+from nemo_offload_rl.policy.backends.host_buffers import ROUND_BYTES, HostBufferPool
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.host_regions import PageableRegion
 

@@ -1,8 +1,8 @@
 """Host memory that offloaded activations go to: reused across shapes, bounded, pinned to the byte.
 
-Megatron-core's own pool keeps a pinned buffer for every exact shape it has ever seen. Reinforcement learning brings new
-shapes with every batch, so that pool only grows. Here a buffer serves any tensor that it holds, and what was not used
-lately is released above a limit.
+A pool that keeps a pinned buffer for every exact shape, as Megatron-core's own does, only grows: reinforcement learning
+brings new shapes with every batch. Here a buffer serves any tensor that it holds, and what was not used lately is
+released above a limit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
 
@@ -29,6 +30,16 @@ class _Buffer:
     region: HostRegion
     num_bytes: int
     last_pass: int
+
+
+def tokens_of_a_micro_batch(settings: PolicySettings) -> int:
+    """Tokens of a training micro-batch at most, padding included."""
+    multiple = settings.make_sequence_length_divisible_by
+    longest = -(-settings.max_total_sequence_length // multiple) * multiple
+    for batching in (settings.sequence_packing, settings.dynamic_batching):
+        if batching.enabled:
+            return max(batching.train_mb_tokens, longest)
+    return settings.train_micro_batch_size * longest
 
 
 def round_up(num_bytes: int) -> int:
@@ -53,7 +64,7 @@ def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
 
 
 class HostBufferPool:
-    """Stands in for megatron-core's `OffloadTensorPool` (0.19.2): `allocate`, `free`, `reset` and `clear`.
+    """Host tensors of any shape; has the methods of megatron-core's `OffloadTensorPool` (0.19.2).
 
     Args:
         limit_bytes: What is kept between passes, and what is reached only where no free buffer is large enough. A
@@ -66,7 +77,7 @@ class HostBufferPool:
     def __init__(
         self, limit_bytes: int, new_region: Callable[[int], HostRegion], synchronize: Callable[[], None]
     ) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._new_region = new_region
         self._synchronize = synchronize
         self._free: list[_Buffer] = []  # sorted by size
@@ -96,13 +107,23 @@ class HostBufferPool:
             raise ResidencyError("an activation's host buffer was freed twice or belongs to another pool")
         insort(self._free, buffer, key=_size)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `allocate` stays within the limit."""
+        in_use_bytes = self.total_bytes - sum(buffer.num_bytes for buffer in self._free)
+        is_free = bool(self._free) and self._free[-1].num_bytes >= num_bytes
+        return is_free or in_use_bytes + round_up(num_bytes) <= self.limit_bytes
+
+    def close_free(self) -> None:
+        """Release what is not in use."""
+        self._release_down_to(0)
+
     def reset(self) -> None:
         """A pass has ended: every buffer is free, and those above the limit are released."""
         for buffer in self._in_use.values():
             insort(self._free, buffer, key=_size)
         self._in_use.clear()
         self._pass += 1
-        self._release_down_to(self._limit_bytes)
+        self._release_down_to(self.limit_bytes)
 
     def clear(self) -> None:
         """Release everything."""
@@ -115,21 +136,21 @@ class HostBufferPool:
             return None
         fits = self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES)
         # Better far too large than made anew in every pass.
-        is_full = self.total_bytes + round_up(num_bytes) > self._limit_bytes
+        is_full = self.total_bytes + round_up(num_bytes) > self.limit_bytes
         return self._free.pop(index) if fits or is_full else None
 
     def _make(self, num_bytes: int) -> _Buffer:
         num_bytes = round_up(num_bytes)
-        self._release_down_to(self._limit_bytes - num_bytes)
+        self._release_down_to(self.limit_bytes - num_bytes)
         self.total_bytes += num_bytes
         self.num_regions_made += 1
-        if self.total_bytes > self._limit_bytes and not self._has_warned:
+        if self.total_bytes > self.limit_bytes and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "Offloaded activations need more than %.2f GiB of host memory at once: the least of "
                 "policy.megatron_cfg.activation_offload_host_limit_gib, which may be raised, and of what tokens and "
                 "layers were expected to need. Buffers above it are made anew in every pass.",
-                self._limit_bytes / 2**30,
+                self.limit_bytes / 2**30,
             )
         return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)
 
