@@ -72,7 +72,7 @@ class ActivationOffloading:
         self._last = None
         self._pool.close_free()
 
-    def _attach(self, layer: nn.Module, *, is_first: bool) -> None:
+    def _attach(self, layer: Any, *, is_first: bool) -> None:
         if getattr(layer, "gradient_checkpointing", False):
             # A hook would run inside of what is computed again.
             checkpointed = layer._gradient_checkpointing_func
