@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, parse_arguments, percent, run_variants
+from megatron_runs import KEY, Variant, memory_table, parse_arguments, run_variants
 
 
 def offload(*modules: str) -> tuple[str, ...]:
@@ -56,28 +55,6 @@ VARIANTS = (
 )
 
 
-def table(results: dict[str, Any]) -> str:
-    """Peak and tokens a second by length, each with its change from the resident variant."""
-    by_name = {row["variant"]: row for row in results["rows"]}
-    lengths = sorted({int(length) for row in results["rows"] for length in row.get("lengths", {})})
-    lines = [f"{results['machine']['gpu']}, {results['shape']}; change from resident in parentheses"]
-    lines.append(f"{'variant':34}" + "".join(f"{f'{n} tokens: peak GiB':>26}{'tokens/s':>18}" for n in lengths))
-    for name, row in by_name.items():
-        cells = ""
-        for length in lengths:
-            found = row.get("lengths", {}).get(str(length), {"error": row.get("error", "not run")})
-            if "error" in found:
-                cells += f"{found['error'][:40]:>44}"
-                continue
-            base = by_name.get("resident", row).get("lengths", {}).get(str(length), found)
-            base = found if "error" in base else base
-            peak = f"{found['peak_gib']:.1f} ({percent(found['peak_gib'], base['peak_gib'])})"
-            speed = f"{found['tokens_per_s']:.0f} ({percent(found['tokens_per_s'], base['tokens_per_s'])})"
-            cells += f"{peak:>26}{speed:>18}"
-        lines.append(f"{name:34}{cells}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Run every variant and print the table."""
     args = parse_arguments(__doc__ or "", "8192,32768")
@@ -85,7 +62,7 @@ def main() -> None:
     if args.device == "cpu":
         variants = tuple(v for v in VARIANTS if "offload" not in v.name)
     results = run_variants(args, variants)
-    print(table(results))
+    print(memory_table(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the Megatron benchmarks share: a model folder, a worker for a variant, timed steps, child processes.
+"""What benchmarks of training steps share: a model folder, a worker for a variant, timed steps, child processes.
 
 A variant is a list of the overrides that a user would write. Each runs in a process of its own, forked after the heavy
 imports. Where CUDA does not allow that, one process runs those that let go of everything; what is left is recorded.
@@ -101,6 +101,7 @@ def run_children(
     variants: Sequence[Variant],
     target: Callable[[Run, Variant], dict[str, Any]],
     may_share_process: bool = False,
+    needs_megatron: bool = True,
 ) -> dict[str, Any]:
     """`target` for every variant in turn; what failed has `error` instead of numbers.
 
@@ -109,11 +110,12 @@ def run_children(
         variants: The rows of the table.
         target: Runs a variant and returns what goes into its row.
         may_share_process: It lets go of all device memory, so that one process can run one variant after another.
+        needs_megatron: It is imported before the children are forked.
     """
     unknown = set(args.only or ()) - {variant.name for variant in variants}
     if unknown:
         sys.exit(f"--only: no variant is called {sorted(unknown)}; there are {[variant.name for variant in variants]}")
-    import_everything(args.device)
+    import_everything(args.device, needs_megatron=needs_megatron)
     run_child = _child_runner(args.device, may_share_process)
     started = time.perf_counter()
     link = {"d2h": 0.0, "h2d": 0.0}
@@ -149,59 +151,69 @@ def run_children(
 
 
 def run_variant(run: Run, variant: Variant) -> dict[str, Any]:
-    """One worker, and some steps at every length.
+    """One Megatron worker, and some steps at every length.
 
     Returns:
         Under `lengths`, by length: seconds of each step, tokens a second, peak GiB, losses.
     """
     with on_device(run.device):
-        worker = make_worker(run, variant)
-        worker.prepare_for_training()
-        measured = {}
-        for length in run.lengths:
-            try:
-                measured[str(length)] = measure(worker, run, length)
-            except torch.cuda.OutOfMemoryError as error:
-                measured[str(length)] = {"error": str(error).split(". ")[0]}
-                break
-        # Megatron's globals keep the model alive; offloaded, it holds no memory of the device.
-        worker.offload_before_refit()
-        worker.offload_after_refit()
-        worker.shutdown()
-        return {"lengths": measured}
+        return measure_lengths(make_worker(run, variant), run)
+
+
+def measure_lengths(worker: Any, run: Run) -> dict[str, Any]:
+    """Steps at every length, until memory runs out; the worker is shut down."""
+    worker.prepare_for_training()
+    measured = {}
+    for length in run.lengths:
+        try:
+            measured[str(length)] = measure(worker, run, length)
+        except torch.cuda.OutOfMemoryError as error:
+            measured[str(length)] = {"error": str(error).split(". ")[0]}
+            break
+    # Megatron's globals keep the model alive; offloaded, it holds no memory of the device.
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+    worker.shutdown()
+    return {"lengths": measured}
 
 
 def make_worker(run: Run, variant: Variant) -> Any:
-    """A policy worker with the variant's settings on one device."""
-    from nemo_offload_rl.config.convert import to_grpo_config
-    from nemo_offload_rl.config.schema import GrpoMasterConfig
-    from nemo_offload_rl.config.validate import validate_keys
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.backends.megatron import rules
-    from nemo_offload_rl.policy.worker import PolicyWorker
-    from nemo_offload_rl.utils.config import load_config
-
-    overrides = [
-        f"policy.model_name={run.folder}",
-        f"policy.train_global_batch_size={run.rows}",
-        "policy.train_micro_batch_size=1",
-        f"policy.max_total_sequence_length={max(run.lengths)}",
-        "policy.make_sequence_length_divisible_by=1",
-        "policy.logprob_chunk_size=1024",
-        f"{KEY}.empty_unused_memory_level=0",
-        f"policy.precision={'bfloat16' if run.device == 'cuda' else 'float32'}",
-    ]
+    """A Megatron policy worker with the variant's settings on one device."""
+    overrides = [f"{KEY}.empty_unused_memory_level=0"]
     if run.device == "cpu":
         overrides += [
             f"{KEY}.transformer_impl=local",
             f"{KEY}.optimizer.use_precision_aware_optimizer=false",
             f"{KEY}.optimizer.bf16=false",
         ]
+    return worker_of(run, variant, "grpo_math_1B_megatron.yaml", overrides)
+
+
+def worker_of(run: Run, variant: Variant, config: str, overrides: Sequence[str] = ()) -> Any:
+    """A policy worker on one device, of a file of examples/configs, `overrides` and those of the variant."""
+    from nemo_offload_rl.config.convert import to_grpo_config
+    from nemo_offload_rl.config.schema import GrpoMasterConfig
+    from nemo_offload_rl.config.validate import validate_keys
+    from nemo_offload_rl.policy.backends.base import ProcessInfo
+    from nemo_offload_rl.policy.backends.dtensor import rules as of_dtensor
+    from nemo_offload_rl.policy.backends.megatron import rules as of_megatron
+    from nemo_offload_rl.policy.worker import PolicyWorker
+    from nemo_offload_rl.utils.config import load_config
+
+    common = [
+        f"policy.model_name={run.folder}",
+        f"policy.train_global_batch_size={run.rows}",
+        "policy.train_micro_batch_size=1",
+        f"policy.max_total_sequence_length={max(run.lengths)}",
+        "policy.make_sequence_length_divisible_by=1",
+        "policy.logprob_chunk_size=1024",
+        f"policy.precision={'bfloat16' if run.device == 'cuda' else 'float32'}",
+    ]
     resolved = load_config(
-        ROOT / "examples/configs/grpo_math_1B_megatron.yaml", [*overrides, *run.overrides, *variant.overrides]
+        ROOT / "examples/configs" / config, [*common, *overrides, *run.overrides, *variant.overrides]
     )
     cfg = validate_keys(resolved, GrpoMasterConfig)
-    for rule in rules.RULES:
+    for rule in (*of_megatron.RULES, *of_dtensor.RULES):
         if (message := rule(cfg)) is not None:
             raise ValueError(message)
     process = ProcessInfo(
@@ -271,12 +283,16 @@ def on_device(device: str) -> Iterator[None]:
         yield
 
 
-def import_everything(device: str) -> None:
+def import_everything(device: str, *, needs_megatron: bool) -> None:
     """What every child needs, imported once in the parent."""
     import transformers  # noqa: F401
 
     import nemo_offload_rl.policy.worker
 
+    if not needs_megatron:
+        import nemo_offload_rl.policy.backends.dtensor.backend  # noqa: F401
+
+        return
     with on_device(device):
         import nemo_offload_rl.policy.backends.megatron.backend  # noqa: F401
         from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
@@ -306,6 +322,28 @@ def write_results(args: argparse.Namespace, results: dict[str, Any]) -> None:
 def percent(value: float, base: float) -> str:
     """The change from `base`."""
     return f"{100 * (value / base - 1):+.1f} %" if base else "-"
+
+
+def memory_table(results: dict[str, Any]) -> str:
+    """Peak and tokens a second by length, each with its change from the resident variant."""
+    by_name = {row["variant"]: row for row in results["rows"]}
+    lengths = sorted({int(length) for row in results["rows"] for length in row.get("lengths", {})})
+    lines = [f"{results['machine']['gpu']}, {results['shape']}; change from resident in parentheses"]
+    lines.append(f"{'variant':34}" + "".join(f"{f'{n} tokens: peak GiB':>26}{'tokens/s':>18}" for n in lengths))
+    for name, row in by_name.items():
+        cells = ""
+        for length in lengths:
+            found = row.get("lengths", {}).get(str(length), {"error": row.get("error", "not run")})
+            if "error" in found:
+                cells += f"{found['error'][:40]:>44}"
+                continue
+            base = by_name.get("resident", row).get("lengths", {}).get(str(length), found)
+            base = found if "error" in base else base
+            peak = f"{found['peak_gib']:.1f} ({percent(found['peak_gib'], base['peak_gib'])})"
+            speed = f"{found['tokens_per_s']:.0f} ({percent(found['tokens_per_s'], base['tokens_per_s'])})"
+            cells += f"{peak:>26}{speed:>18}"
+        lines.append(f"{name:34}{cells}")
+    return "\n".join(lines)
 
 
 def _write_model(shape: str, folder: str, device: str) -> dict[str, Any]:
