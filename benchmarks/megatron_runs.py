@@ -290,7 +290,7 @@ def import_everything(device: str, *, needs_megatron: bool) -> None:
     import nemo_offload_rl.policy.worker
 
     if not needs_megatron:
-        import nemo_offload_rl.policy.backends.dtensor.backend  # noqa: F401
+        import nemo_offload_rl.policy.backends.dtensor.backend
 
         return
     with on_device(device):
