@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 class Block(nn.Module):
     """Keeps its input, twice, two views of one product, and what every block is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.into, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
         self.raises = False
 
     def forward(self, hidden: Tensor, angles: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ class Block(nn.Module):
         return hidden + self.out(torch.tanh(left) * right * angles)
 
 
-def blocks() -> nn.ModuleList:
+def blocks(width: int = WIDTH) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+    return nn.ModuleList(Block(width) for _ in range(NUM_LAYERS))
 
 
 def loss_of(layers: nn.ModuleList, hidden: Tensor, angles: Tensor) -> Tensor:
@@ -152,6 +152,33 @@ def test_what_does_not_fit_the_limit_stays_with_one_warning(caplog: pytest.LogCa
         assert_same(grads_of(layers), expected(1))
         assert offloading.host_bytes == 4 * MIB
     assert caplog.text.count("Activations need more than 0.00 GiB of host memory; what does not fit stays") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_gradients_have_the_same_bits_and_the_memory_is_free_between_the_passes() -> None:
+    width, rows, device = 2048, 4096, torch.device("cuda")
+    activation_bytes = rows * width * 4
+    plain, moving = blocks(width).to(device), blocks(width).to(device)
+    offloading = ActivationOffloading(list(moving), 1.0, 2 << 30, device)
+
+    def run(layers: nn.ModuleList) -> tuple[int, int, list[Tensor]]:
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            values = torch.randn(rows, width, device=device), torch.randn(rows, width, device=device)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            loss = loss_of(layers, *values)
+            held_bytes = torch.cuda.memory_allocated() - before
+            loss.backward()
+        return held_bytes, torch.cuda.max_memory_allocated() - before, grads_of(layers)
+
+    (held, peak, wanted), (held_less, peak_less, found) = run(plain), run(moving)
+    assert_same(found, wanted)
+    # The same as on a CPU.
+    assert held - held_less == (5 * (NUM_LAYERS - 1) - 1) * activation_bytes
+    assert peak - peak_less > 10 * activation_bytes
+    assert offloading.host_bytes > 20 * activation_bytes
 
 
 CASES: dict[str, dict[str, Any]] = {
