@@ -36,6 +36,23 @@ _QWEN3 = {"hidden_size": 64, "head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {**_QWEN3, **_EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}
 _QWEN2_MOE = {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+# As gpt-oss: windows in every other layer, scores that take part in the softmax alone, biases of experts and routers.
+_GPT_OSS = {
+    **_QWEN3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 256,
+        "truncate": False,
+    },
+}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -93,6 +110,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 32}),
     "glm4": ("glm4", {"head_dim": 32}),
     "glm4_moe": ("glm4_moe", _GLM4_MOE),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
     "granite": ("granite", _GRANITE),
     "granite-tied": ("granite", _GRANITE),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, "use_qk_norm": True}),
@@ -159,9 +177,11 @@ def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("sinks"):
+                parameter.mul_(0.05)  # vLLM rounds them to bfloat16 on a CPU, which shows in larger ones
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.2 * torch.randn_like(buffer))
@@ -177,14 +197,15 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model by the names of its family's checkpoints, which have each expert on its own."""
+    """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
+    is_stacked = model.config.model_type == "gpt_oss"
     is_mixtral = model.config.model_type == "mixtral"
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     tensors = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
     for own_name, parameter in model.named_parameters():
         name = own_name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else own_name
         place, _, projection = name.rpartition(".experts.")
-        if not place:
+        if not place or is_stacked:
             tensors[name] = parameter.detach()
             continue
         for expert, weight in enumerate(parameter.detach()):

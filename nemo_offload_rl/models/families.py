@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_offload_rl.models.rope import rope_type
+
 DTENSOR, MEGATRON = "dtensor", "megatron"
 
 type ModelConfig = Mapping[str, Any]
@@ -65,6 +67,25 @@ def _window_everywhere(config: ModelConfig) -> bool:
     return config.get("sliding_window") is not None
 
 
+def _all_served(config: ModelConfig) -> str | None:
+    return None
+
+
+def _windows_in_all_layers_or_none(config: ModelConfig) -> str | None:
+    if not _window_in_some_layers(config):
+        return None
+    return "layers with a sliding window beside layers without, which the engine does not serve of its family"
+
+
+def _gpt_oss_as_published(config: ModelConfig) -> str | None:
+    types, turns = config.get("layer_types"), ("sliding_attention", "full_attention")
+    if types is not None and list(types) != [turns[layer % 2] for layer in range(len(types))]:
+        return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
+    if rope_type(config) != "yarn":
+        return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
+    return None
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One architecture.
@@ -75,13 +96,14 @@ class ModelFamily:
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
         has_window: Whether a model of the family has layers that attend to the last tokens only.
         windows_trained_by: Those of `trained_by` that compute such layers.
-        unserved_windows: Windows that vLLM 0.25.1 does not serve.
+        unserved: What of a config vLLM 0.25.1 does not serve, or None.
         logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
         has_expert_bias: Whether a bias of each expert takes part in choosing experts.
         rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
         logits_factor: Key of config.json with what they are multiplied by; None for nothing.
         logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
         attention_softcap: The same for attention scores before the softmax.
+        has_sinks: Whether the softmax of attention scores has a learned score more for each head.
         refused: By backend, settings with which it does not train the family.
     """
 
@@ -90,13 +112,14 @@ class ModelFamily:
     trained_by: tuple[str, ...]
     has_window: Callable[[ModelConfig], bool] = _no_window
     windows_trained_by: tuple[str, ...] = (DTENSOR,)
-    unserved_windows: Callable[[ModelConfig], bool] = _no_window
+    unserved: Callable[[ModelConfig], str | None] = _all_served
     logits_divisor: str | None = None
     has_expert_bias: bool = False
     rotates_part: bool = False
     logits_factor: str | None = None
     logits_softcap: str | None = None
     attention_softcap: str | None = None
+    has_sinks: bool = False
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
@@ -140,6 +163,21 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,)),
         ModelFamily("glm4", "GLM-4-0414", (DTENSOR,)),
         ModelFamily("glm4_moe", "GLM-4.5", (DTENSOR, MEGATRON), has_expert_bias=True, rotates_part=True),
+        ModelFamily(
+            "gpt_oss",
+            "gpt-oss (16-bit folders)",
+            (DTENSOR,),
+            has_window=_window_everywhere,
+            unserved=_gpt_oss_as_published,
+            has_sinks=True,
+            refused={
+                DTENSOR: (
+                    Refusal("attention_bias", (None, True), "and the engine has biases of all projections"),
+                    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
+                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+                )
+            },
+        ),
         ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
         ModelFamily(
             "hunyuan_v1_dense",
@@ -183,7 +221,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "Qwen2, Qwen2.5",
             (DTENSOR, MEGATRON),
             has_window=_window_by_layer,
-            unserved_windows=_window_in_some_layers,
+            unserved=_windows_in_all_layers_or_none,
         ),
         ModelFamily(
             "qwen2_moe",
@@ -271,9 +309,7 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
 def unserved(config: ModelConfig) -> str | None:
     """What of the config vLLM 0.25.1 does not serve, or None."""
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or not family.unserved_windows(config):
-        return None
-    return "layers with a sliding window beside layers without, which the engine does not serve of its family"
+    return None if family is None else family.unserved(config)
 
 
 def has_sliding_window(config: ModelConfig) -> bool:
@@ -292,6 +328,12 @@ def rotates_part(config: ModelConfig) -> bool:
     """Whether partial_rotary_factor counts in models of this type."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.rotates_part
+
+
+def has_attention_sinks(config: ModelConfig) -> bool:
+    """Whether the softmax of attention scores has a learned score more for each head."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.has_sinks
 
 
 def logits_divisor(config: ModelConfig) -> float:

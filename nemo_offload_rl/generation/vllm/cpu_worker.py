@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+_attention = _custom_ops.cpu_attention_with_kv_cache
 
 
 class RefitCpuWorker(CPUWorker):
@@ -12,17 +19,23 @@ class RefitCpuWorker(CPUWorker):
     `load_weights` fails for linear layers and is silently without effect for the output head; experts it packs in
     place, for what the CPU has (vLLM 0.25.1). Without either it uses `F.linear` on the parameters, at the same speed
     for the sizes that run on a CPU.
+
+    Attention sinks (gpt-oss) may be of any type, where vLLM's kernel takes bfloat16 alone: it gets them rounded.
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, with packed weights off in this process from here on."""
-        from vllm import _custom_ops
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         _custom_ops._supports_onednn = False
+        _custom_ops.cpu_attention_with_kv_cache = _attention_with_rounded_sinks
         CPUFusedMOE.check_grouped_gemm = _no_grouped_gemm
         super().load_model(load_dummy_weights=load_dummy_weights)
 
 
 def _no_grouped_gemm(self: object, layer: object) -> tuple[bool, str]:
     return False, "none"
+
+
+def _attention_with_rounded_sinks(*args: Any, s_aux: Tensor | None = None, **kwargs: Any) -> None:
+    _attention(*args, s_aux=None if s_aux is None else s_aux.to(torch.bfloat16), **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from nemo_offload_rl.generation.vllm.stacked_experts import DOWN, GATE_UP, local_experts
+from nemo_offload_rl.generation.vllm.stacked_experts import PARAMETERS, local_experts
 from nemo_offload_rl.generation.vllm.write_recorder import Span, gaps
 
 
@@ -36,8 +36,8 @@ def missing_weights(model: nn.Module, written: list[Span]) -> list[str]:
 def _stacked(module: nn.Module, own_name: str) -> list[str]:
     """The name of the one tensor that has all experts of a parameter; nothing for other parameters."""
     layer_name = getattr(module, "layer_name", None)
-    kinds = {"w13_weight": GATE_UP, "w2_weight": DOWN}
-    return [f"{layer_name}.{kinds[own_name]}"] if own_name in kinds else []
+    kinds = [kind for kind, parameter in PARAMETERS.items() if parameter == own_name]
+    return [f"{layer_name}.{kind}" for kind in kinds]
 
 
 def _parts(

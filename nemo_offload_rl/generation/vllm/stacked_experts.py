@@ -10,8 +10,20 @@ place is the one that the family's checkpoints have, as `model.layers.0.mlp` or 
 
 They are written into vLLM's fused parameters by one copy each, or two where tensor parallelism takes rows out of both
 halves. vLLM's own loaders copy expert by expert: 18,432 copies for a model of 48 layers with 128 experts. Tensors of
-single experts under the checkpoint's names are loaded as ever. Families whose experts have biases (gpt-oss) have their
-own stacked layout in checkpoints too, which vLLM's loader of that family takes.
+single experts under the checkpoint's names are loaded as ever.
+
+Experts with biases (gpt-oss) come in the layout of that family's checkpoints, transposed, gate and up projection in
+turns:
+
+| name | shape | of expert e |
+|---|---|---|
+| `<place>.experts.gate_up_proj` | [E, H, 2 I] | columns 0, 2, ...: the gate's weight; 1, 3, ...: the up projection's |
+| `<place>.experts.gate_up_proj_bias` | [E, 2 I] | the biases of these |
+| `<place>.experts.down_proj` | [E, I, H] | the down projection's weight |
+| `<place>.experts.down_proj_bias` | [E, H] | its bias |
+
+vLLM's own loader of the family would, with tensor parallelism, set the bias of the down projection to 0 in the buffer
+that all workers read.
 """
 
 from __future__ import annotations
@@ -23,6 +35,9 @@ import torch
 from torch import Tensor, nn
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_GATE_UP_BIAS, _DOWN_BIAS = "gate_up_proj_bias", "down_proj_bias"
+PARAMETERS = {GATE_UP: "w13_weight", DOWN: "w2_weight", _GATE_UP_BIAS: "w13_bias", _DOWN_BIAS: "w2_bias"}
+"""What vLLM calls each."""
 
 
 class StackedExperts:
@@ -36,15 +51,13 @@ class StackedExperts:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         self._layers: dict[str, Any] = {
-            module.layer_name: module
-            for module in model.modules()
-            if isinstance(module, RoutedExperts) and not module.moe_config.has_bias
+            module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)
         }
 
     def takes(self, name: str) -> bool:
         """Whether a tensor of this name is written here."""
         place, _, own_name = name.rpartition(".")
-        return own_name in (GATE_UP, DOWN) and place in self._layers
+        return own_name in PARAMETERS and place in self._layers and hasattr(self._layers[place], PARAMETERS[own_name])
 
     @torch.no_grad()
     def load(self, name: str, stacked: Tensor) -> None:
@@ -59,23 +72,41 @@ class StackedExperts:
         """
         place, _, own_name = name.rpartition(".")
         layer = self._layers[place]
-        parallel, num_experts = layer.moe_config.moe_parallel_config, layer.global_num_experts
-        halves, dim = (2, 1) if own_name == GATE_UP else (1, 2)  # inner sizes are split over tensor parallelism
-        parameter = layer.w13_weight if own_name == GATE_UP else layer.w2_weight
-        inner, hidden = layer.moe_config.intermediate_size, layer.moe_config.hidden_dim_unpadded
-        wanted = (num_experts, 2 * inner, hidden) if own_name == GATE_UP else (num_experts, hidden, inner)
+        parallel, has_bias = layer.moe_config.moe_parallel_config, layer.moe_config.has_bias
+        parameter, hidden = getattr(layer, PARAMETERS[own_name]), layer.moe_config.hidden_dim_unpadded
+        wanted = _shape(own_name, layer.global_num_experts, layer.moe_config.intermediate_size, hidden, has_bias)
         if tuple(stacked.shape) != wanted:
             raise ValueError(f"its shape is {list(stacked.shape)} instead of {list(wanted)}")
         stacked = _taken(stacked, [expert for expert, _ in local_experts(layer)])
+        if own_name == _DOWN_BIAS and parallel.tp_rank > 0:
+            parameter.zero_()  # the workers' results are added up
+            return
+        if has_bias and stacked.dim() == 3:
+            stacked = stacked.transpose(1, 2)
         if stacked.shape == parameter.shape:
             parameter.copy_(stacked)
             return
         # A padded parameter keeps its padding.
-        parameter = parameter.narrow(3 - dim, 0, hidden)
-        length, room = inner // parallel.tp_size, parameter.shape[dim] // halves
+        if own_name != _GATE_UP_BIAS:
+            hidden_dim = 2 if own_name == GATE_UP else 1
+            parameter = parameter.narrow(hidden_dim, 0, hidden)
+        if own_name == _DOWN_BIAS:
+            parameter.copy_(stacked)
+            return
+        halves, dim = (1, 2) if own_name == DOWN else (1 if has_bias else 2, 1)  # tensor parallelism splits inner sizes
+        size = stacked.shape[dim] // halves
+        length, room = size // parallel.tp_size, parameter.shape[dim] // halves
         for half in range(halves):
-            source = stacked.narrow(dim, half * inner + parallel.tp_rank * length, length)
+            source = stacked.narrow(dim, half * size + parallel.tp_rank * length, length)
             parameter.narrow(dim, half * room, length).copy_(source)
+
+
+def _shape(own_name: str, num_experts: int, inner: int, hidden: int, has_bias: bool) -> tuple[int, ...]:
+    """What the tensor of a name has to have."""
+    if own_name in (_GATE_UP_BIAS, _DOWN_BIAS):
+        return num_experts, 2 * inner if own_name == _GATE_UP_BIAS else hidden
+    rows, columns = (2 * inner, hidden) if own_name == GATE_UP else (hidden, inner)
+    return (num_experts, columns, rows) if has_bias else (num_experts, rows, columns)
 
 
 def local_experts(layer: Any) -> Iterator[tuple[int, int]]:

@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 from engine_process import engine_process, engine_settings, send_weights
+from matrix_cases import GREEDY, PROMPTS, answers_like
 from model_families import checkpoint_tensors, make_family, save_family_folder
 
 from nemo_offload_rl.errors import WorkerDiedError
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.weight_sync.errors import RefitError
 
 
@@ -19,8 +19,6 @@ from nemo_offload_rl.weight_sync.errors import RefitError
 def test_refitted_halves_answer_like_the_whole_and_a_killed_worker_is_a_dead_engine(tmp_path: Path) -> None:
     save_family_folder(tmp_path, "qwen3_moe")
     settings = engine_settings(tmp_path, tensor_parallel_size=2)
-    sampling = SamplingSettings(max_new_tokens=8, temperature=0.0)
-    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (4, 9, 150)]
     model = make_family("qwen3_moe", 1)
     weights = checkpoint_tensors(model)
     with engine_process() as engine:
@@ -29,17 +27,21 @@ def test_refitted_halves_answer_like_the_whole_and_a_killed_worker_is_a_dead_eng
             with pytest.raises(RefitError, match=rf"as they were: {name}\. The policy"):
                 send_weights(engine, {key: tensor for key, tensor in weights.items() if key != name}, 2**20)
         send_weights(engine, weights, 2**20)
-        answers = [samples[0].token_ids for samples in engine.generate(prompts, sampling)]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-            assert answer == logits.argmax(-1).tolist()
-
+        answers = answers_like(engine, model)
         children = psutil.Process(engine.pid).children(recursive=True)
         workers = [child for child in children if "Worker_TP" in child.name()]
         assert len(workers) == 2
         workers[-1].kill()
         with pytest.raises(WorkerDiedError, match="a worker process of vLLM has ended"):
-            engine.generate(prompts, sampling)
+            engine.generate(PROMPTS, GREEDY)
         engine.start(settings)
         send_weights(engine, weights, 2**20)
-        assert [samples[0].token_ids for samples in engine.generate(prompts, sampling)] == answers
+        assert answers_like(engine, model) == answers
+
+        # Biases of experts, of which one is added on one of the workers only.
+        save_family_folder(tmp_path, "gpt_oss")
+        engine.start(settings)
+        model = make_family("gpt_oss", 1)
+        for _ in range(2):
+            send_weights(engine, checkpoint_tensors(model), 2**20)
+            answers_like(engine, model)

@@ -8,7 +8,7 @@ import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
 
-from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor, unserved
 from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
@@ -69,6 +69,7 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
+        ("gpt_oss", {"attention_bias": False}, "attention_bias false, and the engine has biases of all projections"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, which the engine would leave out"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob true, which the engine would leave out"),
         ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, for which the engine would take 1e-05"),
@@ -82,9 +83,19 @@ def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, change
     assert unsupported(family_config(name, **changes).to_dict()) == words
 
 
+def test_the_engine_serves_gpt_oss_as_it_was_published() -> None:
+    config = family_config("gpt_oss").to_dict()
+    assert unserved(config) is None
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    assert "rope_type default, where the engine knows yarn" in str(unserved(config | {"rope_parameters": default}))
+    assert "layer_types other than" in str(unserved(config | {"layer_types": ["full_attention"] * 4}))
+
+
 def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
     windowed = {name for name in TINY if has_sliding_window(family_config(name).to_dict())}
-    assert windowed == {name for name in TINY if "window" in name or "layer_types" in TINY[name][1]}
+    assert windowed == {
+        name for name in TINY if "window" in name or name == "gpt_oss" or "layer_types" in TINY[name][1]
+    }
     qwen = {"model_type": "qwen2", "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 2}
     assert has_sliding_window(qwen | {"use_sliding_window": True})
     assert not has_sliding_window(qwen | {"use_sliding_window": False})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.policy.backends.dtensor.attention import PACKED
+from nemo_offload_rl.policy.backends.dtensor.attention import TAKES_BOUNDS
 from nemo_offload_rl.policy.backends.dtensor.layout import ModelRows
 from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader, capped
 
@@ -81,7 +81,7 @@ class LogprobModel(nn.Module):
             ids_RL = input_ids_BS.take(rows.tokens_RL)
         if rows.positions_RL is not None:
             inputs["position_ids"] = rows.positions_RL
-        if self.causal_lm.config._attn_implementation == PACKED:
+        if self.causal_lm.config._attn_implementation in TAKES_BOUNDS:
             inputs |= {"cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": rows.bounds}
             inputs |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return self.causal_lm.base_model(input_ids=ids_RL, use_cache=False, **inputs).last_hidden_state

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_close
-from policy_cases import NLL, hf_logprobs, make_batch, one_rank_worker, save_family
+from model_families import save_family_folder
+from policy_cases import NLL, full_grads, hf_logprobs, hf_loss_and_grads, make_batch, one_rank_worker, save_family
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from nemo_offload_rl.policy.backends.dtensor.attention import CAUSAL, MASKED, PACKED, choose_attention
@@ -36,6 +37,24 @@ def test_layers_with_a_sliding_window_keep_it(tmp_path: Path, family: str, chang
     with one_rank_worker(tmp_path, hf_config_overrides=WINDOWS[family], **changes) as worker:
         worker.prepare_for_lp_inference()
         assert_close(worker.get_logprobs(batch), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence_packing": PACKING}], ids=["padded", "packed"])
+def test_sinks_take_their_share_of_the_softmax(tmp_path: Path, changes: dict[str, BatchingConfig]) -> None:
+    batch, model = make_batch(), save_family_folder(tmp_path, "gpt_oss")
+    before = hf_logprobs(model, batch).detach()
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.sinks.data = torch.linspace(-2, 3, 4) + index
+    model.save_pretrained(tmp_path)
+    expected = hf_logprobs(model, batch).detach()
+    assert (before - expected).abs().max() > 0.1
+    _, grads = hf_loss_and_grads(model, batch)
+    with one_rank_worker(tmp_path, **changes) as worker:
+        worker.prepare_for_lp_inference()
+        assert_close(worker.get_logprobs(batch), expected)
+        worker.prepare_for_training()
+        worker.forward_backward(batch, NLL())
+        assert_close(full_grads(worker), grads)
 
 
 def test_padded_rows_are_attended_without_a_look_at_their_positions(
