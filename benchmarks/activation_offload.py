@@ -1,6 +1,7 @@
 """Megatron's activation offloading beside recomputation: peak GPU memory and tokens a second of training steps.
 
     python benchmarks/activation_offload.py --out benchmarks/results/activation_offload.json
+    python benchmarks/activation_offload.py --shape 12-layers --out benchmarks/results/activation_offload_moe.json
 
 A step is forward, backward and optimizer step of the policy worker's Megatron backend on a Qwen3 shape (random weights
 and tokens, bf16, the precision-aware distributed optimizer), with micro-batches of one row of the given length. Peaks
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import KEY, Variant, memory_table, parse_arguments, run_variants
+from megatron_runs import KEY, MOE_SHAPES, Variant, memory_table, parse_arguments, run_variants
 
 
 def offload(*modules: str) -> tuple[str, ...]:
@@ -54,13 +55,26 @@ VARIANTS = (
     Variant("offload half of attention", (*offload(*ATTENTION), f"{KEY}.activation_offload_fraction=0.5")),
 )
 
+# Of mixtures of experts.
+EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
+MIXTURE_VARIANTS = (
+    Variant("resident"),
+    Variant("offload experts", offload(*EXPERTS)),
+    Variant("recompute experts", recompute("moe")),
+    Variant("recompute moe_act", recompute("moe_act")),
+    Variant("recompute all", recompute()),
+    Variant("offload experts and attention", offload(*ATTENTION, *EXPERTS)),
+    Variant("offload attention, recompute experts", (*offload(*ATTENTION), *recompute("moe"))),
+    Variant("offload moe_act", offload("moe_act")),
+)
+
 
 def main() -> None:
     """Run every variant and print the table."""
     args = parse_arguments(__doc__ or "", "8192,32768")
-    variants = VARIANTS
+    variants = MIXTURE_VARIANTS if args.shape in MOE_SHAPES else VARIANTS
     if args.device == "cpu":
-        variants = tuple(v for v in VARIANTS if "offload" not in v.name)
+        variants = tuple(v for v in variants if "offload" not in v.name)
     results = run_variants(args, variants)
     print(memory_table(results))
 

@@ -35,7 +35,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from qwen3_shapes import SHAPES
+from qwen3_shapes import MOE_SHAPES, SHAPES, shape_of
+from qwen3_shapes import write_model as write_mixture
 from residency_overlap import NLL, write_model
 from residency_peers import grow_host_memory, probe_link
 
@@ -76,7 +77,7 @@ def parse_arguments(description: str, lengths: str) -> argparse.Namespace:
 
 def add_arguments(parser: argparse.ArgumentParser, lengths: str, *, shape: str = "1.7B", rows: int = 2) -> None:
     """What `run_children` reads, with these defaults."""
-    parser.add_argument("--shape", default=shape, choices=list(SHAPES))
+    parser.add_argument("--shape", default=shape, choices=[*SHAPES, *MOE_SHAPES])
     parser.add_argument("--lengths", default=lengths, help="tokens of a micro-batch, one row each; several by commas")
     parser.add_argument("--rows", type=int, default=rows, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=3)
@@ -230,7 +231,7 @@ def random_batch(run: Run, length: int, generator: torch.Generator) -> Any:
     from nemo_offload_rl.data.batch import TrainBatch
 
     return TrainBatch(
-        input_ids=torch.randint(0, SHAPES[run.shape].vocab, (run.rows, length), generator=generator),
+        input_ids=torch.randint(0, shape_of(run.shape).vocab, (run.rows, length), generator=generator),
         input_lengths=torch.full((run.rows,), length),
         token_mask=torch.ones(run.rows, length).index_fill_(1, torch.tensor([0]), 0.0),
         sample_mask=torch.ones(run.rows),
@@ -347,7 +348,11 @@ def memory_table(results: dict[str, Any]) -> str:
 
 
 def _write_model(shape: str, folder: str, device: str) -> dict[str, Any]:
-    write_model(shape, Path(folder), device)
+    if shape in MOE_SHAPES:
+        sys.path.insert(0, str(ROOT / "examples" / "demo"))  # for its tokenizer
+        write_mixture(Path(folder), MOE_SHAPES[shape], device)
+    else:
+        write_model(shape, Path(folder), device)
     return {}
 
 

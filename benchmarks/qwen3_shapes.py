@@ -115,10 +115,15 @@ SHAPES = {
 
 _A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}
 MOE_SHAPES = {
-    "tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
+    "moe-tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
     "12-layers": MoeShape(layers=12, experts=64, experts_per_token=8, **_A3B),
     "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
 }
+
+
+def shape_of(name: str) -> Qwen3Shape | MoeShape:
+    """The dense shape of that name, else the mixture of experts."""
+    return SHAPES[name] if name in SHAPES else MOE_SHAPES[name]
 
 
 def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
