@@ -202,8 +202,9 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
 
 
 def torch_optimizer(name: str, *, decay_norm_and_bias: bool = True, **kwargs: Any) -> OptimizerConfig:
-    """An optimizer of `torch.optim` with its arguments."""
-    return OptimizerConfig(name=f"torch.optim.{name}", kwargs=kwargs, decay_norm_and_bias=decay_norm_and_bias)
+    """An optimizer of `torch.optim`, or one by its dotted path, with its arguments."""
+    path = name if "." in name else f"torch.optim.{name}"
+    return OptimizerConfig(name=path, kwargs=kwargs, decay_norm_and_bias=decay_norm_and_bias)
 
 
 def make_batch(num_rows: int = 8, width: int = 14, seed: int = 0) -> TrainBatch:

@@ -18,7 +18,13 @@ from nemo_offload_rl.schema import doc, section
 class OptimizerConfig:
     """`policy.optimizer`: the optimizer of the DTensor backend."""
 
-    name: Annotated[str, doc("Dotted path of a torch optimizer class, as `torch.optim.AdamW`.")]
+    name: Annotated[
+        str,
+        doc(
+            "Dotted path of a torch optimizer class, as `torch.optim.AdamW`; `nemo_offload_rl.optim.AdamW` keeps "
+            "moments of 16 bits."
+        ),
+    ]
     kwargs: Annotated[dict[str, Any], doc("Its arguments: `lr`, `weight_decay`, `betas`, `eps`, ...")]
     decay_norm_and_bias: Annotated[
         bool,

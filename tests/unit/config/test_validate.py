@@ -66,6 +66,11 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(override: str, expect
             "given the text 'k4', wanted one of k1, k2, k3, k1+, k3+, k1w, k2w, k3w",
         ),
         ("policy.precision=null", "policy.precision: given null, wanted one of float32, bfloat16, float16"),
+        (
+            "policy.megatron_cfg.optimizer.exp_avg_dtype=float16",
+            "optimizer.exp_avg_dtype: given the text 'float16', wanted one of float32, bfloat16",
+        ),
+        ("policy.megatron_cfg.optimizer.exp_avg_sq_dtype=fp8", "given the text 'fp8', wanted one of float32, bfloat16"),
         ("policy.tokenizer=x", "policy.tokenizer: given the text 'x', wanted mapping"),
         ("data.train.operators=[/]", "data.train.operators.0: given the text '/', wanted one of +, -, *"),
         ("data.train.dataset_name=foo", "data.train.dataset_name: given 'foo', wanted one of 'arithmetic'"),

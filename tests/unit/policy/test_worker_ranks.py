@@ -238,8 +238,10 @@ def check_tensor_parallel(process, root):
     )
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2, sparse=True)
     check_sequence_parallel(process, root)
-    goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2)
-    loads_under_other_layouts(process, f"{root}/qwen3", Path(root) / "saved-2", "tensor_parallel_size", (1, 2))
+    in_16_bits = {"optimizer": torch_optimizer("nemo_offload_rl.optim.AdamW", lr=1e-3)}
+    goes_on_bit_by_bit(process, f"{root}/qwen3", tensor_parallel_size=2, **in_16_bits)
+    saved = Path(root) / "saved-2"
+    loads_under_other_layouts(process, f"{root}/qwen3", saved, "tensor_parallel_size", (1, 2), **in_16_bits)
 
 
 def check_sequence_parallel(process, root):

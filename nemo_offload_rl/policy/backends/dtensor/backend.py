@@ -174,7 +174,9 @@ class DTensorBackend:
             for group in self.state_groups()
             if group.name in (PARAMS, BASE)
         }
-        return {**sizes, **optimizer_row_bytes(self._settings, sizes[PARAMS], self._device)}
+        shards = unique_storages(self._named_trainable()).values()
+        elements = [record.storage.nbytes() // torch.float32.itemsize for record in shards]
+        return {**sizes, **optimizer_row_bytes(self._settings, elements, self._device)}
 
     # -- compute ---------------------------------------------------------------------------------------------------
 

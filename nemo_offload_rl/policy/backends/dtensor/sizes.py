@@ -29,21 +29,27 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     config = load_config(settings.model_name, settings.hf_config_overrides)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    params_bytes = _parameter_bytes(model, settings, world_size, _FP32_BYTES)
+    elements = _parameter_elements(model, settings, world_size)
+    params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
     # Layers are gathered in the compute type, so a reference keeps no more.
-    reference_bytes = _parameter_bytes(model, settings, world_size, COMPUTE_DTYPES[settings.precision].itemsize)
+    reference_bytes = _parameter_bytes(model, elements, COMPUTE_DTYPES[settings.precision].itemsize)
     # Of one tensor a rank reads its part, at most the whole.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
     return ExpectedBytes(
-        state={PARAMS: params_bytes, **optimizer_row_bytes(settings, params_bytes, device)},
+        state={PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)},
         loading=loading_bytes,
         reference=reference_bytes,
         activations=host_bytes_at_most(settings, config.num_hidden_layers, config.hidden_size),
     )
 
 
-def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: torch.device) -> dict[str, int]:
-    """Bytes of the optimizer's row; empty for an optimizer that keeps nothing.
+def optimizer_row_bytes(settings: PolicySettings, elements: Iterable[int], device: torch.device) -> dict[str, int]:
+    """Bytes of the optimizer's row as the host arena holds them; empty for an optimizer that keeps nothing.
+
+    Args:
+        settings: The policy's settings.
+        elements: Of one rank's shard of each trained parameter.
+        device: Where parameters are.
 
     Raises:
         ConfigError: The optimizer cannot train here.
@@ -51,17 +57,21 @@ def optimizer_row_bytes(settings: PolicySettings, params_bytes: int, device: tor
     if settings.optimizer is None:
         return {}
     spec = optimizer_spec(settings.optimizer, on_gpu=device.type == "cuda")
-    state_bytes = spec.bytes_per_element(torch.float32) * (params_bytes // _FP32_BYTES)
+    state_bytes = sum(aligned(count * dtype.itemsize) for count in elements for dtype in spec.states.values())
     row = OPTIMIZER_PART if settings.dtensor_cfg.streams_states else OPTIMIZER
     return {row: state_bytes} if state_bytes else {}
 
 
-def _parameter_bytes(model: nn.Module, settings: PolicySettings, world_size: int, element_bytes: int) -> int:
-    """Bytes of one rank's parameters and buffers as the host arena holds them, `element_bytes` of each parameter."""
+def _parameter_elements(model: nn.Module, settings: PolicySettings, world_size: int) -> list[int]:
+    """Of one rank's shard of each parameter, FSDP's padding included."""
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     dp_size = max(1, world_size // tp_size)  # sizes that do not fit together are refused as the backend is built
-    shapes = [parameter.shape for parameter in model.parameters()]
-    return sum(aligned(_shard_elements(shape, dp_size, tp_size) * element_bytes) for shape in shapes) + sum(
+    return [_shard_elements(parameter.shape, dp_size, tp_size) for parameter in model.parameters()]
+
+
+def _parameter_bytes(model: nn.Module, elements: Iterable[int], element_bytes: int) -> int:
+    """Bytes of one rank's parameters and buffers as the host arena holds them, `element_bytes` of each parameter."""
+    return sum(aligned(count * element_bytes) for count in elements) + sum(
         aligned(buffer.nbytes) for buffer in model.buffers()
     )
 
