@@ -11,6 +11,16 @@ from nemo_offload_rl.optim import AdamW, hashed, round_by_chance_
 
 IN_FP32 = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
 NUM_STEPS = 400
+on_each_device = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
 
 
 def train(optimizer_class, value: Tensor, gradients, **kwargs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -18,7 +28,7 @@ def train(optimizer_class, value: Tensor, gradients, **kwargs) -> tuple[Tensor, 
     parameter = nn.Parameter(value.clone())
     optimizer = optimizer_class([parameter], lr=1e-3, weight_decay=0.1, **kwargs)
     for gradient in gradients:
-        parameter.grad = gradient.clone()
+        parameter.grad = gradient.to(value.device, copy=True)
         optimizer.step()
     return parameter.detach(), optimizer.state[parameter]
 
@@ -32,29 +42,31 @@ def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def both(num_steps: int, shape=(64, 128), **kwargs):
+def both(device: str, num_steps: int, shape=(64, 128), **kwargs):
     """torch's and ours with the same gradients."""
     seeds = [torch.Generator().manual_seed(1) for _ in range(2)]
-    value = drawn(shape)
+    value = drawn(shape).to(device)
     theirs = train(torch.optim.AdamW, value, gradients_that_shrink(shape, seeds[0], num_steps), fused=True)
     return theirs, train(AdamW, value, gradients_that_shrink(shape, seeds[1], num_steps), fused=True, **kwargs)
 
 
-def test_with_moments_of_32_bits_it_is_torchs_bit_by_bit():
-    (theirs, their_state), (ours, our_state) = both(5, **IN_FP32)
+@on_each_device
+def test_with_moments_of_32_bits_it_is_torchs_bit_by_bit(device):
+    (theirs, their_state), (ours, our_state) = both(device, 5, **IN_FP32)
     assert torch.equal(ours, theirs)
-    assert all(torch.equal(our_state[name], their_state[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    assert all(torch.equal(our_state[name].cpu(), their_state[name].cpu()) for name in their_state)
 
 
-def test_with_moments_of_16_bits_it_stays_beside_torchs_also_where_gradients_shrink():
-    (theirs, their_state), (ours, our_state) = both(NUM_STEPS)
+@on_each_device
+def test_with_moments_of_16_bits_it_stays_beside_torchs_also_where_gradients_shrink(device):
+    (theirs, their_state), (ours, our_state) = both(device, NUM_STEPS)
     assert {our_state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
     second = our_state["exp_avg_sq"].double() / their_state["exp_avg_sq"].double() - 1
     # Of one element a walk by chance of half a unit in the last of 8 bits a step; no drift of all.
     assert second.std() < 0.05 and second.mean().abs() < 0.002
     first = (our_state["exp_avg"].float() - their_state["exp_avg"]).norm() / their_state["exp_avg"].norm()
     assert first < 0.01
-    moved = (theirs - drawn((64, 128))).norm()
+    moved = (theirs - drawn((64, 128)).to(device)).norm()
     assert (ours - theirs).norm() < 0.02 * moved
 
 
@@ -101,8 +113,9 @@ def test_a_value_that_comes_again_is_rounded_otherwise_in_another_step():
     assert sum(results) / len(results) == pytest.approx(float(value), rel=1e-4)
 
 
-def test_the_update_of_an_element_is_the_same_in_any_shard_and_piece(monkeypatch):
-    value, gradients = drawn((40, 8)), [drawn((40, 8), seed=seed) for seed in range(4)]
+@on_each_device
+def test_the_update_of_an_element_is_the_same_in_any_shard_and_piece(device, monkeypatch):
+    value, gradients = drawn((40, 8)).to(device), [drawn((40, 8), seed=seed) for seed in range(4)]
     whole, state = train(AdamW, value, gradients)
     monkeypatch.setattr(optim, "PIECE_ELEMENTS", 50)
     for rows in (slice(0, 24), slice(24, 40)):

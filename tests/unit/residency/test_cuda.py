@@ -42,14 +42,14 @@ def make_plan(**changes: bool) -> ResidencyPlan:
 class Training:
     """Parameters of many sizes and a fused Adam on the GPU."""
 
-    def __init__(self, **changes: bool) -> None:
+    def __init__(self, read_dtype: torch.dtype | None = None, **changes: bool) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(size, device="cuda")) for size in SIZES]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True)
         self.manager = ResidencyManager(
             plan=make_plan(**changes),
             groups=[
-                TensorGroup("params", self.named),
+                TensorGroup("params", self.named, read_dtype=read_dtype),
                 GradsGroup(self.named),
                 TensorGroup("optimizer", lambda: optimizer_tensors(self.optimizer, self.named)),
             ],
@@ -156,11 +156,14 @@ def test_host_memory_is_page_locked_of_the_right_size_and_given_back():
     assert arena.reserved_bytes == 0
 
 
-def test_a_swapped_in_snapshot_restores_the_policy_bitwise():
-    training = Training()
+@pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16])
+def test_a_swapped_in_snapshot_restores_the_policy_bitwise(read_dtype):
+    training = Training(read_dtype)
     training.manager.enter(Phase.TRAINING)
     training.manager.snapshot("params", "reference")
-    initial = [p.detach().cpu() for p in training.parameters]
+    share = read_dtype.itemsize / torch.float32.itemsize
+    assert training.manager.host_bytes()["reference"] == share * training.manager.device_bytes()["params"]
+    initial = [p.detach().to(read_dtype).float().cpu() for p in training.parameters]
     for is_staged in (False, True):  # what logprobs take besides is known once they have been passed through
         training.step()
         trained = [p.detach().cpu() for p in training.parameters]
