@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, storage_key
 from nemo_offload_rl.residency.device import Room
@@ -22,10 +23,12 @@ class SimulatedDevice(CpuDevice):
         self.capacity_bytes = capacity_bytes
         self.fail_after_allocations = fail_after_allocations
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def used_bytes(self) -> int:
-        return sum(self._sizes.values())
+        """What tensors that are alive have: some are dropped by their owners."""
+        self._sizes = {key: entry for key, entry in self._sizes.items() if not entry[0].expired()}
+        return sum(size for _, size in self._sizes.values())
 
     def total_bytes(self) -> int:
         return self.capacity_bytes
@@ -57,5 +60,5 @@ class SimulatedDevice(CpuDevice):
             raise DeviceOutOfMemoryError(
                 f"simulated device: {num_bytes} bytes more would make {used} of {self.capacity_bytes} bytes"
             )
-        self._sizes[storage_key(storage)] = num_bytes
+        self._sizes[storage_key(storage)] = (StorageWeakRef(storage), num_bytes)
         self.peak_bytes = max(self.peak_bytes, used)

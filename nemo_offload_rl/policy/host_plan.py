@@ -222,7 +222,7 @@ def _changes(need: HostNeed) -> list[Change]:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
         changes.append(Change(key, lambda need: replace(need, reference_bytes=0)))
     backend = settings.backend
-    if backend.streams_states:
+    if backend.streams_states and not backend.streams_parameters:
         changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
     if settings.offload_optimizer_states_for_logprob:
         key = "policy.offload_optimizer_states_for_logprob=false"
@@ -258,6 +258,7 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
         offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
         offload_optimizer_states=settings.backend.streams_states,
+        streams_parameters=settings.backend.streams_parameters,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
         has_base=BASE in sizes_bytes,
         has_teacher=TEACHER in sizes_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend
 from nemo_offload_rl.policy.host_plan import (
@@ -20,6 +21,7 @@ from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.residency import (
     BASE,
     PARAMS,
+    PARAMS_PART,
     REFERENCE,
     TEACHER,
     TEACHER_HEAD,
@@ -81,10 +83,11 @@ def build_manager(
         HostBudgetError: Host memory ran out while it was taken.
     """
     sizes = {**backend.expected_bytes(), **(teacher.expected_bytes() if teacher is not None else {})}
-    loaded = {PARAMS, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
+    loaded = {PARAMS, PARAMS_PART, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
     rest = {name: size for name, size in sizes.items() if name not in loaded}
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
     reference_bytes = next(snapshot_bytes(group) for group in groups if group.name == PARAMS)
+    reference_bytes += sizes.get(PARAMS_PART, 0)
     need = HostNeed(
         settings=settings,
         sizes=sizes,
@@ -104,9 +107,14 @@ def build_manager(
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
     )
-    manager.reserve(plan.arena)
-    if keep_reference:
-        manager.snapshot(PARAMS, REFERENCE)
+    with ExitStack() as unless_done:
+        unless_done.callback(manager.close)
+        manager.reserve(plan.arena)
+        if manager.passing is not None:
+            backend.use_parts(manager.passing)
+        if keep_reference:
+            manager.snapshot(PARAMS, REFERENCE)
+        unless_done.pop_all()
     return manager, need
 
 

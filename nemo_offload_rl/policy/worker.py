@@ -221,9 +221,7 @@ class PolicyWorker:
         Raises:
             NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
         """
-        with self.residency.during(Phase.OPTIM_STEP):
-            # Before the update: an update that fails half-way has written too.
-            self.residency.mark_written("params", "optimizer")
+        with self.residency.during(Phase.OPTIM_STEP), self.residency.writing_state():
             result = self._backend.optim_step(self.residency.streamed())
         self.residency.step_closed()
         self._skipped.count(result)
@@ -394,8 +392,7 @@ class PolicyWorker:
 
         Takes no more of the device than a training step: streamed parts of the optimizer come one after the other.
         """
-        with self.residency.checkpoint_view(PARAMS, OPTIMIZER):
-            self.residency.mark_written(PARAMS, OPTIMIZER)
+        with self.residency.checkpoint_view(PARAMS, OPTIMIZER), self.residency.writing_state():
             self._backend.load(path, self.residency.streamed())
 
     def export_hf(self, path: Path) -> None:

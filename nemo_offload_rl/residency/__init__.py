@@ -32,11 +32,14 @@ from nemo_offload_rl.residency.host_limits import (
 )
 from nemo_offload_rl.residency.ledger import TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
+from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import (
     BASE,
+    GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    PARAMS_PART,
     PHASES,
     REFERENCE,
     TEACHER,
@@ -51,13 +54,15 @@ from nemo_offload_rl.residency.plan import (
     resolve_plan,
 )
 from nemo_offload_rl.residency.snapshot import snapshot_bytes
-from nemo_offload_rl.residency.streaming import OptimizerParts, divide_optimizer, restricted_to
+from nemo_offload_rl.residency.streaming import NamedTensors, OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
     "BASE",
+    "GRADS_PART",
     "OPTIMIZER",
     "OPTIMIZER_PART",
     "PARAMS",
+    "PARAMS_PART",
     "PHASES",
     "REFERENCE",
     "TEACHER",
@@ -74,8 +79,10 @@ __all__ = [
     "HostLimit",
     "HostShare",
     "HostShortage",
+    "NamedTensors",
     "OpenStepError",
     "OptimizerParts",
+    "PassingParts",
     "Phase",
     "PhaseSpec",
     "Placement",

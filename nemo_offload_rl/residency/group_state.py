@@ -60,6 +60,7 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
+        self._is_foreign = False  # the device has a snapshot's contents, which never go to the group's own host copy
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
@@ -74,21 +75,33 @@ class GroupState:
             self._start_leaving(on_device, report)
         move.bytes_freed += freed
 
-    def arrive(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Come to the device from the host copy, or anew after having been freed."""
+    def arrive(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+    ) -> None:
+        """Come to the device from the host copy, or anew after having been freed.
+
+        Args:
+            records: The group's storages.
+            report: What is charged.
+            source: A snapshot of the group, whose contents come in the place of its own until it leaves.
+        """
         self.settle()
+        mirror = source or self.mirror
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
             self._start_arriving(
-                {key: r for key, r in records.items() if not r.storage.nbytes() and self.mirror.has(key)}, report
+                {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}, mirror, report
             )
         self.location = Placement.DEVICE
+        self._is_foreign = source is not None
 
-    def try_arrive(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
+    def try_arrive(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+    ) -> bool:
         """`arrive`, if there is room after all: what is free in all may be in pieces. False with nothing changed."""
         try:
-            self.arrive(records, report)
+            self.arrive(records, report, source)
         except DeviceOutOfMemoryError:
             self.undo_arrival(records)
             return False
@@ -207,7 +220,8 @@ class GroupState:
         self, records: Mapping[int, StorageRecord], report: TransitionReport
     ) -> tuple[Transfer, list[StorageRecord]]:
         """Start copying out what changed since its last copy."""
-        self.mirror.cover(records)
+        if records:  # else what the group had keeps its place: gradients come again
+            self.mirror.cover(records)
         clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.version)]
         clean_keys = {record.key for record in clean}
         dirty = [record for key, record in records.items() if key not in clean_keys and record.storage.nbytes()]
@@ -228,7 +242,7 @@ class GroupState:
                 )
 
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        transfer, dirty = self._copy_dirty(records, report)
+        transfer, dirty = self._copy_dirty({} if self._is_foreign else records, report)
         # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
         self.location = Placement.HOST
         self._flight = _Flight(transfer, report, to_release=[record.storage for record in dirty])
@@ -240,10 +254,12 @@ class GroupState:
         if self.release_finished():
             self._finish()
 
-    def _start_arriving(self, absent: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+    def _start_arriving(
+        self, absent: Mapping[int, StorageRecord], mirror: HostMirror, report: TransitionReport
+    ) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        self._device.allocate([Room(r.storage, self.mirror.bytes_of(r.key).numel()) for r in ordered])
-        transfer = self._device.copy_in(_copy(record, self.mirror) for record in ordered)
+        self._device.allocate([Room(r.storage, mirror.bytes_of(r.key).numel()) for r in ordered])
+        transfer = self._device.copy_in(_copy(record, mirror) for record in ordered)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:

@@ -22,11 +22,14 @@ from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.host_arena import HostArena, HostArenas, HostMirror
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
+from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import (
     BASE,
+    GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    PARAMS_PART,
     PHASES,
     TEACHER_LAYER,
     Phase,
@@ -36,7 +39,7 @@ from nemo_offload_rl.residency.plan import (
 )
 from nemo_offload_rl.residency.prefetch import Prefetcher, WorkMemory
 from nemo_offload_rl.residency.snapshot import Snapshots
-from nemo_offload_rl.residency.streaming import stream_through
+from nemo_offload_rl.residency.streaming import Streams
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,9 @@ class ResidencyManager:
         arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
+
+    Attributes:
+        passing: Moves parameters and gradients that pass through the device part by part; None where none do.
     """
 
     def __init__(
@@ -81,12 +87,15 @@ class ResidencyManager:
             for group in groups
         }
         self._layer_waits = LayerWaits(self._states.values())
-        self._parts = [state for name, state in self._states.items() if row_of(name) == OPTIMIZER_PART]
-        self._teacher_layers = [state for name, state in self._states.items() if row_of(name) == TEACHER_LAYER]
         self._groups = GroupSet(self._states, device)
-        self._snapshots = Snapshots(self._groups, arena_for)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
+        params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
+        self.passing = PassingParts(params, grads, device, self._overlap, self._ledger.add) if params else None
+        updated = [self._parts, params, grads] if params else [self._parts]
+        layers = self._of_row(TEACHER_LAYER)
+        self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
+        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
         self._work = WorkMemory(device)
         self._prefetcher = Prefetcher(plan, self._groups, self._parts, self._work)
         self._leftover_check = LeftoverCheck(device)
@@ -121,6 +130,8 @@ class ResidencyManager:
             if name in PHASES[phase].touches:
                 state.wait_arrival(0 if by_layer else None)
         self.phase = phase
+        if self.passing is not None:
+            self.passing.phase = phase
         if settles:
             release_cache = is_new and self.plan.releases_cache(phase)
             self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
@@ -213,25 +224,27 @@ class ResidencyManager:
                 state.version += 1
 
     def streamed(self) -> Iterator[str]:
-        """Names of the optimizer's parts, each while its states are on the device; for use inside OPTIM_STEP.
+        """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
 
-        At most two parts are on the device at once. `mark_written("optimizer")` comes before.
+        At most two parts are on the device at once. Parameters and gradients that pass through the device part by part
+        come with their states.
         """
-        yield from self._stream(self._parts, Phase.OPTIM_STEP)
+        return self._streams.optimizer(self.phase)
 
     def streamed_layers(self) -> Iterator[str]:
         """Names of the teacher's layers in order, each while it is on the device; for one forward pass of it."""
-        yield from self._stream(self._teacher_layers, Phase.TEACHER_INFERENCE)
+        return self._streams.teacher(self.phase)
 
-    def _stream(self, states: Sequence[GroupState], phase: Phase) -> Iterator[str]:
-        if not states:
-            return
-        report = TransitionReport(self.phase, self.phase or phase)
-        streamed = {state.group.name for state in states}
-        others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
-        for state in stream_through(states, self._device, others, self._overlap, report):
-            yield state.group.name
-        self._ledger.add(report)
+    @contextmanager
+    def writing_state(self) -> Iterator[None]:
+        """Parameters and optimizer are written in the body: an update, or a checkpoint is read.
+
+        Where parameters are written part by part and the body raises after the first, the manager refuses from then on.
+        """
+        # Before the update: an update that fails half-way has written too.
+        self.mark_written(PARAMS, OPTIMIZER)
+        with self._streams.writing():
+            yield
 
     # -- asynchronous copies
 
@@ -359,8 +372,7 @@ class ResidencyManager:
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host copies by group and snapshot."""
         sizes = {name: state.mirror.num_bytes for name, state in self._states.items()}
-        sizes.update({name: snapshot.mirror.num_bytes for name, snapshot in self._snapshots.all.items()})
-        return sizes
+        return {**sizes, **self._snapshots.host_bytes()}
 
     def location(self, group: str) -> Placement:
         """Where a group is now."""
@@ -380,6 +392,9 @@ class ResidencyManager:
                 state.wait_copies()
 
     # -- inside
+
+    def _of_row(self, row: str) -> list[GroupState]:
+        return [state for name, state in self._states.items() if row_of(name) == row]
 
     def _settles(self, phase: Phase) -> bool:
         """Whether nothing is still on its way out of the device once the phase has been entered."""

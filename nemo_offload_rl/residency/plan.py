@@ -16,6 +16,8 @@ TEACHER = "teacher"  # a frozen model of its own: on the host except for its pas
 TEACHER_LAYER = "teacher/layer"  # the row of every group `teacher/layer.<index>`, where its layers are streamed
 TEACHER_HEAD = "teacher_head"  # the rows of its output layer that training reads
 OPTIMIZER_PART = "optimizer/part"  # the row of every group `optimizer/part.<index>`
+# Rows of the groups with the same indices, where parameters and gradients pass through the device too.
+PARAMS_PART, GRADS_PART = "params/part", "grads/part"
 
 
 class Phase(StrEnum):
@@ -93,6 +95,8 @@ class ResidencySettings:
         use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
         offload_optimizer_states: Parts of the optimizer are on the device for their own update only.
+        streams_parameters: So are those parts of the parameters and of the gradients that have an optimizer's part;
+            passes bring them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
         resident_groups: Groups that stay on the device for refit and generation, since there is room beside the engine.
         has_base: Adapters are trained; the model's own parameters are the group `base`.
@@ -105,6 +109,7 @@ class ResidencySettings:
     use_pinned_optimizer_offload: bool
     offload_optimizer_states_for_logprob: bool
     offload_optimizer_states: bool = False
+    streams_parameters: bool = False
     optimizer_cpu_offload: bool = False
     resident_groups: frozenset[str] = frozenset()
     has_base: bool = False
@@ -221,6 +226,11 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
     if settings.offload_optimizer_states:
         # Inside the step they come and go one by one.
         rows[OPTIMIZER_PART] = (host, same, host, host, host, host)
+    if settings.streams_parameters:
+        # Inside passes and the step they come and go one by one.
+        pinned |= {PARAMS_PART, GRADS_PART}
+        rows[PARAMS_PART] = (host, same, host, host, host, host)
+        rows[GRADS_PART] = (host, same, freed, drop, drop, freed)
     if settings.use_pinned_optimizer_offload:
         pinned |= {OPTIMIZER, OPTIMIZER_PART}
     table = {name: MappingProxyType(dict(zip(Phase, row, strict=True))) for name, row in rows.items()}

@@ -12,7 +12,7 @@ the parameters there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from nemo_offload_rl.residency.groups import (
 )
 from nemo_offload_rl.residency.host_arena import HostArena, HostMirror, aligned
 from nemo_offload_rl.residency.ledger import TransitionReport
+from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import Placement
 from nemo_offload_rl.residency.transaction import GroupSet
 
@@ -245,6 +246,7 @@ class Snapshots:
 
     Args:
         groups: The groups; their `failure` is set where contents cannot be brought back.
+        passing: The parameters that pass through the device part by part, which have copies of their own.
         arena_for: Host memory for a snapshot, by its name.
 
     Attributes:
@@ -255,11 +257,13 @@ class Snapshots:
     def __init__(
         self,
         groups: GroupSet,
+        passing: PassingParts | None,
         arena_for: Callable[[str], HostArena],
     ) -> None:
         self.all: dict[str, Snapshot] = {}
         self.present: str | None = None
         self._groups = groups
+        self._passing = passing
         self._arena_for = arena_for
 
     def take(self, group: str, name: str) -> None:
@@ -274,6 +278,8 @@ class Snapshots:
             made.close()  # else `close` would raise for its host memory, and hide this error
             raise
         self.all[name] = made
+        if self._passing is not None:
+            self._passing.take_copy(name, self._arena_for(name))
 
     @contextmanager
     def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
@@ -289,7 +295,8 @@ class Snapshots:
             self.present = name
             with report.held_up():
                 snapshot.swap_in(records, report)
-            yield
+            with nullcontext() if self._passing is None else self._passing.showing_copy(name):
+                yield
         finally:
             with report.held_up():
                 self._groups.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
@@ -297,12 +304,19 @@ class Snapshots:
                 snapshot.swap_out(records, report)
                 self._groups.failure = self.present = None
 
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of all snapshots."""
+        of_parts = {} if self._passing is None else self._passing.copies_bytes()
+        return {name: snapshot.mirror.num_bytes + of_parts.get(name, 0) for name, snapshot in self.all.items()}
+
     def release_staged(self) -> int:
         """Release all copies on the device that are not swapped in; returns their bytes."""
         return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
 
     def close(self) -> None:
         """Free host and device memory."""
+        if self._passing is not None:
+            self._passing.close()
         for snapshot in self.all.values():
             snapshot.close()
         self.all.clear()

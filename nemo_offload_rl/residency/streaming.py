@@ -19,10 +19,15 @@ from torch import Tensor
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, TensorGroup, unique_storages
-from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Placement
+from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
+from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement
+from nemo_offload_rl.residency.transaction import GroupSet
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+def _nothing(members: NamedTensors) -> None:
+    """What is done beside an update."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +59,26 @@ class OptimizerParts:
         self,
         optimizer: torch.optim.Optimizer,
         streamed: Iterable[str],
-        after_each: Callable[[NamedTensors], None] | None = None,
+        after_each: Callable[[NamedTensors], None] = _nothing,
+        before_each: Callable[[NamedTensors], None] = _nothing,
     ) -> None:
-        """One optimizer step: the rest at once, then each part once `streamed` has brought it.
+        """One optimizer step: each part once `streamed` has brought it, then the rest at once.
 
         Args:
             optimizer: Any whose update of a parameter needs nothing of other parameters.
             streamed: Names of parts (`ResidencyManager.streamed`); every part must come.
             after_each: Called with the parameters that were just updated, while their states are on the device.
+            before_each: Called with the parameters that are updated next.
         """
         waiting = dict(self.parts)
         counts = _StepCounts(optimizer)
-        for members in itertools.chain([self.rest], (waiting.pop(name) for name in streamed)):
+        # The rest last: nothing has been updated yet where the first part cannot come.
+        for members in itertools.chain((waiting.pop(name) for name in streamed), [self.rest]):
             if members or not self.parts:
+                before_each(members)
                 with counts.same_step(), restricted_to(optimizer, [parameter for _, parameter in members]):
                     optimizer.step()
-                if after_each is not None:
-                    after_each(members)
+                after_each(members)
         counts.conclude()
         if waiting:
             raise RuntimeError(f"the states of {', '.join(waiting)} never came, so their parameters were not updated")
@@ -109,41 +117,53 @@ def divide_optimizer(
 
 
 def stream_through(
-    states: Sequence[GroupState], device: Device, others: Collection[int], ahead: bool, report: TransitionReport
-) -> Iterator[GroupState]:
-    """Bring each group to the device in turn, and send it back once the caller asks for the next.
+    bundles: Sequence[Sequence[GroupState]],
+    device: Device,
+    others: Collection[int],
+    ahead: bool,
+    report: TransitionReport,
+) -> Iterator[Sequence[GroupState]]:
+    """Bring groups to the device in turn, and send them back once the caller asks for the next.
 
     Args:
-        states: Groups in order; those on the device already are left where they are until their turn is over.
+        bundles: In order, groups that are on the device together; those there already are left where they are until
+            their turn is over.
         device: Where they go.
         others: Keys of storages that belong to other groups, though a group here may list them too.
-        ahead: Let the next one come, and the one before go, beside the caller's work on the present one.
+        ahead: Let the next ones come, and those before go, beside the caller's work on the present ones.
         report: What is charged.
     """
 
     def records(state: GroupState) -> dict[int, StorageRecord]:
-        found = unique_storages(state.group.tensors())
-        return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}
+        return records_of(state, device, others)
 
     with report.held_up():
-        settle_leaving(states)
-    for index, state in enumerate(states):
+        settle_leaving(list(itertools.chain(*bundles)))
+    for index, bundle in enumerate(bundles):
         with report.held_up():
-            _bring(state, records(state), report)
-            if ahead and index + 1 < len(states):
-                _bring(states[index + 1], records(states[index + 1]), report)
-            state.wait_arrival()
-        yield state
+            for state in itertools.chain(*bundles[index : index + 2 if ahead else index + 1]):
+                _bring(state, records(state), report)
+            for state in bundle:
+                state.wait_arrival()
+        yield bundle
         with report.held_up():
-            # Listed now: an optimizer makes its states in its first update.
-            state.leave(Placement.HOST, records(state), report)
-            if not ahead or index + 2 < len(states):
-                # Its memory is the room of the one after the next.
-                state.settle()
+            for state in bundle:
+                # Listed now: an optimizer makes its states in its first update.
+                state.leave(Placement.HOST, records(state), report)
+            if not ahead or index + 2 < len(bundles):
+                # Their memory is the room of those after the next.
+                settle_leaving(bundle)
+
+
+@torch.no_grad()
+def records_of(state: GroupState, device: Device, others: Collection[int] = ()) -> dict[int, StorageRecord]:
+    """A group's present storages on a device, by key, without `others`."""
+    found = unique_storages(state.group.tensors())
+    return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}
 
 
 def settle_leaving(states: Sequence[GroupState]) -> None:
-    """Wait for parts that left behind earlier work and release their memory: others are about to come."""
+    """Wait for groups that left behind earlier work and release their memory: others are about to come."""
     for state in states:
         if state.is_leaving:
             state.settle()
@@ -199,3 +219,68 @@ def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
+
+
+class Streams:
+    """The groups of a worker that are on the device for one use only, one after the other.
+
+    Args:
+        groups: All groups; their `failure` is set where parameters were written in part.
+        updated: What is on the device for the update of each part: its optimizer states first.
+        teacher_layers: The layers of a teacher.
+        overlap: Let copies run beside the caller's work.
+        ledger: Gets the report of each stream.
+    """
+
+    def __init__(
+        self,
+        groups: GroupSet,
+        updated: Sequence[Sequence[GroupState]],
+        teacher_layers: Sequence[GroupState],
+        overlap: bool,
+        ledger: Ledger,
+    ) -> None:
+        self._groups = groups
+        self._updated = updated
+        self._teacher_layers = [(layer,) for layer in teacher_layers]
+        self._overlap = overlap
+        self._ledger = ledger
+        self._num_written = 0
+
+    def optimizer(self, phase: Phase | None) -> Iterator[str]:
+        """See `ResidencyManager.streamed`."""
+        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP):
+            for state in beside:
+                state.version += 1
+            self._num_written += 1
+            yield states.group.name
+
+    def teacher(self, phase: Phase | None) -> Iterator[str]:
+        """See `ResidencyManager.streamed_layers`."""
+        for (layer,) in self._stream(self._teacher_layers, phase, Phase.TEACHER_INFERENCE):
+            yield layer.group.name
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `ResidencyManager.writing_state`."""
+        self._num_written = 0
+        try:
+            yield
+        except BaseException as error:
+            if self._num_written and len(self._updated[0]) > 1:
+                self._groups.failure = (
+                    f"an update of the state broke off in part {self._num_written} of {len(self._updated)} "
+                    f"({type(error).__name__}: {error})"
+                )
+            raise
+
+    def _stream(
+        self, bundles: Sequence[Sequence[GroupState]], phase: Phase | None, target: Phase
+    ) -> Iterator[Sequence[GroupState]]:
+        if not bundles:
+            return
+        report = TransitionReport(phase, phase or target)
+        streamed = {state.group.name for bundle in bundles for state in bundle}
+        others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
+        yield from stream_through(bundles, self._groups.device, others, self._overlap, report)
+        self._ledger.add(report)

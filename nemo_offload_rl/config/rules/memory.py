@@ -28,9 +28,11 @@ from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_hos
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
     BASE,
+    GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
     PARAMS,
+    PARAMS_PART,
     TEACHER,
     Phase,
     ResidencyPlan,
@@ -161,12 +163,14 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
     reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
-    if not isinstance(settings.backend, MegatronConfig):
+    if not isinstance(settings.backend, MegatronConfig) and not settings.backend.streams_parameters:
         reference_bytes = (
             reference_bytes * COMPUTE_DTYPES[settings.precision].itemsize // COMPUTE_DTYPES["float32"].itemsize
         )
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
+    if settings.backend.streams_parameters:
+        sizes = {PARAMS: 0, PARAMS_PART: groups["params"], GRADS_PART: groups["grads"]}
     if groups["optimizer"]:
         sizes[OPTIMIZER_PART if settings.backend.streams_states else OPTIMIZER] = groups["optimizer"]
     if isinstance(cfg, DistillationMasterConfig) and (teacher_bytes := _teacher_bytes(cfg)) is not None:

@@ -15,7 +15,7 @@ from nemo_offload_rl.policy.backends.readers import Reader, TeacherHead
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
-from nemo_offload_rl.residency import StateGroup
+from nemo_offload_rl.residency import PassingParts, StateGroup
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -153,6 +153,13 @@ class PolicyBackend(Protocol):
         """The loss and metrics of `forward_backward` without gradients, dropout off."""
         ...
 
+    def use_parts(self, passing: PassingParts) -> None:
+        """Have passes bring the groups `params/part.<i>` and `grads/part.<i>`, if `state_groups` has any; called once.
+
+        Their parameters are filled here: they have no memory before.
+        """
+        ...
+
     def drop_grads(self) -> None:
         """Forget accumulated gradients, and what a pass that raised left behind."""
         ...
@@ -164,7 +171,8 @@ class PolicyBackend(Protocol):
         changes, and nothing of `streamed` is asked for.
 
         Args:
-            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device.
+            streamed: Yields the name of each `optimizer/part.<i>` group once its states are on the device, with
+                parameters and gradients of the same part where these are groups.
         """
         ...
 

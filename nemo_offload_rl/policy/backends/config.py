@@ -57,6 +57,11 @@ class BackendConfig(Protocol):
         ...
 
     @property
+    def streams_parameters(self) -> bool:
+        """Whether parameters and gradients are on the device a part at a time too."""
+        ...
+
+    @property
     def streams_in_parts(self) -> bool:
         """Whether that happens part after part, so that never all of them are there."""
         ...

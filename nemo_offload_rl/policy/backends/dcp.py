@@ -52,6 +52,10 @@ class TrainingState(Protocol):
         """
         ...
 
+    def model_tensors_with(self, group: str) -> dict[str, Tensor]:
+        """Those of `model_tensors` that are on the device with one of `groups`; each is with one."""
+        ...
+
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
         """Masters and states of one of `groups`, likewise, their names `OPTIMIZER` + parameter + "/" + state."""
         ...
@@ -266,11 +270,11 @@ def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], 
     first, waiting = state.groups[0], list(state.groups[1:])
     # First, since Megatron's hybrid optimizer makes its states by a step that changes the parameters.
     state.make_optimizer_state(first, lazy)
-    reader.read({**state.model_tensors(), **state.optimizer_tensors(first)})
+    reader.read({**state.model_tensors_with(first), **state.optimizer_tensors(first)})
     for group in streamed:
         waiting.remove(group)
         state.make_optimizer_state(group, lazy)
-        reader.read({**state.optimizer_tensors(group)})
+        reader.read({**state.model_tensors_with(group), **state.optimizer_tensors(group)})
     if waiting:
         raise RuntimeError(f"the states of {', '.join(waiting)} never came, so they were not read")
     reader.read(others)

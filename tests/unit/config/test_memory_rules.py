@@ -154,6 +154,16 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
         load([*one, "policy.host_memory_budget_gib=13"], parameters=GIB, gpu_gib=80)
 
 
+def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_the_host(load, monkeypatch):
+    monkeypatch.setitem(globals(), "HOST_BYTES", 321 * GIB)
+    on_host = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.cpu_offload=true"]
+    load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
+    with pytest.raises(ConfigError, match=r"needs 336\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
+        load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
+    with pytest.raises(ConfigError, match=r"needs 400\.00 GiB .*reference 80\.00\), but"):
+        load(on_host, parameters=20 * GIB, gpu_gib=80)
+
+
 def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkeypatch):
     monkeypatch.setitem(globals(), "HOST_BYTES", GIB)
     monkeypatch.setenv("RAY_ADDRESS", "auto")

@@ -102,7 +102,20 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (
             ["policy.dtensor_cfg.cpu_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
             "set one of them to false",
-        )
+        ),
+        (
+            ["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.offload_optimizer_states=true"],
+            "policy.dtensor_cfg.offload_optimizer_states are both true",
+        ),
+    ],
+    "host_held_training_has_one_worker": [
+        (["policy.dtensor_cfg.cpu_offload=true", "cluster.cpu_workers_per_node=2"], "has 2 policy workers")
+    ],
+    "host_held_training_keeps_activations": [
+        (["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.activation_offload=true"], "not tried together")
+    ],
+    "host_held_training_is_of_all_weights": [
+        (["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.lora_cfg.enabled=true"], "lora_cfg.enabled are")
     ],
     "port_range_is_ascending": [(["cluster.master_port_range_low=30001"], "swap them")],
     "rollouts_fill_whole_training_batches": [
@@ -199,7 +212,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "turn dynamic sampling off",
         )
     ],
-    "host_held_training_is_off": [(["policy.dtensor_cfg.cpu_offload=true"], "set it to false")],
     "offloaded_activations_are_whole": [
         (
             [

@@ -203,6 +203,11 @@ def test_offloading_changes_no_bit(folders: tuple[Path, Path], backend: str, k: 
         assert (TEACHER_HEAD in worker.residency.plan.table) == (k is None)
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
     assert_equal(state, expected_state)
+    if backend == "dtensor":
+        with worker_with_teacher(ONE_RANK, folders, k, cpu_offload=True, streams=True) as worker:
+            found, state = _steps(worker, k, with_phases=True)
+        assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+        assert_equal(state, expected_state)
 
 
 def test_streamed_layers_change_no_bit_and_two_at_most_are_on_the_device(folders: tuple[Path, Path]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -24,7 +24,8 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, Ra
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes
+from nemo_offload_rl.policy.backends.dtensor.parts import PassHooks
+from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
@@ -36,10 +37,17 @@ from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
     BASE,
+    GRADS_PART,
+    OPTIMIZER_PART,
     PARAMS,
+    PARAMS_PART,
     GradsGroup,
+    NamedTensors,
+    PassingParts,
     StateGroup,
+    TensorGroup,
     aligned,
+    local_tensor,
     optimizer_tensors,
     unique_storages,
 )
@@ -56,7 +64,7 @@ def check_settings(settings: PolicySettings) -> None:
     cfg = settings.dtensor_cfg
     unsupported = {
         "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
-        "policy.dtensor_cfg.cpu_offload": (cfg.cpu_offload, "false"),
+        "policy.dtensor_cfg.cpu_offload with lora_cfg": (cfg.cpu_offload and cfg.lora_cfg.enabled, "false"),
         "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
             cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
             "1",
@@ -90,6 +98,11 @@ class DTensorBackend:
         check_settings(settings)
         check_model_folder(settings.model_name)
         self._settings = settings
+        if settings.dtensor_cfg.cpu_offload and process.world_size > 1:
+            raise ConfigError(
+                f"policy.dtensor_cfg.cpu_offload is true, but there are {process.world_size} policy workers, and it is "
+                "for one; set it to false, or use one device."
+            )
         self._device = torch.device(process.device)
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._teacher_head: TeacherHead | None = None
@@ -116,7 +129,9 @@ class DTensorBackend:
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
         self._scheduler = torch_optim.build_scheduler(settings.scheduler_phases, self._optimizer)
-        self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg)
+        self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
+        self._passing: PassingParts | None = None
+        self._hooks: PassHooks | None = None
 
     @property
     def rank_info(self) -> RankInfo:
@@ -139,7 +154,8 @@ class DTensorBackend:
     def state_groups(self) -> Sequence[StateGroup]:
         """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
 
-        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
+        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers. With
+        `cpu_offload` each part of the model has a group of parameters, one of gradients and one of states.
         """
 
         def frozen() -> Iterator[tuple[str, Tensor]]:
@@ -147,10 +163,17 @@ class DTensorBackend:
             yield from self._built.module.named_buffers()
 
         def params() -> Iterator[tuple[str, Tensor]]:
-            yield from self._parameters
+            yield from self._built.outside
             yield from frozen()
 
-        if self._lora is None:
+        if self._built.parts:
+            named = [part.parameters for part in self._built.parts]
+            weights = [
+                TensorGroup(PARAMS, params, prepare=self._built.reshard),
+                *(TensorGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine) for i, mine in enumerate(named)),
+                *(GradsGroup(lambda mine=mine: mine, f"{GRADS_PART}.{i}") for i, mine in enumerate(named)),
+            ]
+        elif self._lora is None:
             weights = [self._built.group(PARAMS, params)]
         else:
             weights = [
@@ -159,7 +182,7 @@ class DTensorBackend:
             ]
         return (
             *weights,
-            GradsGroup(lambda: self._parameters),
+            GradsGroup(lambda: self._built.outside if self._built.parts else self._parameters),
             *self._parts.groups(lambda some: optimizer_tensors(self._optimizer, lambda: some)),
         )
 
@@ -174,9 +197,18 @@ class DTensorBackend:
             for group in self.state_groups()
             if group.name in (PARAMS, BASE)
         }
-        shards = unique_storages(self._named_trainable()).values()
-        elements = [record.storage.nbytes() // torch.float32.itemsize for record in shards]
+        if self._built.parts:
+            sizes |= part_row_bytes([parameter for _, parameter in part.parameters] for part in self._built.parts)
+        elements = [local_tensor(parameter).numel() for _, parameter in self._named_trainable()]
         return {**sizes, **optimizer_row_bytes(self._settings, elements, self._device)}
+
+    def use_parts(self, passing: PassingParts) -> None:
+        """See `PolicyBackend`; reads their weights."""
+        for index, part in enumerate(self._built.parts):
+            with passing.filled(index):
+                self._built.read_part(part)
+        self._passing = passing
+        self._hooks = PassHooks(self._built.parts, passing)
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -192,12 +224,14 @@ class DTensorBackend:
         totals = Totals(self._device)
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
-            if self._rank_info.world_size == 1:
+            is_last = index == len(micro_batches) - 1
+            if self._rank_info.world_size == 1 and self._hooks is None:
                 # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
                 # end. With more ranks they would.
-                self._built.fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            loss, metrics = self._loss(micro_batch, loss_fn, norm)
-            loss.backward()
+                self._built.fsdp_root.set_requires_gradient_sync(is_last)
+            with nullcontext() if self._hooks is None else self._hooks.training(measures=is_last):
+                loss, metrics = self._loss(micro_batch, loss_fn, norm)
+                loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
 
@@ -210,7 +244,8 @@ class DTensorBackend:
         totals = Totals(self._device)
         try:
             for micro_batch in micro_batches:
-                loss, metrics = self._loss(micro_batch, loss_fn, norm)
+                with self._reading():
+                    loss, metrics = self._loss(micro_batch, loss_fn, norm)
                 totals.add(loss, metrics)
         finally:
             self._built.reshard()
@@ -236,25 +271,41 @@ class DTensorBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        return [scores_BS.logprobs for scores_BS in self._built.read_all(micro_batches, ReadScores(only_whole=whole))]
+        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._reading)
+        return [scores_BS.logprobs for scores_BS in found]
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Around each pass without backward."""
+        return nullcontext() if self._hooks is None else self._hooks.reading()
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
         self._built.reshard()
         parallel.drop_unreduced_grads(self._built.fsdp_root)
+        if self._hooks is not None:
+            self._hooks.drop()
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""
-        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device)
+        known = {} if self._hooks is None else self._hooks.norms
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, known)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)
+        limit = self._settings.max_grad_norm
+        factor = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+        def clip(members: NamedTensors) -> None:
+            if factor is not None:
+                optim.scale_grads([parameter for _, parameter in members], factor)
+
+        def drop(members: NamedTensors) -> None:
+            for _, parameter in members:
+                parameter.grad = None
+
         if is_finite:
-            if self._settings.max_grad_norm is not None:
-                factor = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-                optim.scale_grads(self._trainable(), factor)
-            self._parts.step(self._optimizer, streamed)
+            self._parts.step(self._optimizer, streamed, before_each=clip, after_each=drop)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(grad_norm, learning_rate, is_skipped=not is_finite)
 
@@ -294,12 +345,17 @@ class DTensorBackend:
 
         Adapters are merged into the weights that they belong to.
         """
-        if self._lora is not None:
-            weights = self._lora.merged(self._compute_dtype)
-        else:
-            weights = ((name, checkpoint.full_tensor(param, self._compute_dtype)) for name, param in self._parameters)
+        weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype)
         for name, weight in chain(weights, self._built.weight_buffers()):
             yield self._hub_names.of(name), weight
+
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that pass through the device come and go as they are asked for."""
+        part_of = {parameter: i for i, part in enumerate(self._built.parts) for _, parameter in part.parameters}
+        for index, named in groupby(self._parameters, lambda it: part_of.get(it[1])):
+            with nullcontext() if self._passing is None or index is None else self._passing.on_device(index):
+                for name, parameter in named:
+                    yield name, checkpoint.full_tensor(parameter, self._compute_dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG."""
@@ -311,7 +367,8 @@ class DTensorBackend:
         dcp.load_state(path, self._training_state(), streamed)
 
     def _training_state(self) -> checkpoint.DTensorState:
-        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._scheduler)
+        model_parts = {f"{OPTIMIZER_PART}.{i}": part.parameters for i, part in enumerate(self._built.parts)}
+        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._scheduler, model_parts)
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""

@@ -25,6 +25,7 @@ from nemo_offload_rl.policy.backends.dtensor.loading import (
 )
 from nemo_offload_rl.policy.backends.dtensor.lora import LoraWeights, add_adapters
 from nemo_offload_rl.policy.backends.dtensor.model import LogprobModel, compile_layers, decoder_layers
+from nemo_offload_rl.policy.backends.dtensor.parts import Part, outer_units, parts_of, share_out
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.readers import Head, Reader
 from nemo_offload_rl.policy.backends.vocab import VocabShard
@@ -50,6 +51,9 @@ class BuiltModel:
         module: What FSDP wraps.
         fsdp_root: The same as FSDP's.
         layers: The decoder layers, in order.
+        parts: What passes through the device part by part; none without `cpu_offload`. Their weights are still to be
+            read, by `read_part`.
+        outside: The parameters that are in no part, by name.
         gather: Begins to gather a layer's parameters on the current stream; None where nothing is gathered.
         parameters: All of them by their Hugging Face names; with adapters, those only.
         lora: The adapters, if there are any.
@@ -98,11 +102,19 @@ class BuiltModel:
         self.layers = list(layers)
         # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
         self.gather = parallel.gather if dp_mesh.size() > 1 else None
-        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype)
-        materialize(self.module, self._device)
+        units: list[list[nn.Module]] = []
+        if settings.dtensor_cfg.cpu_offload and not is_frozen:
+            is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
+            units = outer_units(causal_lm.get_input_embeddings(), self.module.scorer, is_tied=is_tied)
+        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
+        self.parts = parts_of(units, self.layers) if units else []
+        in_parts = {parameter for part in self.parts for parameter in part.first.parameters()}
+        materialize(self.module, self._device, empty=in_parts)
         self.parameters = self.module.hf_parameters()
+        self.outside = share_out(self.parts, self.parameters)
         self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
-        own = self.parameters if self.lora is None else self.lora.named_base()
+        own = self.outside if self.lora is None else self.lora.named_base()
+        self._sources = sources
         read_weights([*own, *self.weight_buffers()], sources)
         if self.lora is not None:
             self.parameters = self.lora.trainable
@@ -117,6 +129,10 @@ class BuiltModel:
             layer_arrived=self.gather,
             read_dtype=self._compute_dtype,
         )
+
+    def read_part(self, part: Part) -> None:
+        """Read the weights of a part, which has memory on the device."""
+        read_weights(part.parameters, self._sources)
 
     def weight_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that are weights by their Hugging Face names."""

@@ -27,12 +27,14 @@ class DTensorState:
         parts: Which of them have their states in which group.
         optimizer: Over those of these parameters that are trained.
         scheduler: Of its learning rate.
+        model_parts: The parameters that are on the device with one of these groups only.
     """
 
     parameters: list[tuple[str, nn.Parameter]]
     parts: OptimizerParts
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    model_parts: Mapping[str, Sequence[tuple[str, nn.Parameter]]]
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +49,15 @@ class DTensorState:
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters by their names in the checkpoint."""
         return {f"{dcp.MODEL}{name}": parameter.detach() for name, parameter in self.parameters}
+
+    def model_tensors_with(self, group: str) -> dict[str, Tensor]:
+        """Those that are on the device with one group: the first has all that no other has."""
+        mine = {f"{dcp.MODEL}{name}" for name, _ in self.model_parts.get(group, ())}
+        others = {f"{dcp.MODEL}{name}" for part in self.model_parts.values() for name, _ in part}
+        is_first = group == self.groups[0]
+        return {
+            name: it for name, it in self.model_tensors().items() if name in mine or (is_first and name not in others)
+        }
 
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
         """The states of one group by their names in the checkpoint."""

@@ -87,7 +87,11 @@ class DTensorConfig:
     ]
     cpu_offload: Annotated[
         bool,
-        doc("FSDP2 keeps all state on the host and computes the update there. Not available yet."),
+        doc(
+            "For models larger than the GPU: parameters, gradients and optimizer states are on the host, and pass "
+            "through the device part by part (a layer, the embedding, the output layer), in every pass and in the "
+            "update, which the device computes. For one policy worker, without `lora_cfg`. Not run on a GPU yet."
+        ),
     ]
     offload_optimizer_states: Annotated[
         bool,
@@ -123,13 +127,19 @@ class DTensorConfig:
 
     @property
     def streams_states(self) -> bool:
+        """As the keys say."""
+        return self.offload_optimizer_states or self.cpu_offload
+
+    @property
+    def streams_parameters(self) -> bool:
         """As the key says."""
-        return self.offload_optimizer_states
+        return self.cpu_offload
 
     @property
     def streams_in_parts(self) -> bool:
         """As the keys say."""
-        return self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
+        in_parts = self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
+        return in_parts or self.cpu_offload
 
     @property
     def keeps_optimizer_on_host(self) -> bool:

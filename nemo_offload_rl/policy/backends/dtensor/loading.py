@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +115,22 @@ def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> 
     return pieces
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give the parameters that are on the meta device memory on `device`, without values; FSDP's shards only."""
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+def materialize(module: nn.Module, device: torch.device, empty: Container[Tensor] = ()) -> None:
+    """Give the parameters that are on the meta device memory on `device`, without values; FSDP's shards only.
+
+    Args:
+        module: The model.
+        device: Where it is to be.
+        empty: Parameters that are released again at once: what passes through the device never is there as a whole.
+    """
+
+    def on_device(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        if tensor in empty:
+            local_tensor(made.detach()).untyped_storage().resize_(0)
+        return made
+
+    module._apply(on_device)
 
 
 def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSources) -> None:

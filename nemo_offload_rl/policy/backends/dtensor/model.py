@@ -36,6 +36,23 @@ def compile_layers(layers: nn.ModuleList) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
+class Scorer(nn.Module):
+    """What a `Reader` makes of hidden states; the output layer runs in here only, in pieces and again in backward."""
+
+    def __init__(self, output_layer: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.output_layer = output_layer
+        self._head = head
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """This rank's vocabulary columns, in the shape of `hidden`."""
+        return capped(self.output_layer(hidden), self._head.softcap)
+
+    def forward(self, before_NH: Tensor, targets_N: Tensor, scored_N: Tensor, reader: Reader) -> Any:
+        """What the reader gives of these positions; see `Positions`."""
+        return reader(self._logits, Positions(before_NH, targets_N, scored_N), self._head)
+
+
 class LogprobModel(nn.Module):
     """What a `Reader` makes of a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
 
@@ -47,11 +64,7 @@ class LogprobModel(nn.Module):
     def __init__(self, causal_lm: Any, head: Head) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._head = head
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """This rank's vocabulary columns, in the shape of `hidden`."""
-        return capped(self.causal_lm.get_output_embeddings()(hidden), self._head.softcap)
+        self.scorer = Scorer(causal_lm.get_output_embeddings(), head)
 
     def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
         """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
@@ -63,7 +76,7 @@ class LogprobModel(nn.Module):
         """
         before_NH = self._hidden(input_ids_BS, rows).flatten(0, 1).index_select(0, rows.before_N)
         targets_N = input_ids_BS.flatten().index_select(0, rows.scored_N)
-        found = reader(self._logits, Positions(before_NH, targets_N, rows.scored_N), self._head)
+        found = self.scorer(before_NH, targets_N, rows.scored_N, reader)
 
         def at_their_places(found_N: Tensor | None) -> Tensor | None:
             if found_N is None:

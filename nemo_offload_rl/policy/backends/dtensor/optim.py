@@ -1,8 +1,9 @@
-"""Which optimizer states stream, and the global gradient norm."""
+"""Which optimizer states stream, and norms of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
+from nemo_offload_rl.policy.backends.dtensor.parts import Part, gradient_norms
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.residency import OptimizerParts, divide_optimizer, local_tensor
+from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_optimizer, local_tensor
 
 
 def divide(
-    parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorConfig
+    parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorConfig, parts: Sequence[Part]
 ) -> OptimizerParts:
-    """Which optimizer states stream around the step, and in which parts."""
+    """Which optimizer states stream around the step, and in which parts: those of the model, where it has any."""
+    if parts:
+        in_parts = {parameter for part in parts for _, parameter in part.parameters}
+        rest = [(name, parameter) for name, parameter in parameters if parameter not in in_parts]
+        return OptimizerParts(rest, {f"{OPTIMIZER_PART}.{i}": part.parameters for i, part in enumerate(parts)})
     chunk_mib = settings.offload_optimizer_states_chunk_mib
     return divide_optimizer(
         parameters,
@@ -35,17 +41,32 @@ def _is_split_over_tp(gradient: Tensor) -> bool:
     return TP in names and gradient.placements[names.index(TP)].is_shard()
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], tp_rank: int, device: torch.device) -> Tensor:
-    """L2 norm of the gradients of all ranks, each element counted once; a 0-dim float64, equal on all ranks."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    mine = [local_tensor(grad) for grad in gradients if tp_rank == 0 or _is_split_over_tp(grad)]
-    norm = torch.nn.utils.get_total_norm(mine) if mine else torch.zeros(())
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    tp_rank: int,
+    device: torch.device,
+    known: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+) -> Tensor:
+    """L2 norm of the gradients of all ranks, each element counted once; a 0-dim float64, equal on all ranks.
+
+    Args:
+        parameters: Those with a gradient count.
+        tp_rank: Of this rank.
+        device: Where it is.
+        known: What `gradient_norms` gave of gradients that are not on the device now.
+    """
+    mine = [p for p in parameters if p.grad is not None and (tp_rank == 0 or _is_split_over_tp(p.grad))]
+    norms = {**known, **gradient_norms(parameter for parameter in mine if parameter not in known)}
+    in_order = [norms[parameter] for parameter in mine]
+    norm = torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
     square = norm.to(device=device, dtype=torch.float64) ** 2
     dist.all_reduce(square)
     return square.sqrt()
 
 
-def scale_grads(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_grads(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a 0-dim factor."""
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]

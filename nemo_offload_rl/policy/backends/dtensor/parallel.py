@@ -8,7 +8,7 @@ experts of each layer, which FSDP divides further over `dp_shard`, and everythin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -179,7 +179,13 @@ def apply_tensor_parallel(
         split_sequence(causal_lm, layers, mesh)
 
 
-def apply_fsdp(root: nn.Module, layers: nn.ModuleList, meshes: Meshes, compute_dtype: torch.dtype) -> FSDPModule:
+def apply_fsdp(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    meshes: Meshes,
+    compute_dtype: torch.dtype,
+    more_units: Iterable[Sequence[nn.Module]] = (),
+) -> FSDPModule:
     """Shard parameters over `dp`: one unit per layer, the rest in the root; experts that are divided are units too.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
@@ -189,6 +195,7 @@ def apply_fsdp(root: nn.Module, layers: nn.ModuleList, meshes: Meshes, compute_d
         layers: The decoder layers.
         meshes: What `build_meshes` gave.
         compute_dtype: To which parameters are cast as they are gathered.
+        more_units: Modules outside of the layers that are units too, each with all parameters that others share.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
@@ -198,8 +205,14 @@ def apply_fsdp(root: nn.Module, layers: nn.ModuleList, meshes: Meshes, compute_d
             for experts in expert_modules(layer):
                 fully_shard(experts, mesh=meshes.dp_shard, mp_policy=as_they_are)
         fully_shard(layer, mesh=meshes.dp, mp_policy=policy)
+    taken: set[nn.Parameter] = set()
+    for modules in more_units:
+        fully_shard(list(modules), mesh=meshes.dp, mp_policy=policy)
+        taken.update(parameter for module in modules for parameter in module.parameters())
     # The root's parameters are used last in forward and first in backward.
-    wrapped = fully_shard(root, mesh=meshes.dp, mp_policy=policy, reshard_after_forward=False)
+    wrapped = fully_shard(
+        root, mesh=meshes.dp, mp_policy=policy, reshard_after_forward=False, ignored_params=taken or None
+    )
     for module in fsdp_modules(wrapped):
         module.set_gradient_divide_factor(1.0)
         # Without it a factor means NCCL's pre-multiplied sum, which gloo does not have.
@@ -255,4 +268,12 @@ def reshard_all(root: FSDPModule) -> None:
     root.set_reshard_after_forward(True, recurse=False)
     for module in fsdp_modules(root):
         module.reshard()
+        module._get_fsdp_state()._modules_to_run_forward.clear()
     root.set_reshard_after_forward(False, recurse=False)
+
+
+def wait_for_gradients(unit: FSDPModule) -> None:
+    """Have the current stream wait for the gradients of a unit whose backward has been started; does not block."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group._wait_for_post_backward()

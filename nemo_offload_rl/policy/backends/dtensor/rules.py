@@ -31,13 +31,6 @@ def sequences_are_not_split_over_devices(cfg: PolicyRun) -> str | None:
     return None
 
 
-def host_held_training_is_off(cfg: PolicyRun) -> str | None:
-    """FSDP2's CPU offload is not available yet."""
-    if cfg.policy.dtensor_cfg.cpu_offload:
-        return _unavailable("policy.dtensor_cfg.cpu_offload")
-    return None
-
-
 def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
     """Activations of layers that are split over devices are not offloaded."""
     dtensor = cfg.policy.dtensor_cfg
@@ -85,12 +78,50 @@ def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
 
 
 def host_held_training_excludes_offload_keys(cfg: PolicyRun) -> str | None:
-    """FSDP2's CPU offload excludes moving the optimizer for logprobs."""
-    policy = cfg.policy
-    if policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob:
+    """`cpu_offload` excludes the keys that move the optimizer alone."""
+    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
+    others = {
+        "policy.offload_optimizer_states_for_logprob": policy.offload_optimizer_states_for_logprob,
+        "policy.dtensor_cfg.offload_optimizer_states": dtensor.offload_optimizer_states,
+    }
+    for key, is_set in others.items():
+        if dtensor.enabled and dtensor.cpu_offload and is_set:
+            return (
+                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but the first keeps the optimizer on the "
+                "host outside of its step already; set one of them to false"
+            )
+    return None
+
+
+def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` is for one policy worker."""
+    dtensor, num_workers = cfg.policy.dtensor_cfg, cfg.cluster.world_size
+    if dtensor.enabled and dtensor.cpu_offload and num_workers > 1:
         return (
-            "policy.dtensor_cfg.cpu_offload and policy.offload_optimizer_states_for_logprob are both true, but the "
-            "first keeps the optimizer on the host already; set one of them to false"
+            f"policy.dtensor_cfg.cpu_offload is true, but `cluster` has {num_workers} policy workers and it is "
+            "available for one; set it to false, where more devices share the state anyway, or use one device"
+        )
+    return None
+
+
+def host_held_training_keeps_activations(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes offloaded activations."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.cpu_offload and dtensor.activation_offload:
+        return (
+            "policy.dtensor_cfg.cpu_offload and activation_offload are both true, which were not tried together; set "
+            "activation_offload to false, and activation_checkpointing to true for fewer activations"
+        )
+    return None
+
+
+def host_held_training_is_of_all_weights(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes low-rank adapters."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.cpu_offload and dtensor.lora_cfg.enabled:
+        return (
+            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model under adapters does "
+            "not pass through the device part by part yet; set one of them to false"
         )
     return None
 
@@ -187,7 +218,6 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
 
 AVAILABILITY: tuple[Rule[PolicyRun], ...] = (
     sequences_are_not_split_over_devices,
-    host_held_training_is_off,
     offloaded_activations_are_whole,
 )
 
@@ -196,6 +226,9 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     sequence_parallel_needs_tensor_parallel,
     sequence_parallelism_splits_the_model,
     host_held_training_excludes_offload_keys,
+    host_held_training_has_one_worker,
+    host_held_training_is_of_all_weights,
+    host_held_training_keeps_activations,
     compiled_layers_are_whole,
     adapters_need_whole_layers,
     adapters_have_their_layers,

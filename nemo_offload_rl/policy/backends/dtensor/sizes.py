@@ -6,16 +6,17 @@ from collections.abc import Iterable
 from math import ceil, prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ExpectedBytes
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import host_bytes_at_most
+from nemo_offload_rl.policy.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, aligned
+from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART, aligned
 
 _FP32_BYTES = 4
 
@@ -33,14 +34,32 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
     # Layers are gathered in the compute type, so a reference keeps no more.
     reference_bytes = _parameter_bytes(model, elements, COMPUTE_DTYPES[settings.precision].itemsize)
+    rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)}
+    if settings.dtensor_cfg.cpu_offload:
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        modules = [embedding, *decoder_layers(model), *([] if output.weight is embedding.weight else [output])]
+        rows |= part_row_bytes(module.parameters() for module in modules)
+        rows[PARAMS] -= rows[PARAMS_PART]
+        reference_bytes = params_bytes  # parts of it cross as they are
     # Of one tensor a rank reads its part, at most the whole.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
     return ExpectedBytes(
-        state={PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)},
+        state=rows,
         loading=loading_bytes,
         reference=reference_bytes,
         activations=host_bytes_at_most(settings, config.num_hidden_layers, config.hidden_size),
     )
+
+
+def part_row_bytes(parts: Iterable[Iterable[Tensor]]) -> dict[str, int]:
+    """Bytes of the rows of parameters and gradients that pass through the device part by part.
+
+    Args:
+        parts: The parameters of each; FSDP keeps their gradients together.
+    """
+    sizes = [[_FP32_BYTES * parameter.numel() for parameter in part] for part in parts]
+    params_bytes = sum(aligned(size) for part in sizes for size in part)
+    return {PARAMS_PART: params_bytes, GRADS_PART: sum(aligned(sum(part)) for part in sizes)}
 
 
 def optimizer_row_bytes(settings: PolicySettings, elements: Iterable[int], device: torch.device) -> dict[str, int]:

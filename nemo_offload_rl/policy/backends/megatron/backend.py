@@ -44,7 +44,7 @@ from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, StateGroup, unique_storages
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PassingParts, StateGroup, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,9 @@ class MegatronBackend:
     def use_teacher_head(self, head: TeacherHead) -> None:
         """See `PolicyBackend`."""
         self._passes.teacher_head = head
+
+    def use_parts(self, passing: PassingParts) -> None:
+        """Never called: parameters are a few buffers of all layers."""
 
     def drop_grads(self) -> None:
         """Zero the gradient buffers and forget what a pass that raised left behind."""

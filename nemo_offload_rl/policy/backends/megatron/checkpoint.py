@@ -106,6 +106,10 @@ class MegatronState:
                     found[f"{dcp.MODEL}{_place(tensor)}/{index}/{name}"] = tensor.detach()
         return found
 
+    def model_tensors_with(self, group: str) -> dict[str, Tensor]:
+        """All are there with the first group."""
+        return self.model_tensors() if group == self.groups[0] else {}
+
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
         """This rank's ranges of the masters and states of one group."""
         found: dict[str, Tensor] = {}

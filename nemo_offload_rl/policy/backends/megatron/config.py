@@ -277,6 +277,11 @@ class MegatronConfig:
         return self.optimizer.offload_optimizer_states
 
     @property
+    def streams_parameters(self) -> bool:
+        """Never."""
+        return False
+
+    @property
     def streams_in_parts(self) -> bool:
         """As the keys say."""
         return self.streams_states and self.optimizer.offload_optimizer_states_chunk_mib is not None

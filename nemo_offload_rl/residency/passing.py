@@ -1,0 +1,225 @@
+"""Parameters and gradients that pass through the device part by part, in forward and backward passes.
+
+A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
+the device from just before they are read until they have been, while the part before computes at the earliest; its
+gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
+both in the update, which `streaming.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from nemo_offload_rl.residency.device import Copy, Device, Room
+from nemo_offload_rl.residency.errors import ResidencyError
+from nemo_offload_rl.residency.group_state import GroupState
+from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_bytes, storage_key
+from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
+from nemo_offload_rl.residency.ledger import TransitionReport
+from nemo_offload_rl.residency.plan import Phase, Placement
+from nemo_offload_rl.residency.streaming import records_of
+
+
+class PassingParts:
+    """Moves the parts of one worker; a backend says when it reads and writes what. One rank's, on one thread.
+
+    Args:
+        params: The parameters of each part, in the order of a forward pass.
+        grads: Their gradients, likewise.
+        device: Where they go.
+        overlap: Bring what is read next beside what is computed now.
+        charge: Gets the report of each pass.
+
+    Attributes:
+        phase: What passes are charged to.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[GroupState],
+        grads: Sequence[GroupState],
+        device: Device,
+        overlap: bool,
+        charge: Callable[[TransitionReport], None],
+    ) -> None:
+        self._params = params
+        self._grads = grads
+        self._device = device
+        self._overlap = overlap
+        self._charge = charge
+        self.phase = Phase.TRAINING
+        self._report = TransitionReport(None, self.phase)
+        self._copies: dict[str, list[HostMirror]] = {}
+        self._shown: str | None = None
+        self._leaving: list[GroupState] = []
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    # -- passes
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """Whatever comes and goes in the body, a pass, is one entry of the ledger. Parameters are away after it."""
+        self._report = TransitionReport(self.phase, self.phase)
+        try:
+            yield
+        finally:
+            with self._report.held_up():
+                for state in self._params:
+                    self._leave(state)
+            if self._report.groups:
+                self._charge(self._report)
+
+    def bring(self, index: int) -> None:
+        """Have a part's parameters on the device for what the current stream does from now on.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room; they are on the host as before.
+        """
+        self._arrive(self._params[index], self._source(index))
+
+    def bring_gradients(self, index: int) -> None:
+        """Have what a part's gradients are so far on the device; nothing where there are none yet."""
+        with self._report.held_up():
+            # What is two parts behind has had the time of a part to leave.
+            for state in self._leaving[:-1]:
+                state.settle()
+            self._leaving = self._leaving[-1:]
+        self._arrive(self._grads[index])
+
+    def has_read(self, index: int, following: int | None = None, *, with_gradients: int | None = None) -> None:
+        """Nothing that is started from now on reads a part's parameters: they leave, and others may come.
+
+        Args:
+            index: The part.
+            following: Whose parameters are read next.
+            with_gradients: Whose gradients are added to next.
+        """
+        with self._report.held_up():
+            self._leave(self._params[index])
+            if self._overlap and following is not None:
+                self._prefetch(self._params[following], self._source(following))
+            if self._overlap and with_gradients is not None:
+                self._prefetch(self._grads[with_gradients])
+
+    def has_gradients(self, index: int) -> None:
+        """A part's gradients have been added to, by what the current stream waits for; they leave."""
+        state = self._grads[index]
+        state.version += 1
+        with self._report.held_up():
+            self._leave(state)
+        self._leaving.append(state)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self._leaving = []
+        for state in self._grads:
+            if state.location is not Placement.FREED:
+                state.leave(Placement.FREED, records_of(state, self._device), self._report)
+
+    # -- other uses of the parameters
+
+    @contextmanager
+    def on_device(self, index: int) -> Iterator[None]:
+        """A part's parameters on the device inside the body, to be read; where they are already they stay."""
+        was_there = self._params[index].location is Placement.DEVICE
+        self.bring(index)
+        try:
+            yield
+        finally:
+            if not was_there:
+                self._leave(self._params[index])
+
+    @contextmanager
+    def filled(self, index: int) -> Iterator[None]:
+        """A part that has had no contents yet is on the device inside the body, which writes them.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room for it.
+        """
+        state = self._params[index]
+        records = records_of(state, self._device)
+        sizes = {storage_key(local.untyped_storage()): local.nbytes for local in self._tensors(state)}
+        self._device.allocate([Room(r.storage, sizes[key]) for key, r in records.items() if not r.storage.nbytes()])
+        yield
+        state.version += 1
+        self._leave(state)
+        state.settle()
+
+    def take_copy(self, name: str, arena: HostArena) -> None:
+        """Keep a frozen host copy of all parts as they are now."""
+        self._copies[name] = made = []
+        for index, state in enumerate(self._params):
+            mirror = HostMirror(f"{name}/part.{index}", arena)
+            made.append(mirror)
+            with self.on_device(index):
+                records = self._records(state)
+                mirror.cover(records)
+                copies = [(record.storage, mirror.bytes_of(key)) for key, record in records.items()]
+                self._device.copy_out(Copy(storage_bytes(it, host.numel()), host) for it, host in copies).wait_host()
+                mirror.mark_clean(records, 0)
+
+    @contextmanager
+    def showing_copy(self, name: str) -> Iterator[None]:
+        """Passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
+
+        Raises:
+            ResidencyError: A part is on the device.
+        """
+        present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
+        if present:
+            raise ResidencyError(f"cannot show {name!r} while {present[0]!r} is on the device; leave it first")
+        self._shown = name
+        try:
+            yield
+        finally:
+            self._shown = None
+            for state in self._params:
+                self._leave(state)
+
+    def copies_bytes(self) -> Mapping[str, int]:
+        """Host bytes of each frozen copy."""
+        return {name: sum(mirror.num_bytes for mirror in mirrors) for name, mirrors in self._copies.items()}
+
+    def close(self) -> None:
+        """Free the frozen copies."""
+        for mirrors in self._copies.values():
+            for mirror in mirrors:
+                mirror.close()
+        self._copies.clear()
+
+    # -- inside
+
+    def _source(self, index: int) -> HostMirror | None:
+        return None if self._shown is None else self._copies[self._shown][index]
+
+    def _arrive(self, state: GroupState, source: HostMirror | None = None) -> None:
+        with self._report.held_up():
+            if state.location is not Placement.DEVICE:
+                records = self._records(state)
+                try:
+                    state.arrive(records, self._report, source)
+                except BaseException:
+                    state.undo_arrival(records)
+                    raise
+        state.wait_arrival()
+
+    def _prefetch(self, state: GroupState, source: HostMirror | None = None) -> None:
+        """Where there is room; without it, it comes when it is asked for."""
+        if state.location is not Placement.DEVICE:
+            state.try_arrive(self._records(state), self._report, source)
+
+    def _leave(self, state: GroupState) -> None:
+        if state.location is Placement.DEVICE:
+            state.leave(Placement.HOST, self._records(state), self._report)
+
+    def _records(self, state: GroupState) -> dict[int, StorageRecord]:
+        return records_of(state, self._device)
+
+    def _tensors(self, state: GroupState) -> Iterator[torch.Tensor]:
+        for _, tensor in state.group.tensors():
+            yield local_tensor(tensor.detach())

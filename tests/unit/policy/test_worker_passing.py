@@ -1,0 +1,369 @@
+"""Parameters, gradients and optimizer that pass through the device part by part, against training that stays there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from deferred_device import DeferredDevice
+from policy_cases import (
+    NLL,
+    Poisoned,
+    RaisesAt,
+    assert_equal,
+    cycle,
+    forward_hook_on_layer,
+    full_optimizer,
+    full_params,
+    make_batch,
+    one_rank_worker,
+)
+from resume_cases import goes_on_bitwise, train_steps
+from simulated_device import SimulatedDevice
+from tiny_models import qwen3_config, save_model_folder
+
+from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy import worker as worker_module
+from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Placement, ResidencyError
+
+in_parts = partial(one_rank_worker, cpu_offload=True)
+PART_ROWS = ("params/part.", "grads/part.", "optimizer/part.")
+
+
+def results(worker, num_steps=3):
+    """What all passes of some steps gave, with every phase of a step and a reference."""
+    seen = []
+    worker.prepare_for_training()
+    for seed in range(num_steps):
+        batch = make_batch(seed=seed)
+        cycle(worker, batch)
+        worker.prepare_for_lp_inference()
+        seen += [worker.get_logprobs(batch), worker.get_reference_logprobs(batch)]
+        worker.prepare_for_training()
+        seen.append(torch.tensor(worker.evaluate(batch, NLL()).loss))
+        result = worker.train(batch, NLL())
+        seen.append(torch.tensor([*result.loss, *result.grad_norm, *result.metrics["logprob_min"]]))
+    return seen
+
+
+def steps(worker, num_steps=3):
+    """The same, and the state at the end."""
+    return results(worker, num_steps), full_params(worker), full_optimizer(worker)
+
+
+def assert_same_steps(left, right):
+    assert all(torch.equal(mine, other) for mine, other in zip(left[0], right[0], strict=True))
+    assert_equal(left[1], right[1])
+    assert_equal(left[2], right[2])
+
+
+@pytest.fixture
+def use_device(monkeypatch):
+    """From here on, workers have this device."""
+    return lambda device: monkeypatch.setattr(worker_module, "make_device", lambda _: device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bfloat16", "residency_verify": True},
+        {"activation_checkpointing": True, "precision": "bfloat16"},
+        {"logprob_chunk_size": 3, "max_grad_norm": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(
+    folders, family, changes, use_device
+):
+    folder, _ = folders(family)
+    with one_rank_worker(folder, keep_reference=True, **changes) as worker:
+        expected = steps(worker)
+    for device in (CpuDevice(), DeferredDevice()):
+        use_device(device)
+        with in_parts(folder, keep_reference=True, **changes) as worker:
+            assert_same_steps(steps(worker), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma-tied", "gemma2-tied", "qwen3-moe"])
+def test_other_families_too(folders, family):
+    folder, _ = folders(family)
+    with one_rank_worker(folder, keep_reference=True) as worker:
+        expected = steps(worker, 2)
+    with in_parts(folder, keep_reference=True) as worker:
+        assert_same_steps(steps(worker, 2), expected)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A device that looks, whenever something moves, at how many bytes of parts are on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = None
+        self.seen = []  # (phase, bytes of parameters, of gradients, of optimizer states)
+
+    def look(self):
+        if self.worker is not None:
+            sizes = self.worker.residency.device_bytes()
+            sums = [sum(size for name, size in sizes.items() if name.startswith(row)) for row in PART_ROWS]
+            self.seen.append((self.worker.residency.phase, *sums))
+
+    def allocate(self, wanted):
+        super().allocate(wanted)
+        self.look()
+
+    def copy_out(self, copies):
+        self.look()
+        return super().copy_out(copies)
+
+
+class WatchedCpu(Watched, CpuDevice):
+    """Copies are waited for."""
+
+
+class WatchedLate(Watched, DeferredDevice):
+    """Copies overlap."""
+
+
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory):
+    """A folder, and the bytes of the parameters of its largest part and of all parts."""
+    path = tmp_path_factory.mktemp("eight_layers")
+    model = save_model_folder(path, 0, qwen3_config(num_layers=8))
+    parts = [model.model.embed_tokens, *model.model.layers, model.lm_head]
+    sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
+    return path, max(sizes), sum(sizes)
+
+
+@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate()], ids=["", "overlapped"])
+def test_of_ten_parts_one_passes_through_the_device_at_a_time_and_two_in_the_update(eight_layers, use_device, device):
+    """A part has 4 bytes a parameter, as many of gradients, and twice as many of optimizer states."""
+    path, part_bytes, all_bytes = eight_layers
+    assert all_bytes > 8 * part_bytes
+    use_device(device)
+    with in_parts(path, keep_reference=True) as worker:
+        device.worker = worker
+        results(worker, 2)
+    most = {}
+    for phase, params, grads, states in device.seen:
+        before = most.get(phase, (0, 0, 0, 0))
+        most[phase] = tuple(map(max, before, (params, grads, states, params + grads + states)))
+    most = {phase: [size / part_bytes for size in sizes] for phase, sizes in most.items() if phase is not None}
+    if not device.asynchronous:
+        assert most["lp_inference"] == [1, 0, 0, 1]
+        assert most["training"] == [1, 1, 0, 2]
+        assert most["optim_step"] == [1, 1, 2, 4]
+    else:  # in training the last two of the update may still be leaving
+        assert most["lp_inference"] == [1, 0, 0, 1]
+        assert most["training"][1] == 3 and most["training"][3] <= 8
+        assert most["optim_step"] == [2, 2, 4, 8]
+    assert most["generation"][3] == 0 and most["refit"][3] <= 8
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_a_device_for_one_whole_part_and_what_is_in_none_is_enough_and_a_byte_less_is_not(
+    eight_layers, use_device, missing_bytes
+):
+    path, part_bytes, all_bytes = eight_layers
+    norm_bytes = 64 * 4
+    with in_parts(path) as worker:
+        rest_bytes = worker.residency.device_bytes()["params"] + 3 * norm_bytes  # gradient and states of the last norm
+    device = SimulatedDevice(rest_bytes + 4 * part_bytes - missing_bytes)
+    assert device.capacity_bytes < all_bytes / 2
+    use_device(device)
+    with in_parts(path, keep_reference=True) as worker:
+        results(worker, 1)  # states are made in the first update, by the optimizer
+        worker.prepare_for_training()
+        with pytest.raises(DeviceOutOfMemoryError) if missing_bytes else nullcontext():
+            worker.train(make_batch(), NLL())
+        if not missing_bytes:
+            worker.offload_before_refit()
+            assert len(list(worker.named_weights())) == len(worker._backend.weight_specs())
+            assert device.peak_bytes == device.capacity_bytes
+
+
+def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_loaded(eight_layers, monkeypatch):
+    path, _, all_bytes = eight_layers
+    taken = []
+
+    def build(settings, process):
+        taken.append(expected_bytes(settings, process))
+        return build_backend(settings, process)
+
+    monkeypatch.setattr(worker_module, "build_backend", build)
+    with in_parts(path) as worker:
+        expected = worker._backend.expected_bytes()
+        assert expected == taken[0].state
+        assert all_bytes <= expected["grads/part"] <= expected["params/part"] <= 1.01 * all_bytes
+        for seed in range(2):
+            cycle(worker, make_batch(seed=seed))
+            worker.train(make_batch(seed=seed), NLL())
+            cycle(worker, make_batch(seed=seed))
+        assert worker.residency._arenas.reserved_bytes == sum(expected.values()) <= 4.03 * all_bytes
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+class FailingDevice(CpuDevice):
+    """A device whose `countdown`-th copy from now on fails half-way."""
+
+    def __init__(self) -> None:
+        self.countdown = 0
+
+    def _counted(self, copies):
+        copies = list(copies)
+        self.countdown -= 1
+        if self.countdown == 0:
+            for copy in copies[: len(copies) // 2]:
+                copy.device.fill_(0xEE)
+                yield copy
+            raise OSError("the link is gone")
+        yield from copies
+
+    def copy_out(self, copies):
+        return super().copy_out(self._counted(copies))
+
+    def copy_in(self, copies):
+        return super().copy_in(self._counted(copies))
+
+
+@pytest.fixture(scope="module")
+def two_steps(eight_layers):
+    """The state after none, one and two steps, by a worker that nothing happens to."""
+    with one_rank_worker(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        states = [full_params(worker)]
+        for seed in range(2):
+            worker.train(make_batch(seed=seed), NLL())
+            states.append(full_params(worker))
+    return states
+
+
+@pytest.mark.parametrize("countdown", [1, 2, 10, 15, 24, 29, 40, 57])
+def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
+    eight_layers, two_steps, use_device, countdown
+):
+    device = FailingDevice()
+    use_device(device)
+    with in_parts(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLL())
+        device.countdown = countdown
+        with pytest.raises(OSError, match="link is gone"):
+            worker.forward_backward(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[1])
+        worker.train(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[2])
+
+
+@pytest.mark.parametrize("countdown", [1, 2, 3, 4, 5, 20, 44])
+def test_a_copy_that_fails_in_an_update_leaves_the_old_state_or_a_worker_that_refuses(
+    eight_layers, two_steps, use_device, tmp_path, countdown
+):
+    device = FailingDevice()
+    use_device(device)
+    with in_parts(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLL())
+        worker.forward_backward(make_batch(seed=1), NLL())
+        device.countdown = countdown
+        with pytest.raises(OSError, match="link is gone"):
+            worker.optim_step()
+        if countdown <= 3:  # states, parameters and gradients of the first part come first
+            assert_equal(full_params(worker), two_steps[1])
+            worker.zero_grad()
+            worker.train(make_batch(seed=1), NLL())
+            assert_equal(full_params(worker), two_steps[2])
+            return
+        for use in (worker.prepare_for_lp_inference, lambda: worker.save_checkpoint(tmp_path / "saved")):
+            with pytest.raises((ResidencyError, CheckpointError), match="broke off in part"):
+                use()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders, family):
+    folder, _ = folders(family)
+    batch = make_batch()
+
+    def fail(*_):
+        raise ArithmeticError("in the middle of a layer")
+
+    with one_rank_worker(folder, keep_reference=True) as clean, in_parts(folder, keep_reference=True) as hurt:
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+        with pytest.raises(ArithmeticError):
+            hurt.train(batch, RaisesAt(call=3))
+        assert hurt.train(batch, Poisoned(factor=float("nan"))).is_skipped == [True]
+        hurt.prepare_for_lp_inference()
+        for get in (hurt.get_logprobs, hurt.get_reference_logprobs):
+            hook = forward_hook_on_layer(hurt, 1, fail)
+            with pytest.raises(ArithmeticError):
+                get(batch)
+            hook.remove()
+        assert all(not size for name, size in hurt.residency.device_bytes().items() if "part" in name)
+        assert_same_steps(steps(hurt), steps(clean))
+
+
+# -- what leaves -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_in_parts_goes_on_from_its_checkpoint_bit_by_bit(folders, tmp_path, in_background):
+    folder, _ = folders("qwen3")
+    with one_rank_worker(folder) as worker:
+        uninterrupted = train_steps(worker, 1, 4)
+    goes_on_bitwise(partial(in_parts, folder), tmp_path, uninterrupted, in_background=in_background)
+
+
+def test_checkpoints_are_the_same_with_and_without_parts(folders, tmp_path):
+    folder, _ = folders("qwen3-tied")
+    makers = {"parts": partial(in_parts, folder), "whole": partial(one_rank_worker, folder)}
+    states = {}
+    for name, make in makers.items():
+        with make() as worker:
+            train_steps(worker, 1, 2)
+            worker.save_checkpoint(tmp_path / name)
+    for name, make in makers.items():
+        (other,) = makers.keys() - {name}
+        with make() as worker:
+            worker.load_checkpoint(tmp_path / other)
+            train_steps(worker, 3, 3)
+            states[name] = (full_params(worker), full_optimizer(worker))
+    for mine, other in zip(*states.values(), strict=True):
+        assert_equal(mine, other)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_refit_sends_part_by_part_what_a_whole_model_sends(eight_layers, use_device, precision, tmp_path):
+    path, part_bytes, _ = eight_layers
+    with one_rank_worker(path, precision=precision) as worker:
+        train_steps(worker, 1, 1)
+        worker.offload_before_refit()
+        expected = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    device = WatchedCpu()
+    use_device(device)
+    with in_parts(path, precision=precision) as worker:
+        train_steps(worker, 1, 1)
+        device.worker = worker
+        worker.offload_before_refit()
+        assert_equal({name: tensor.clone() for name, tensor in worker.named_weights()}, expected)
+        assert max(params for _, params, _, _ in device.seen) == part_bytes
+        given_up = worker.named_weights()
+        next(given_up)
+        del given_up
+        worker.start_refit()
+        while worker.next_bucket() is not None:
+            pass
+        worker.offload_after_refit()
+        assert sum(worker.residency.device_bytes().values()) == 0
+        worker.export_hf(tmp_path / "hf")
+        assert worker.residency.location("params/part.0") is Placement.HOST
