@@ -17,7 +17,7 @@ from nemo_offload_rl.data.config import (
     MixtureKeys,
     SftDataConfig,
 )
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import check_states, optimizer_spec
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.rules import Rule
 
@@ -48,10 +48,7 @@ def spec_of_optimizer(cfg: RunConfig) -> OptimizerSpec:
     """
     optimizer = cfg.policy.optimizer
     assert optimizer is not None
-    on_gpu = cfg.cluster.gpus_per_node > 0
-    spec = optimizer_spec(optimizer, on_gpu=on_gpu)
-    check_states(optimizer, on_gpu=on_gpu)
-    return spec
+    return optimizer_spec(optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
 
 
 def sources(section: DataSource | MixtureConfig | None, where: str) -> Iterator[tuple[str, DataSource]]:

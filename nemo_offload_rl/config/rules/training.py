@@ -29,6 +29,8 @@ from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.policy.settings import scheduler_phases
 from nemo_offload_rl.utils.config import nearest_key
 
+OWN_OPTIMIZERS = "nemo_offload_rl.optim"
+
 
 def optimizer_can_train(cfg: RunConfig) -> str | None:
     """The optimizer exists, takes its arguments, and can update parameters as the DTensor backend shards them."""
@@ -156,8 +158,11 @@ def loggers_have_their_sections(cfg: RunConfig) -> str | None:
 def _call_problem(where: str, dotted: str, kwargs: Mapping[str, Any], base: type) -> str | None:
     """Why the torch class, of kind `base`, cannot be called with its first argument and `kwargs`."""
     module_name, _, class_name = dotted.rpartition(".")
-    if not module_name.startswith("torch.optim"):
-        return f"{where}.name is {dotted}, but only classes of torch.optim work; write for instance torch.optim.AdamW"
+    if not module_name.startswith("torch.optim") and module_name != OWN_OPTIMIZERS:
+        return (
+            f"{where}.name is {dotted}, but only classes of torch.optim and {OWN_OPTIMIZERS} work; write for instance "
+            "torch.optim.AdamW"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, training
@@ -15,10 +16,12 @@ from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"
+MOMENTS = "policy.optimizer.name=nemo_offload_rl.optim.AdamW"
 ONE_CYCLE = "{name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 1.0, total_steps: 19}}"
 PHASE = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
 
@@ -303,7 +306,15 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.optimizer=null"], "set policy.optimizer.name"),
         (["policy.optimizer.name=torch.optim.AdamWW"], "did you mean torch.optim.AdamW?"),
         (["policy.optimizer.name=torch.optimm.AdamW"], "there is no module torch.optimm"),
-        (["policy.optimizer.name=apex.FusedAdam"], "only classes of torch.optim"),
+        (
+            ["policy.optimizer.name=torchao.optim.AdamW8bit"],
+            "only classes of torch.optim and nemo_offload_rl.optim work",
+        ),
+        (["policy.optimizer.name=nemo_offload_rl.optim.Adam"], "did you mean nemo_offload_rl.optim.AdamW?"),
+        (
+            [MOMENTS, "+policy.optimizer.kwargs.exp_avg_dtype=float16"],
+            "exp_avg_dtype is float16, not one of float32, b",
+        ),
         (["policy.optimizer.name=torch.optim.lr_scheduler.StepLR"], "is no Optimizer"),
         (["policy.optimizer.name=torch.optim.Optimizer"], "is no Optimizer"),
         (["+policy.optimizer.kwargs.weight_decai=1"], "did you mean weight_decay?"),
@@ -439,6 +450,12 @@ def test_rules_accept_the_edges() -> None:
             "data.train.holdout=0",
         ],
     )
+
+
+def test_moments_of_16_bits_are_an_optimizer_of_the_package() -> None:
+    optimizer = load_grpo_config(CPU, [MOMENTS, "+policy.optimizer.kwargs.exp_avg_dtype=float32"]).worker.optimizer
+    assert optimizer is not None
+    assert optimizer_spec(optimizer, on_gpu=False).bytes_per_element(torch.float32) == 6
 
 
 def test_the_training_rules_have_one_list() -> None:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
@@ -47,8 +46,9 @@ def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
         ConfigError: It cannot be made, cannot step, or its update of a shard needs more than that shard.
     """
     matrix, vector = torch.linspace(-1.0, 1.0, 24).view(6, 4), torch.linspace(0.5, 1.5, 6)
+    kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
     build_optimizer(settings, [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())])
-    whole = _tried_settings(settings, on_gpu)
+    whole = replace(settings, kwargs=kwargs)
     together, states = _try_steps(whole, [matrix, vector])
     alone, _ = _try_steps(whole, [matrix[:2]])
     has_other_shapes = any(state.shape not in (matrix.shape, torch.Size([])) for state in states.values())
@@ -60,27 +60,6 @@ def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
     if not spec.is_elementwise:
         raise _cannot_train(settings.name, "its update of one shard of a parameter needs the others")
     return spec
-
-
-def check_states(settings: OptimizerConfig, *, on_gpu: bool) -> None:
-    """Refuse an optimizer whose states are tensors around other tensors, as quantized ones are: they would not move.
-
-    Such optimizers keep ordinary states for parameters below 4096 elements, so this takes more memory than
-    `optimizer_spec`, which every worker asks.
-
-    Raises:
-        ConfigError: With the state and its type.
-    """
-    _, states = _try_steps(_tried_settings(settings, on_gpu), [torch.linspace(-1.0, 1.0, 8192).view(64, 128)])
-    for name, state in states.items():
-        if is_traceable_wrapper_subclass(local_tensor(state)):
-            kind = type(local_tensor(state)).__name__
-            raise _cannot_train(settings.name, f"it keeps {name} as {kind}, whose memory is not the tensor's own")
-
-
-def _tried_settings(settings: OptimizerConfig, on_gpu: bool) -> OptimizerConfig:
-    kwargs = {name: value for name, value in settings.kwargs.items() if not (on_gpu and name in _IMPLEMENTATIONS)}
-    return replace(settings, kwargs=kwargs)
 
 
 def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

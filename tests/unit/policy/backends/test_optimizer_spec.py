@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import build_optimizer, check_states, optimizer_spec
+from nemo_offload_rl.policy.backends.dtensor.torch_optim import build_optimizer, optimizer_spec
 from nemo_offload_rl.policy.backends.optimizer_spec import make_states
 from nemo_offload_rl.policy.config import OptimizerConfig
-from nemo_offload_rl.residency import local_tensor
 
 
 class Lion(Optimizer):
@@ -56,43 +55,6 @@ class Counting(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["rows"] = torch.zeros(parameter.shape[0])
-
-
-class Halved(Tensor):
-    """Looks like float32 and has its contents in another tensor, as quantized states of libraries do."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, _, size, stride):
-        return Halved(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return cls(args[0].inner) if func is torch.ops.aten.detach.default else NotImplemented
-
-
-class Wrapping(Optimizer):
-    """Keeps states of a tensor class of its own for parameters that are large enough."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                kept = torch.zeros_like(local_tensor(parameter), dtype=torch.bfloat16)
-                self.state[parameter]["average"] = Halved(kept) if kept.numel() >= 4096 else kept.float()
-                parameter.sub_(group["lr"] * parameter.grad)
 
 
 KEPT = {
@@ -167,13 +129,3 @@ def test_states_that_are_made_for_a_load_are_those_of_a_step_and_change_no_bit_o
 def test_an_optimizer_that_needs_more_than_a_shard_is_refused(cls):
     with pytest.raises(ConfigError, match="one shard of a parameter needs the others"):
         optimizer_spec(settings_of(f"{__name__}.{cls.__name__}"), on_gpu=False)
-
-
-def test_states_whose_memory_cannot_be_moved_are_refused():
-    """Such as those of `torchao.optim.AdamW8bit` 0.18, which are ordinary ones below 4096 elements."""
-    with pytest.raises(
-        ConfigError, match="it keeps average as Halved, whose memory is not the tensor's own; use another"
-    ):
-        check_states(settings_of(f"{__name__}.Wrapping"), on_gpu=False)
-    for name in KEPT:
-        check_states(settings_of(name, **KEPT[name][0]), on_gpu=False)
