@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.readers import Reader, TeacherHead
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
@@ -18,6 +19,17 @@ from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.residency import PassingParts, StateGroup
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The type of `policy.precision`.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise ConfigError(f"policy.precision={precision} is unknown; use one of {', '.join(COMPUTE_DTYPES)}.")
+    return COMPUTE_DTYPES[precision]
 
 
 @dataclass(frozen=True)

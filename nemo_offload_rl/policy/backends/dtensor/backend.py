@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
 from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
@@ -82,8 +82,6 @@ def check_settings(settings: PolicySettings) -> None:
             f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
             "it above 0."
         )
-    if settings.precision not in COMPUTE_DTYPES:
-        raise ConfigError(f"policy.precision={settings.precision} is unknown; use one of {', '.join(COMPUTE_DTYPES)}.")
 
 
 class DTensorBackend:
@@ -104,7 +102,7 @@ class DTensorBackend:
                 "for one; set it to false, or use one device."
             )
         self._device = torch.device(process.device)
-        self._compute_dtype = COMPUTE_DTYPES[settings.precision]
+        self._compute_dtype = compute_dtype(settings.precision)
         self._teacher_head: TeacherHead | None = None
         with ExitStack() as made:
             if join_process_group(process):

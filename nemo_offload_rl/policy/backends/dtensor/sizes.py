@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ExpectedBytes
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, compute_dtype
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
@@ -33,7 +33,7 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     elements = _parameter_elements(model, settings, world_size)
     params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
     # Layers are gathered in the compute type, so a reference keeps no more.
-    reference_bytes = _parameter_bytes(model, elements, COMPUTE_DTYPES[settings.precision].itemsize)
+    reference_bytes = _parameter_bytes(model, elements, compute_dtype(settings.precision).itemsize)
     rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)}
     if settings.dtensor_cfg.cpu_offload:
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
