@@ -4,7 +4,7 @@
 # make test       lint, types and every CPU test, set-up included; two processes at a time, TEST_PROCESSES=4 for four
 # make test-fast  the CPU tests that start no other processes and train no models, in a minute or two
 # make test-models every family of models with an engine and over two ranks; writes benchmarks/results/models.json and the
-#                 table of docs/reference/models.md. ONLY=gemma2 make test-models for rows with that in their names
+#                 table of docs/reference/models.md. ONLY="gemma2 or olmoe" make test-models for rows with one of these in their names
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
@@ -58,8 +58,8 @@ test-fast: setup
 	$(PYTEST) -m "not gpu and not models and not processes and not trains"
 
 test-models: setup
-	ONLY=$(ONLY) MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
-		-k "split or (served and $(or $(ONLY),family))"
+	ONLY="$(ONLY)" MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
+		-k "split or (served and ($(or $(ONLY),family)))"
 	$(PYTHON) -m nemo_offload_rl.models.page
 
 test-gpu:

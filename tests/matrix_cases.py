@@ -15,7 +15,7 @@ import torch
 from closeness import assert_close
 from engine_process import EngineProcess
 from lora_cases import lora_worker
-from model_families import FAMILIES, checkpoint_tensors, family_config, trained_by
+from model_families import FAMILIES, checkpoint_name, checkpoint_tensors, family_config, trained_by
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -199,7 +199,7 @@ def gradients_are_hugging_faces(row: Row, folder: Path) -> None:
         assert_close(loss, expected_loss)
         for parameter in model.parameters():
             parameter.data = parameter.grad
-        buffers = {name for name, _ in model.named_buffers()}  # some are tensors of checkpoints
+        buffers = {checkpoint_name(model, name) for name, _ in model.named_buffers()}  # some are tensors of checkpoints
         found, expected = (
             {name: tensor for name, tensor in tensors.items() if name not in buffers}
             for tensors in (checkpoint_names(row, full_grads(worker)), checkpoint_tensors(model))

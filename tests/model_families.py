@@ -53,6 +53,21 @@ _GPT_OSS = {
         "truncate": False,
     },
 }
+_BIASED_EXPERTS = {
+    **_MOE,
+    "num_hidden_layers": 3,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# Windows in two layers; the third has neither a window nor rotary embeddings.
+_EXAONE_MOE = {
+    **_BIASED_EXPERTS,
+    "is_moe_layer": [False, True, True],  # as vLLM reads it
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "routed_scaling_factor": 1.5,
+}
+_HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
 # A divisor of the logits that leaves greedy choices their margins.
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -104,6 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **_WINDOW}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32}),
     "exaone4": ("exaone4", _WINDOW),
+    "exaone_moe": ("exaone_moe", _EXAONE_MOE),
     "gemma-tied": ("gemma", {"head_dim": 32}),
     "gemma2-tied": ("gemma2", {**_GEMMA, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0}),
     "gemma3-tied": ("gemma3_text", {**_GEMMA, "rope_parameters": _TWO_ROPES}),
@@ -114,6 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", _GRANITE),
     "granite-tied": ("granite", _GRANITE),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, "use_qk_norm": True}),
+    "hy_v3": ("hy_v3", _HY_V3),
     "hyperclovax": ("hyperclovax", {"logits_scaling": 0.7}),
     "jais2": ("jais2", {}),
     "llama": ("llama", {}),
@@ -125,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"head_dim": 32, "sliding_window": 8}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "nemotron": ("nemotron", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", _WINDOW),
     "olmoe": ("olmoe", _EXPERTS),
@@ -196,14 +214,34 @@ def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
     return model
 
 
+# What checkpoints of a family call parts of its modules.
+_HUB_NAMES = {
+    "exaone_moe": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
+    "hy_v3": {
+        ".mlp.gate.": ".mlp.router.gate.",
+        ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+        ".mlp.shared_experts.": ".mlp.shared_mlp.",
+    },
+    "mixtral": {".mlp.": ".block_sparse_moe."},
+}
+
+
+def checkpoint_name(model: Any, name: str) -> str:
+    """What checkpoints of its family call a tensor of a model."""
+    for own, there in _HUB_NAMES.get(model.config.model_type, {}).items():
+        name = name.replace(own, there)
+    return name
+
+
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
     is_stacked = model.config.model_type == "gpt_oss"
     is_mixtral = model.config.model_type == "mixtral"
     *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    tensors = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    tensors = {checkpoint_name(model, name): bias for name, bias in biases.items()}
     for own_name, parameter in model.named_parameters():
-        name = own_name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else own_name
+        name = checkpoint_name(model, own_name)
         place, _, projection = name.rpartition(".experts.")
         if not place or is_stacked:
             tensors[name] = parameter.detach()

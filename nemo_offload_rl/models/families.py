@@ -99,6 +99,8 @@ class ModelFamily:
         unserved: What of a config vLLM 0.25.1 does not serve, or None.
         logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
         has_expert_bias: Whether a bias of each expert takes part in choosing experts.
+        activations: Values of hidden_act that the Megatron backend computes.
+        unsplit_by: Those of `trained_by` that keep each layer whole, without tensor parallelism.
         rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
         logits_factor: Key of config.json with what they are multiplied by; None for nothing.
         logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
@@ -115,6 +117,8 @@ class ModelFamily:
     unserved: Callable[[ModelConfig], str | None] = _all_served
     logits_divisor: str | None = None
     has_expert_bias: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
+    unsplit_by: tuple[str, ...] = ()
     rotates_part: bool = False
     logits_factor: str | None = None
     logits_softcap: str | None = None
@@ -127,6 +131,18 @@ _NOT_IN_ENGINE = "which the engine would leave out"
 _BIAS_LEFT_OUT = "whose biases that backend would leave out"
 _ATTENTION_BIAS = Refusal("attention_bias", (None, False), _BIAS_LEFT_OUT)
 _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
+_GPT_OSS = (
+    Refusal("attention_bias", (None, True), "and the engine has biases of all projections"),
+    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
+    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+)
+_OLMOE = (
+    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
+    Refusal("clip_qkv", (None,), _NOT_IN_ENGINE),
+    Refusal("norm_topk_prob", (None, False), _NOT_IN_ENGINE),
+    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
+    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+)
 
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
@@ -143,7 +159,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily("cwm", "CWM", (DTENSOR,), has_window=_window_unless_types_say_no),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
         ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=_window_unless_types_say_no),
-        ModelFamily("gemma", "Gemma", (DTENSOR,)),
+        ModelFamily(
+            "exaone_moe",
+            "K-EXAONE",
+            (MEGATRON,),
+            has_window=_window_unless_types_say_no,
+            windows_trained_by=(MEGATRON,),
+            has_expert_bias=True,
+            refused={MEGATRON: (Refusal("norm_topk_prob", (None, True), "and that backend normalizes them"),)},
+        ),
+        ModelFamily("gemma", "Gemma", (DTENSOR, MEGATRON), activations=("gelu_pytorch_tanh",)),
         ModelFamily(
             "gemma2",
             "Gemma 2",
@@ -166,17 +191,12 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "gpt_oss",
             "gpt-oss (16-bit folders)",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             has_window=_window_everywhere,
+            windows_trained_by=(DTENSOR, MEGATRON),
             unserved=_gpt_oss_as_published,
             has_sinks=True,
-            refused={
-                DTENSOR: (
-                    Refusal("attention_bias", (None, True), "and the engine has biases of all projections"),
-                    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
-                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
-                )
-            },
+            refused={DTENSOR: _GPT_OSS, MEGATRON: _GPT_OSS},
         ),
         ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
         ModelFamily(
@@ -186,6 +206,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={
                 DTENSOR: (Refusal("use_qk_norm", (True,), "without which the engine has no norms of queries and keys"),)
             },
+        ),
+        ModelFamily(
+            "hy_v3",
+            "Hunyuan 3",
+            (MEGATRON,),
+            has_expert_bias=True,
+            refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)},
         ),
         ModelFamily("hyperclovax", "HyperCLOVA X", (DTENSOR,), logits_factor="logits_scaling"),
         ModelFamily("jais2", "Jais 2", (DTENSOR,)),
@@ -199,20 +226,21 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={MEGATRON: (_ATTENTION_BIAS,)},
         ),
         ModelFamily("mixtral", "Mixtral", (DTENSOR,), has_window=_window_everywhere),
+        ModelFamily(
+            "nemotron",
+            "Nemotron",
+            (MEGATRON,),
+            activations=("relu2",),
+            rotates_part=True,
+            refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)},
+        ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
         ModelFamily(
             "olmoe",
             "OLMoE",
-            (DTENSOR,),
-            refused={
-                DTENSOR: (
-                    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
-                    Refusal("clip_qkv", (None,), _NOT_IN_ENGINE),
-                    Refusal("norm_topk_prob", (None, False), _NOT_IN_ENGINE),
-                    Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
-                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
-                )
-            },
+            (DTENSOR, MEGATRON),
+            unsplit_by=(MEGATRON,),
+            refused={DTENSOR: _OLMOE, MEGATRON: _OLMOE},
         ),
         ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=_window_unless_types_say_no),
         ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=_window_everywhere),

@@ -79,7 +79,13 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([], "has attention_bias true, whose biases", {**DENSE, "attention_bias": True}),
         ([], "has attention_bias true, whose biases", {**EXPERTS, "attention_bias": True}),
         ([], "has mlp_bias true, whose biases", {**DENSE, "model_type": "llama", "mlp_bias": True}),
-        ([], "has hidden_act gelu, and", {**DENSE, "hidden_act": "gelu"}),
+        ([], "has hidden_act gelu, and that backend computes silu", {**DENSE, "hidden_act": "gelu"}),
+        ([], "and that backend computes gelu_pytorch_tanh", {"model_type": "gemma", "hidden_act": "gelu"}),
+        (
+            [],
+            "has num_experts_per_tok 8 from topk_group 1, and",
+            {"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 2, "topk_group": 1},
+        ),
         ([], "has quantization_config, and", {**DENSE, "quantization_config": {"quant_method": "fp8"}}),
         ([], "has rope_type dynamic, whose", {**DENSE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         ([], "has rope_type longrope, and", {**DENSE, "rope_parameters": {"rope_type": "longrope"}}),
@@ -119,6 +125,13 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "megatron_heads_divide_over_devices": [
         ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
+    ],
+    "megatron_splits_the_layers_of_the_family": [
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "models of type olmoe have norms over all heads",
+            {**DENSE, "model_type": "olmoe"},
+        )
     ],
     "megatron_layers_divide_over_stages": [
         ([f"{KEY}.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"], "4 layers for 3 stages", DENSE),

@@ -33,7 +33,7 @@ class ModelFolder:
         source: Megatron-Bridge's view of the files, which it chooses in its own order.
         model_name: `policy.model_name`.
         tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
-        left_out: Layers whose tensors are as if they were not there.
+        left_out: Layers whose tensors are as if they were not there, those of `mtp.` beside them.
 
     Raises:
         UserError: The files cannot be read, or there are none.
@@ -48,12 +48,11 @@ class ModelFolder:
                 "reads; save the model anew with save_pretrained, or use policy.dtensor_cfg."
             )
         self._files = WeightFiles(model_name, paths)
-        places = tuple(f"model.layers.{layer}." for layer in left_out)
+        places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
         if any(name.startswith(places) for name in self._files.shapes):
             logger.warning(
-                "policy.model_name=%s: its %d layers for multi-token prediction are not trained, and exports lack them",
+                "policy.model_name=%s: its layers for multi-token prediction are not trained, and exports lack them",
                 model_name,
-                len(left_out),
             )
         self.shapes = {
             name: shape

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -22,8 +22,14 @@ from nemo_offload_rl.policy.backends.megatron.balancing import ExpertBiases, add
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
+from nemo_offload_rl.policy.backends.megatron.local_layers import (
+    PROVIDER_FIELDS,
+    let_experts_add_biases,
+    local_block,
+)
 from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
 from nemo_offload_rl.policy.backends.megatron.mappings import complete_bridge
+from nemo_offload_rl.policy.backends.megatron.provider import complete_provider
 from nemo_offload_rl.policy.backends.megatron.rope import (
     check_fusion,
     provider_fields,
@@ -31,7 +37,7 @@ from nemo_offload_rl.policy.backends.megatron.rope import (
     set_rotation,
     without_scaling,
 )
-from nemo_offload_rl.policy.backends.megatron.supported import unsupported
+from nemo_offload_rl.policy.backends.megatron.supported import unsplit_layers, unsupported
 from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +76,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
     """
     auto_bridge = complete_bridge(import_auto_bridge())
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
-    _check_config(settings.model_name, hf_config)
+    _check_config(settings.model_name, hf_config, cfg)
     rotation = rotation_of(hf_config)
     check_fusion(hf_config, rotation, is_fused=cfg.apply_rope_fusion and cfg.transformer_impl != "local")
     try:
@@ -86,11 +92,13 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         bridge.hf_pretrained.state.source, settings.model_name, _tied_names(hf_config), _predicting_layers(hf_config)
     )
     _configure(provider, settings, cfg)
-    _set_dense_layers(provider, hf_config)
+    complete_provider(provider, hf_config)
     for name, value in provider_fields(rotation).items():
         setattr(provider, name, value)
     provider.perform_initialization = False  # every parameter is read from the folder
     provider.register_pre_wrap_hook(partial(_load_weights, bridge=bridge, folder=folder))
+    if cfg.transformer_impl == "local":
+        provider.register_pre_wrap_hook(let_experts_add_biases)
     if cfg.freeze_moe_router:
         provider.register_pre_wrap_hook(_freeze_routers)
     if cfg.peft.enabled:
@@ -117,10 +125,12 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
     return BuiltModel(chunks, bridge, hf_config, config, folder, biases)
 
 
-def _check_config(model_name: str, hf_config: Any) -> None:
+def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     """What rules say of a folder before Ray starts, for models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
         raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+    if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size)) is not None:
+        raise ConfigError(f"policy.megatron_cfg.{reason}.")
 
 
 def _predicting_layers(hf_config: Any) -> range:
@@ -177,6 +187,7 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
         "apply_rope_fusion": cfg.apply_rope_fusion,
         "bias_activation_fusion": cfg.bias_activation_fusion,
         "transformer_impl": cfg.transformer_impl,
+        "attention_backend": AttnBackend.auto,
         "cuda_graph_impl": cfg.cuda_graph_impl,
         "mtp_num_layers": None,
     }
@@ -191,7 +202,7 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
     if cfg.fp8_cfg.enabled:
         values |= {"fp8": cfg.fp8_cfg.fp8, "fp8_recipe": cfg.fp8_cfg.fp8_recipe}
     if cfg.transformer_impl == "local":
-        values |= _local_layers()
+        values |= PROVIDER_FIELDS | {"transformer_layer_spec": local_block}
     for name, value in values.items():
         setattr(provider, name, value)
 
@@ -212,41 +223,9 @@ def _mixture_of_experts(cfg: MegatronConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": cfg.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": cfg.moe_aux_loss_coeff if adds_router_loss(cfg) else 0.0,
         "moe_router_bias_update_rate": cfg.moe_router_bias_update_rate,
+        "moe_z_loss_coeff": None,
         "moe_shared_expert_overlap": False,
     }
-
-
-def _local_layers() -> dict[str, Any]:
-    """Megatron's own layers in plain torch: no kernels of Transformer Engine or apex."""
-    return {
-        "transformer_layer_spec": _local_block,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-    }
-
-
-def _set_dense_layers(provider: Any, hf_config: Any) -> None:
-    """Those that Qwen3-MoE may have among its layers with experts, which Megatron-Bridge leaves out."""
-    if hf_config.model_type != "qwen3_moe":
-        return
-    step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or ()
-    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(hf_config.num_hidden_layers)]
-    if not all(has_experts):
-        provider.moe_layer_freq = [int(has) for has in has_experts]
-        if provider.transformer_layer_spec is not _local_block:
-            provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
-
-
-def _local_block(config: Any, vp_stage: int | None = None) -> Any:
-    """Layers with experts and without, as `config.moe_layer_freq` says."""
-    return get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
-    )
 
 
 def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:

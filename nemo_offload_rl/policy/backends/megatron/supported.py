@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.models.families import MEGATRON, rotates_part, unsupported_family, unsupported_settings
+from nemo_offload_rl.models.families import FAMILIES, MEGATRON, rotates_part, unsupported_family, unsupported_settings
 from nemo_offload_rl.models.rope import malformed_rope, rope_settings, rope_type
 
 # What each type of rotary embedding needs beside its base.
@@ -31,6 +31,23 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     return unsupported_family(config, MEGATRON) or unsupported_layers(config) or unsupported_rope(config)
 
 
+def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int) -> str | None:
+    """Why a model is not split by tensor parallelism of a size, or None.
+
+    Args:
+        config: The contents of a config.json.
+        tensor_parallel_size: As set.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if tensor_parallel_size == 1 or family is None or MEGATRON not in family.unsplit_by:
+        return None
+    return (
+        f"tensor_model_parallel_size is {tensor_parallel_size}, but models of type {family.model_type} have norms over "
+        "all heads, whose gradients would lack those of other devices; set it to 1 and spread the "
+        "experts by expert_model_parallel_size"
+    )
+
+
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:
     """Which setting stands for tensors or a function that the backend would leave out, or None.
 
@@ -39,8 +56,16 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
     """
     if (reason := unsupported_settings(config, MEGATRON)) is not None:
         return reason
-    if config.get("hidden_act") not in (None, *_SILU):
-        return f"hidden_act {config['hidden_act']}, and that backend computes silu"
+    family = FAMILIES.get(str(config.get("model_type")))
+    activations = _SILU if family is None else family.activations
+    if config.get("hidden_act") not in (None, *activations):
+        return f"hidden_act {config['hidden_act']}, and that backend computes {activations[0]}"
+    chosen, groups = config.get("num_experts_per_tok"), config.get("topk_group")
+    if (config.get("n_group") or 1) != 1 and (chosen is None or groups is None or chosen != 2 * groups):
+        return (
+            f"num_experts_per_tok {chosen} from topk_group {groups}, and that backend rates a group by as many of its "
+            "experts as are chosen from each, the model by two"
+        )
     return None
 
 

@@ -6,7 +6,7 @@ from nemo_offload_rl.models.families import has_expert_bias
 from nemo_offload_rl.models.rope import rope_type
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
-from nemo_offload_rl.policy.backends.megatron.supported import YARN, unsupported
+from nemo_offload_rl.policy.backends.megatron.supported import YARN, unsplit_layers, unsupported
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 
 KEY = "policy.megatron_cfg"
@@ -148,6 +148,15 @@ def megatron_heads_divide_over_devices(cfg: PolicyRun) -> str | None:
             "each device takes the same number; change it"
         )
     return None
+
+
+def megatron_splits_the_layers_of_the_family(cfg: PolicyRun) -> str | None:
+    """Some families are not split by tensor parallelism."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or model is None:
+        return None
+    reason = unsplit_layers(model, megatron.tensor_model_parallel_size)
+    return None if reason is None else f"{KEY}.{reason}"
 
 
 def megatron_layers_divide_over_stages(cfg: PolicyRun) -> str | None:
@@ -333,6 +342,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     losses_of_sequences_need_padded_batches,
     updated_expert_biases_exist,
     megatron_heads_divide_over_devices,
+    megatron_splits_the_layers_of_the_family,
     megatron_layers_divide_over_stages,
     megatron_takes_the_whole_model,
     fused_rotary_embeddings_have_no_factor,

@@ -1,0 +1,79 @@
+"""Layers of `transformer_impl: local`, in plain torch, without kernels of Transformer Engine or apex.
+
+Megatron-core has them for most families. Here is what it lacks: norms whose weights are kept minus one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+
+PROVIDER_FIELDS = {
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Of Megatron's configuration: no fused kernels."""
+
+
+class ZeroCenteredNorm(nn.Module):
+    """A norm that multiplies by its weight plus one.
+
+    Args:
+        config: Megatron's; its `normalization` is RMSNorm or LayerNorm.
+        hidden_size: Of the last dimension.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        is_centered = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if is_centered else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalized in float32, in the input's type."""
+        value, scale = hidden.float(), self.weight.float() + 1
+        if self.bias is None:
+            return F.rms_norm(value, scale.shape, scale, self.eps).type_as(hidden)
+        return F.layer_norm(value, scale.shape, scale, self.bias.float(), self.eps).type_as(hidden)
+
+
+def local_block(config: Any, vp_stage: int | None = None) -> Any:
+    """Layers with experts and without, as `config.moe_layer_freq` says."""
+    block: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not config.layernorm_zero_centered_gamma:
+        return block
+    for layer in block.layer_specs:
+        layer.submodules = replace(
+            layer.submodules, input_layernorm=ZeroCenteredNorm, pre_mlp_layernorm=ZeroCenteredNorm
+        )
+        attention = layer.submodules.self_attention.submodules
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = ZeroCenteredNorm
+    return replace(block, layer_norm=ZeroCenteredNorm)
+
+
+def let_experts_add_biases(chunks: list[nn.Module]) -> list[nn.Module]:
+    """Give experts products of their own, to which they add their bias in place; autograd refuses views."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, SequentialMLP) and module.config.add_bias_linear:
+            experts: Any = module.local_experts
+            for expert in experts:
+                expert.linear_fc2.register_forward_hook(
+                    lambda _layer, _inputs, outputs: (outputs[0].clone(), outputs[1])
+                )
+    return chunks
