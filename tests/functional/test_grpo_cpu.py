@@ -120,26 +120,33 @@ def test_the_report_is_written(run, folder):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "residency_keys",
+    [
+        ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
+        ["policy.dtensor_cfg.cpu_offload=true", "checkpointing.save_consolidated=true"],
+    ],
+    ids=["", "in parts"],
+)
 def test_a_resumed_run_with_other_residency_keys_goes_on_bitwise_as_the_uninterrupted_one(
-    metrics, folder, model_folder, run_in_one_process, read_metrics
+    metrics, folder, model_folder, run_in_one_process, read_metrics, tmp_path, residency_keys
 ):
-    (folder / "resumed").mkdir()
-    shutil.copy(folder / "run" / "metrics.jsonl", folder / "resumed" / "metrics.jsonl")
-    lines = (folder / "resumed" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[:3]))
-    shutil.copytree(folder / "checkpoints" / "step_2", folder / "resumed" / "checkpoints" / "step_2")
+    resumed_folder = tmp_path / "resumed"
+    resumed_folder.mkdir()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (resumed_folder / "metrics.jsonl").write_text("".join(lines[:3]))
+    shutil.copytree(folder / "checkpoints" / "step_2", resumed_folder / "checkpoints" / "step_2")
     done = run_in_one_process(
         f"policy.model_name={model_folder}",
-        f"logger.log_dir={folder / 'resumed'}",
-        f"checkpointing.checkpoint_dir={folder / 'resumed' / 'checkpoints'}",
+        f"logger.log_dir={resumed_folder}",
+        f"checkpointing.checkpoint_dir={resumed_folder / 'checkpoints'}",
         "checkpointing.enabled=true",
         "checkpointing.save_period=100",
         f"grpo.max_num_steps={LAST_STEP}",
-        "policy.use_pinned_optimizer_offload=true",
-        "policy.offload_optimizer_states_for_logprob=true",
+        *residency_keys,
     )
     assert done.status == 0, done.stderr
-    resumed = read_metrics(folder / "resumed")
+    resumed = read_metrics(resumed_folder)
     assert list(resumed) == list(metrics)
 
     def results(record):
