@@ -36,6 +36,37 @@ _QWEN3 = {"hidden_size": 64, "head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {**_QWEN3, **_EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}
 _QWEN2_MOE = {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+# As DeepSeek-V3: latent attention with heads of 48 + 16 numbers and values of 32, the best experts of the best group.
+_DEEPSEEK = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 256,
+}
 # As gpt-oss: windows in every other layer, scores that take part in the softmax alone, biases of experts and routers.
 _GPT_OSS = {
     **_QWEN3,
@@ -117,6 +148,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-norms-tied": ("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
     "cohere2-tied": ("cohere2", {"logit_scale": 0.7, **_WINDOW}),
     "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **_WINDOW}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
+    "deepseek_v3-moonlight": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32}),
     "exaone4": ("exaone4", _WINDOW),
     "exaone_moe": ("exaone_moe", _EXAONE_MOE),

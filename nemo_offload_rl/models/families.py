@@ -157,6 +157,22 @@ FAMILIES: Mapping[str, ModelFamily] = {
             logits_factor="logit_scale",
         ),
         ModelFamily("cwm", "CWM", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily(
+            "deepseek_v3",
+            "DeepSeek-V3, Moonlight",
+            (DTENSOR,),
+            has_expert_bias=True,
+            refused={
+                DTENSOR: (
+                    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
+                    Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
+                    Refusal("rope_interleave", (None, True), "where the engine takes pairs that are neighbours"),
+                    Refusal("scoring_func", ("sigmoid",), "where the model library takes sigmoid"),
+                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+                    Refusal("topk_method", ("noaux_tc",), "where the model library takes noaux_tc"),
+                )
+            },
+        ),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
         ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=_window_unless_types_say_no),
         ModelFamily(

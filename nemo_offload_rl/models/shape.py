@@ -16,6 +16,7 @@ class ModelShape:
     """Sizes of a decoder; None for one that config.json leaves to the model library's default.
 
     Attributes:
+        head_dim: Of queries and keys; values of latent attention (DeepSeek-V3) have another.
         num_experts: Of each mixture-of-experts layer, without shared ones; 0 in a dense model.
         num_active_experts: Those of them that a token goes through.
         num_shared_experts: Experts that every token goes through beside them.
@@ -37,6 +38,8 @@ class ModelShape:
         """The sizes that a config.json has."""
         hidden_size, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
         head_dim = config.get("head_dim")
+        if config.get("kv_lora_rank"):  # its `head_dim`, if there is one, is that of the rotated part alone
+            head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         if head_dim is None and hidden_size and num_heads:
             head_dim = hidden_size // num_heads
         return cls(

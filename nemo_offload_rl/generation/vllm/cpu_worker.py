@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-_attention = _custom_ops.cpu_attention_with_kv_cache
+_attention, _rotate = _custom_ops.cpu_attention_with_kv_cache, RotaryEmbedding.forward_cpu
 
 
 class RefitCpuWorker(CPUWorker):
@@ -20,7 +21,8 @@ class RefitCpuWorker(CPUWorker):
     place, for what the CPU has (vLLM 0.25.1). Without either it uses `F.linear` on the parameters, at the same speed
     for the sizes that run on a CPU.
 
-    Attention sinks (gpt-oss) may be of any type, where vLLM's kernel takes bfloat16 alone: it gets them rounded.
+    Attention sinks (gpt-oss) may be of any type, where vLLM's kernel takes bfloat16 alone: it gets them rounded. Rotary
+    embeddings reach every head of queries that come as [tokens, heads, size] (DeepSeek-V3), where its kernel sees one.
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -30,6 +32,7 @@ class RefitCpuWorker(CPUWorker):
         _custom_ops._supports_onednn = False
         _custom_ops.cpu_attention_with_kv_cache = _attention_with_rounded_sinks
         CPUFusedMOE.check_grouped_gemm = _no_grouped_gemm
+        RotaryEmbedding.forward_cpu = _rotated
         super().load_model(load_dummy_weights=load_dummy_weights)
 
 
@@ -39,3 +42,7 @@ def _no_grouped_gemm(self: object, layer: object) -> tuple[bool, str]:
 
 def _attention_with_rounded_sinks(*args: Any, s_aux: Tensor | None = None, **kwargs: Any) -> None:
     _attention(*args, s_aux=None if s_aux is None else s_aux.to(torch.bfloat16), **kwargs)
+
+
+def _rotated(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    return (_rotate if query.dim() == 2 else type(self).forward_native)(self, positions, query, key)

@@ -19,7 +19,7 @@ def vllm_cpu_env() -> dict[str, str]:
     second OpenMP thread gains 15 % on an idle machine and loses up to 20 times on a busy one.
     """
     return {
-        **_quiet_env(),
+        **_common_env(),
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_SGL_KERNEL": "0",  # it packs weights after loading
@@ -35,11 +35,16 @@ def vllm_cuda_env() -> dict[str, str]:
     but importing it fails where it is not installed. Expandable segments (refused before Ray starts) break the memory
     pool of vLLM's sleep mode.
     """
-    return {**_quiet_env(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return {**_common_env(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
-def _quiet_env() -> dict[str, str]:
+def _common_env() -> dict[str, str]:
+    """Quiet; and latent attention (DeepSeek-V3) by whole keys and values.
+
+    In its latent form vLLM derives weights once after loading, which refits would leave as they were.
+    """
     return {
+        "VLLM_MLA_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

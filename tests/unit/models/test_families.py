@@ -69,6 +69,8 @@ def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name(model_type: str
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
+        ("deepseek_v3", {"topk_method": None}, "topk_method null, where the model library takes noaux_tc"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func "softmax", where the model library takes sigmoid'),
         ("gpt_oss", {"attention_bias": False}, "attention_bias false, and the engine has biases of all projections"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, which the engine would leave out"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob true, which the engine would leave out"),
@@ -111,3 +113,4 @@ def test_sizes_are_those_of_the_config_under_every_familys_names() -> None:
     assert (old.num_kv_heads, old.head_dim, old.num_experts, old.vocab_size) == (4, 16, 0, None)
     deepseek = ModelShape.of({"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1})
     assert (deepseek.num_experts, deepseek.num_active_experts, deepseek.num_shared_experts) == (8, 3, 1)
+    assert ModelShape.of(family_config("deepseek_v3").to_dict()).head_dim == 48 + 16

@@ -68,7 +68,12 @@ def _packed_attention(
     max_length_q: int,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one row: query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D]."""
+    """Attention of one row: query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
+
+    Values may have fewer numbers than D (DeepSeek-V3); the kernel gets zeros beside them.
+    """
+    value_dim = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - value_dim))
     query_TND, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
     num_groups = query_TND.shape[1] // key_TKD.shape[1]
     if num_groups > 1:
@@ -85,7 +90,7 @@ def _packed_attention(
         window_size=(-1, 0),
     )
     assert isinstance(attended, Tensor)
-    return attended.unsqueeze(0), None
+    return attended[..., :value_dim].unsqueeze(0), None
 
 
 def _attention_with_sinks(

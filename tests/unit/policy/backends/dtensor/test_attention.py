@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from closeness import assert_close
 from model_families import save_family_folder
 from policy_cases import NLL, full_grads, hf_logprobs, hf_loss_and_grads, make_batch, one_rank_worker, save_family
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from nemo_offload_rl.policy.backends.dtensor.attention import CAUSAL, MASKED, PACKED, choose_attention
+from nemo_offload_rl.policy.backends.dtensor.attention import (
+    CAUSAL,
+    MASKED,
+    PACKED,
+    _packed_attention,
+    choose_attention,
+)
 from nemo_offload_rl.policy.config import BatchingConfig
 
 PACKING = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
@@ -85,3 +92,18 @@ def test_packed_rows_have_a_kernel_of_their_own_on_a_gpu_in_half_precision(tmp_p
     assert choose_attention(config, cuda, torch.bfloat16, packs=False) == CAUSAL
     windowed = AutoConfig.from_pretrained(tmp_path, **WINDOWS["qwen3"])
     assert {choose_attention(windowed, cuda, torch.bfloat16, packs=packs) for packs in (True, False)} == {MASKED}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dim", [32, 64])
+def test_values_of_packed_rows_may_be_narrower_than_keys(value_dim: int) -> None:
+    lengths = [5, 1, 12]
+    query, key = (torch.randn(1, 4, sum(lengths), 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    value = torch.randn(1, 4, sum(lengths), value_dim, device="cuda", dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 5, 6, 18], dtype=torch.int32, device="cuda")
+    found, _ = _packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.2, cu_seq_lens_q=bounds, max_length_q=max(lengths)
+    )
+    parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    expected = [F.scaled_dot_product_attention(*part, is_causal=True, scale=0.2) for part in parts]
+    torch.testing.assert_close(found, torch.cat(expected, dim=2).transpose(1, 2), atol=2e-2, rtol=2e-2)
