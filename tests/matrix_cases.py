@@ -41,7 +41,7 @@ from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.models.page import TP
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
+from nemo_offload_rl.policy.backends.dtensor.split_plan import context_problem, declared_plan, split_problem
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TrainResult
@@ -107,6 +107,10 @@ class Row:
             ways[TP] = {"tensor_parallel_size": 2}
             if self.backend == DTENSOR:
                 ways["sequence parallelism"] = {"tensor_parallel_size": 2, "sequence_parallel": True}
+        if self.backend == DTENSOR and not context_problem(
+            config, 2, longest=self.changes()["max_total_sequence_length"]
+        ):
+            ways["context parallelism"] = {"context_parallel_size": 2}
         if self.has_experts:
             key = "expert_parallel_size" if self.backend == DTENSOR else "expert_model_parallel_size"
             ways["expert parallelism"] = {key: 2}

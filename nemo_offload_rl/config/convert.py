@@ -123,7 +123,8 @@ def teacher_model(worker: PolicySettings, teacher: TeacherConfig) -> PolicySetti
         worker.dtensor_cfg,
         tensor_parallel_size=size,
         expert_parallel_size=1,  # a teacher of another family may have no experts, or others
-        sequence_parallel=False,  # without gradients there are few activations
+        context_parallel_size=1,  # without gradients there are few activations
+        sequence_parallel=False,
         torch_compile=worker.dtensor_cfg.torch_compile and size == 1,
         lora_cfg=replace(worker.dtensor_cfg.lora_cfg, enabled=False),
     )

@@ -229,7 +229,8 @@ def _fill(draft: Draft) -> None:
     for path, (value, reason) in {**defaults, **FILLS}.items():
         if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
             draft.fill(path, value, reason)
-    if draft.number("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:
+    sizes = ("policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.context_parallel_size")
+    if any(draft.number(size, 1) > 1 for size in sizes):
         draft.fill("policy.dtensor_cfg.torch_compile", False, "layers that are split are not compiled")
     written = tuple(f"{path}." for path in draft.written)
     for path, _ in leaves(draft.ours):

@@ -26,11 +26,12 @@ def _splits(draft: Draft) -> None:
     else:
         draft.keep(key, key, bool(draft.get(key)))
     pieces, again = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.activation_checkpointing"
-    if draft.number(pieces, 1) > 1:
-        draft.convert(pieces, pieces, 1, f"sequences are not split over devices: {_SAME_NUMBERS}")
-        draft.convert(again, again, True, "in place of sequences that are split")
+    packs = bool(draft.get("policy.sequence_packing.enabled"))
+    if packs and draft.get("policy.dtensor_cfg.enabled") and draft.number(pieces, 1) > 1:
+        draft.convert(pieces, pieces, 1, f"packed rows are not split over devices: {_SAME_NUMBERS}")
+        draft.convert(again, again, True, "in place of rows that are split")
     else:
-        draft.keep(pieces, pieces, 1)
+        draft.keep(pieces, pieces, draft.number(pieces, 1))
     copies = "policy.dtensor_cfg.dp_replicate_size"
     if draft.has(copies):
         draft.ignore(copies, f"parameters are split over all devices here, not over groups of them: {_SAME_NUMBERS}")
@@ -82,8 +83,9 @@ PLACEMENT: tuple[Conversion, ...] = (
             "policy.dtensor_cfg.dp_replicate_size",
         ),
         "how activations, sequences and parameters are split",
-        "`sequence_parallel` is the same, and left out without tensor parallelism; the others are left out, with "
-        "`activation_checkpointing` in place of `context_parallel_size`: the numbers are the same, the memory is not",
+        "the first two are the same; left out, with the same numbers and other memory: `sequence_parallel` without "
+        "tensor parallelism, `context_parallel_size` of packed rows, with `activation_checkpointing` in its place, and "
+        "`dp_replicate_size`",
         _splits,
     ),
     Conversion(

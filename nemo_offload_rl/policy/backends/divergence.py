@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_offload_rl.policy.backends.collectives import sum_over
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import Divergence
 
@@ -127,24 +128,13 @@ class _DenseDivergence(torch.autograd.Function):
         return slope_NV * grad_outputs[0].unsqueeze(-1).to(slope_NV.dtype), None, None, None, None
 
 
-class _SumOverShards(torch.autograd.Function):
-    """The sum over the ranks that share a vocabulary; all go on with it, so the gradient of each part is the sum's."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, shard: VocabShard) -> Tensor:
-        return shard.reduce(value.clone(), dist.ReduceOp.SUM)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
-
-
 def _picked(logits_NV: Tensor, ids_NK: Tensor, temperature: float, shard: VocabShard) -> Tensor:
     """[N, K] float32 logits of these tokens over the temperature, whichever rank has them; with gradient."""
     local_NK = ids_NK - shard.start
     is_mine_NK = (local_NK >= 0) & (local_NK < logits_NV.shape[-1])
     found_NK = logits_NV.gather(-1, local_NK.clamp(0, logits_NV.shape[-1] - 1)).float() / temperature
-    return _SumOverShards.apply(found_NK * is_mine_NK, shard)  # type: ignore[no-any-return]
+    found_NK = found_NK * is_mine_NK
+    return found_NK if shard.group is None else sum_over(found_NK, shard.group)
 
 
 def _logsumexp(scaled_NV: Tensor, shard: VocabShard) -> Tensor:

@@ -23,6 +23,7 @@ from nemo_offload_rl.models.families import DTENSOR, FAMILIES
 from nemo_offload_rl.policy.backends.dtensor.rules import (
     dtensor_trains_the_model,
     experts_divide_over_devices,
+    rows_of_the_model_can_be_shared,
     sequence_parallelism_splits_the_model,
 )
 from nemo_offload_rl.policy.backends.dtensor.split_plan import STYLES, declared_plan, sequence_problem
@@ -97,6 +98,41 @@ def test_a_plan_whose_parts_do_not_end_in_one_split_of_rows_excludes_sequence_pa
     overrides += ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"]
     cfg = validate_keys(load_config(CPU, overrides), GrpoMasterConfig)
     assert sequence_parallelism_splits_the_model(cfg) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (LLAMA, None),
+        ({"model_type": "mistral", "sliding_window": 8}, None),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+            r"\(gemma2\) soft-caps attention scores.*; set it to 1",
+        ),
+        ({"model_type": "gpt_oss"}, r"\(gpt_oss\) has attention sinks.*; set it to 1"),
+        (
+            {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            r"embeddings \(dynamic\).*whole rows; set it to 1$",
+        ),
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": 8, "rope_scaling": {"rope_type": "longrope"}},
+            "set it to 1, or policy.max_total_sequence_length to at most 8$",
+        ),
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": {"rope_type": "longrope"}},
+            None,
+        ),
+    ],
+)
+def test_rows_that_devices_share_are_refused_where_a_model_needs_them_whole(
+    tmp_path: Path, model: dict[str, Any], words: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [f"policy.model_name={tmp_path}", "cluster.cpu_workers_per_node=2"]
+    cfg = validate_keys(load_config(CPU, [*overrides, "policy.dtensor_cfg.context_parallel_size=2"]), GrpoMasterConfig)
+    message = rows_of_the_model_can_be_shared(cfg)
+    assert message is None if words is None else re.search(words, str(message)), message
+    assert rows_of_the_model_can_be_shared(validate_keys(load_config(CPU, overrides), GrpoMasterConfig)) is None
 
 
 def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:

@@ -42,6 +42,7 @@ AHEAD = [*OWN_DEVICES, "grpo.async_grpo.enabled=true", "policy.generation.vllm_c
 BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
 
 # rule name -> overrides that break it, and words that its message must have
+TWO_SHARE = ["cluster.cpu_workers_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"]
 BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "exactly_one_backend_is_enabled": [
         (["policy.megatron_cfg.enabled=true"], "enable exactly one"),
@@ -91,10 +92,22 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 "cluster.cpu_workers_per_node=2",
             ],
             "set torch_compile to false",
-        )
+        ),
+        ([*TWO_SHARE, "policy.dtensor_cfg.torch_compile=true"], "that context_parallel_size splits are not compiled"),
     ],
-    "sequences_are_not_split_over_devices": [(["policy.dtensor_cfg.context_parallel_size=2"], "set it to 1")],
-    "tensor_parallel_size_divides_the_world": [(["policy.dtensor_cfg.tensor_parallel_size=2"], "1 policy workers")],
+    "parallel_sizes_divide_the_world": [
+        (["policy.dtensor_cfg.tensor_parallel_size=2"], "tensor_parallel_size 2 does not divide the 1 policy workers"),
+        (
+            [*TWO_SHARE, "policy.dtensor_cfg.tensor_parallel_size=2"],
+            "tensor_parallel_size 2 by context_parallel_size 2 does not divide the 2 policy workers",
+        ),
+    ],
+    "shared_rows_are_not_packed": [
+        ([*TWO_SHARE, "policy.sequence_packing.enabled=true"], "use policy.dynamic_batching in its place")
+    ],
+    "shared_rows_exclude_divided_experts": [
+        ([*TWO_SHARE, "policy.dtensor_cfg.expert_parallel_size=2"], "set one of them to 1")
+    ],
     "engine_tensor_parallel_size_divides_a_host": [
         (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "1 devices")
     ],
@@ -383,6 +396,7 @@ MODEL_RULES = (
     dtensor.dtensor_trains_the_model,
     dtensor.tensor_parallelism_splits_the_model,
     dtensor.sequence_parallelism_splits_the_model,
+    dtensor.rows_of_the_model_can_be_shared,
     dtensor.experts_divide_over_devices,
 )
 

@@ -280,6 +280,11 @@ def test_trainer_and_engines_together_have_the_devices_of_their_cluster(nodes, g
 
 
 MEGATRON = {"policy__megatron_cfg__enabled": True, "policy__dtensor_cfg__enabled": False}
+SHARED_ROWS = {
+    "policy__dtensor_cfg__context_parallel_size": 2,
+    "policy__sequence_packing__enabled": False,
+    "cluster__gpus_per_node": 2,
+}
 PLAIN_DAPO = {
     "grpo__use_dynamic_sampling": True,
     "grpo__dynamic_sampling_max_gen_batches": 5,
@@ -314,8 +319,12 @@ MOE = {**MEGATRON, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
         ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.cpu_offload", False),
         ({"policy__dtensor_cfg__cpu_offload": True}, "policy.dtensor_cfg.offload_optimizer_states", True),
         ({}, "policy.dtensor_cfg.offload_optimizer_states", False),
-        ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.context_parallel_size", 1),
-        ({"policy__dtensor_cfg__context_parallel_size": 2}, "policy.dtensor_cfg.activation_checkpointing", True),
+        (SHARED_ROWS, "policy.dtensor_cfg.context_parallel_size", 2),
+        (SHARED_ROWS, "policy.dtensor_cfg.torch_compile", False),
+        (SHARED_ROWS, "policy.dtensor_cfg.activation_checkpointing", False),
+        ({**SHARED_ROWS, "policy__sequence_packing__enabled": True}, "policy.dtensor_cfg.context_parallel_size", 1),
+        ({**SHARED_ROWS, "policy__sequence_packing__enabled": True},
+         "policy.dtensor_cfg.activation_checkpointing", True),
         ({"policy__dtensor_cfg__sequence_parallel": True}, "policy.dtensor_cfg.sequence_parallel", False),
         ({"policy__dtensor_cfg__sequence_parallel": True, "policy__dtensor_cfg__tensor_parallel_size": 2,
           "cluster__gpus_per_node": 2}, "policy.dtensor_cfg.sequence_parallel", True),

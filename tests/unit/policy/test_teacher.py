@@ -163,6 +163,7 @@ def equals_hugging_face_in_all_layouts(process: ProcessInfo, student: str, teach
         equals_hugging_face(process, folders, k, tensor_parallel_size=2)
         equals_hugging_face(process, folders, k)  # two data-parallel ranks
         equals_hugging_face(process, folders, k, teacher_tp=2)
+        equals_hugging_face(process, folders, k, context_parallel_size=2)
         equals_hugging_face(process, folders, k, streams=True)
     for k in (5, None):
         equals_hugging_face(process, folders, k, backend="megatron", tensor_parallel_size=2)

@@ -433,7 +433,8 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2 does not divide the 1 policy workers"),
+        ({"context_parallel_size": 2, "expert_parallel_size": 2}, "expert_parallel_size with context_parallel_size"),
         ({"enabled": False}, "dtensor_cfg.enabled"),
         ({"precision": "int8"}, "precision=int8"),
         ({"logprob_temperature": 0.0}, "temperature=0.0"),

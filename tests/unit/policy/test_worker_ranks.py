@@ -123,7 +123,8 @@ def goes_on_bit_by_bit(process, folder, **changes):
         params, optimizer = full_params(worker), full_optimizer(worker)
 
     tp, ep = changes.get("tensor_parallel_size", 1), changes.get("expert_parallel_size", 1)
-    saved = Path(folder).parent / (f"saved-{tp}" if ep == 1 else f"saved-experts-{ep}")
+    cp = changes.get("context_parallel_size", 1)
+    saved = Path(folder).parent / (f"saved-{tp}" if ep == cp == 1 else f"saved-{tp}-{cp}-experts-{ep}")
     with make_worker(
         process,
         folder,
@@ -261,6 +262,28 @@ def check_sequence_parallel(process, root):
         assert seen == [5]
 
 
+def check_context_parallel(process, root):
+    shared = {"context_parallel_size": 2}
+    dynamic = BatchingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=28, sequence_length_round=1)
+    for family in ("qwen3", *SPLIT_OTHERWISE, "qwen3-moe"):
+        equals_hugging_face(process, f"{root}/{family}", **shared)
+    again = {"activation_checkpointing": True, "logprob_chunk_size": 3}
+    equals_hugging_face(process, f"{root}/qwen3-tied", **shared, **again, dynamic_batching=dynamic, sparse=True)
+    goes_on_bit_by_bit(process, f"{root}/qwen3-tied", **shared)
+    loads_under_other_layouts(
+        process, f"{root}/qwen3-tied", Path(root) / "saved-1-2-experts-1", "context_parallel_size", (1, 2)
+    )
+
+
+def check_four_that_share_rows(process, root):
+    """All four of them; two and two, with rows of their own; and two and two that share layers."""
+    equals_hugging_face(process, f"{root}/qwen3", context_parallel_size=4)
+    equals_hugging_face(process, f"{root}/llama-tied", context_parallel_size=2, sparse=True)
+    shared = {"context_parallel_size": 2, "tensor_parallel_size": 2}
+    equals_hugging_face(process, f"{root}/qwen3-tied", **shared, logprob_chunk_size=3)
+    goes_on_bit_by_bit(process, f"{root}/qwen3", **shared, sequence_parallel=True)
+
+
 def check_both(process, root):
     holds_a_shard_and_one_tensor_at_most(process, f"{root}/qwen3-bf16", tensor_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", tensor_parallel_size=2)
@@ -280,7 +303,7 @@ def check_experts(process, root):
     equals_hugging_face(process, f"{root}/qwen3-moe", expert_parallel_size=2, **packed)
     goes_on_bit_by_bit(process, f"{root}/qwen3-moe", expert_parallel_size=2, train_micro_batch_size=1, **fused)
     keeps_the_reference_as_it_is_read(process, f"{root}/qwen3-moe", expert_parallel_size=2)
-    saved, sizes = Path(root) / "saved-experts-2", (2, 1, 4)
+    saved, sizes = Path(root) / "saved-1-1-experts-2", (2, 1, 4)
     loads_under_other_layouts(process, f"{root}/qwen3-moe", saved, "expert_parallel_size", sizes, **fused)
 
 
@@ -335,6 +358,14 @@ def test_two_data_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bi
 
 def test_two_tensor_parallel_ranks_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
     run_ranks(2, tmp_path, check_tensor_parallel, str(root))
+
+
+def test_two_ranks_that_share_rows_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
+    run_ranks(2, tmp_path, check_context_parallel, str(root))
+
+
+def test_ranks_that_share_rows_beside_others_equal_hugging_face(root, tmp_path):
+    run_ranks(4, tmp_path, check_four_that_share_rows, str(root))
 
 
 def test_data_and_tensor_parallel_ranks_together_equal_hugging_face(root, tmp_path):

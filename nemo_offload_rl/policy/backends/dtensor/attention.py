@@ -17,11 +17,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_offload_rl.models.families import attention_softcap, has_attention_sinks, has_sliding_window
+from nemo_offload_rl.policy.backends.dtensor.context_parallel import context_attention
 
 MASKED = "sdpa"
 CAPPED = "eager"  # the others leave soft-caps of scores out, without a word
 CAUSAL = "nemo_offload_rl_causal"
 PACKED = "nemo_offload_rl_packed"
+CONTEXT = "nemo_offload_rl_context"
 SINKS = "nemo_offload_rl_sinks"
 TAKES_BOUNDS = (PACKED, SINKS)
 """Those that are given where the rows of a packed row begin; the others see it from positions."""
@@ -29,7 +31,9 @@ TAKES_BOUNDS = (PACKED, SINKS)
 _SPARE = 8  # numbers that heads get for sinks; kernels want their sizes in multiples of it
 
 
-def choose_attention(config: Any, device: torch.device, compute_dtype: torch.dtype, *, packs: bool) -> str:
+def choose_attention(
+    config: Any, device: torch.device, compute_dtype: torch.dtype, *, packs: bool, shares_rows: bool = False
+) -> str:
     """The name by which `transformers` finds the attention for a model.
 
     Args:
@@ -38,7 +42,11 @@ def choose_attention(config: Any, device: torch.device, compute_dtype: torch.dty
         device: Where it runs.
         compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
         packs: Whether rows are packed, else they are padded on the right.
+        shares_rows: Whether ranks share each row, which excludes soft-caps, sinks and packed rows.
     """
+    if shares_rows:
+        AttentionInterface.register(CONTEXT, context_attention)
+        return CONTEXT
     contents = config.to_dict()
     if attention_softcap(contents) is not None:
         return CAPPED

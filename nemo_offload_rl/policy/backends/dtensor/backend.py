@@ -63,8 +63,15 @@ def check_settings(settings: PolicySettings) -> None:
     """
     cfg = settings.dtensor_cfg
     unsupported = {
-        "policy.dtensor_cfg.context_parallel_size": (cfg.context_parallel_size != 1, "1"),
         "policy.dtensor_cfg.cpu_offload with lora_cfg": (cfg.cpu_offload and cfg.lora_cfg.enabled, "false"),
+        "policy.sequence_packing.enabled with context_parallel_size": (
+            settings.sequence_packing.enabled and cfg.context_parallel_size != 1,
+            "false",
+        ),
+        "policy.dtensor_cfg.expert_parallel_size with context_parallel_size": (
+            cfg.expert_parallel_size != 1 and cfg.context_parallel_size != 1,
+            "1",
+        ),
         "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
             cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
             "1",

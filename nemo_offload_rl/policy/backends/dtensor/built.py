@@ -14,8 +14,9 @@ from nemo_offload_rl.models.families import logits_divisor, logits_softcap
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, RankInfo
 from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
+from nemo_offload_rl.policy.backends.dtensor.context_parallel import share_rows
 from nemo_offload_rl.policy.backends.dtensor.experts import divide_experts, expert_modules
-from nemo_offload_rl.policy.backends.dtensor.layout import packed_rows, padded_rows
+from nemo_offload_rl.policy.backends.dtensor.layout import packed_rows, padded_rows, shared_rows
 from nemo_offload_rl.policy.backends.dtensor.loading import (
     build_causal_lm,
     find_weights,
@@ -64,20 +65,23 @@ class BuiltModel:
         ep_size = settings.dtensor_cfg.expert_parallel_size
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
         splits_sequence = settings.dtensor_cfg.sequence_parallel and tp_size > 1
-        parallel.check_model(self.config, tp_size, ep_size, splits_sequence=splits_sequence)
+        parallel.check_model(self.config, settings.dtensor_cfg, settings.max_total_sequence_length)
         self._device = torch.device(process.device)
         self._compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._packs = settings.sequence_packing.enabled
         self._multiple = tp_size if splits_sequence else 1
-        meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size)
-        dp_mesh, tp_mesh = meshes.dp, meshes.tp
+        cp_size = settings.dtensor_cfg.context_parallel_size
+        meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size, cp_size)
+        dp_mesh, tp_mesh, self._cp_mesh = meshes.dp, meshes.tp, meshes.cp
         self.dp_group, self.tp_rank = dp_mesh.get_group(), tp_mesh.get_local_rank()
         self.rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
         if not is_frozen:
-            torch.manual_seed(settings.seed + self.rank_info.dp_rank)
+            torch.manual_seed(settings.seed + meshes.fsdp.get_local_rank())
 
         on_gpu, compute_dtype = self._device.type == "cuda", self._compute_dtype
-        attention = choose_attention(self.config, self._device, compute_dtype, packs=self._packs)
+        attention = choose_attention(
+            self.config, self._device, compute_dtype, packs=self._packs, shares_rows=cp_size > 1
+        )
         causal_lm = build_causal_lm(self.config, attention)
         sources = find_weights(causal_lm, settings.model_name)
         if is_frozen:
@@ -90,18 +94,20 @@ class BuiltModel:
         if tp_size > 1:
             parallel.apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
             shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
+        if meshes.cp is not None:
+            share_rows(layers, meshes.cp.get_group())
         if meshes.ep is not None:
             divide_experts(causal_lm, meshes.ep)
         contents = self.config.to_dict()
         temperature = settings.logprob_temperature * logits_divisor(contents)
         softcap, kept = logits_softcap(contents), settings.logprob_filter
         self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
-        self.module = LogprobModel(causal_lm, self.head)
+        self.module = LogprobModel(causal_lm, self.head, None if meshes.cp is None else meshes.cp.get_group())
         if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
             compile_layers(layers)
         self.layers = list(layers)
-        # One data-parallel rank alone gathers nothing: FSDP reads a layer's parameters on the current stream.
-        self.gather = parallel.gather if dp_mesh.size() > 1 else None
+        # One rank that has all tokens gathers nothing: FSDP reads a layer's parameters on the current stream.
+        self.gather = parallel.gather if meshes.fsdp.size() > 1 else None
         units: list[list[nn.Module]] = []
         if settings.dtensor_cfg.cpu_offload and not is_frozen:
             is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
@@ -153,6 +159,8 @@ class BuiltModel:
         is_scored_BS = micro_batch.is_scored()
         if self._packs:
             rows = packed_rows(micro_batch.input_lengths, is_scored_BS, self._multiple)
+        elif self._cp_mesh is not None:
+            rows = shared_rows(is_scored_BS, self._multiple, self._cp_mesh.get_local_rank(), self._cp_mesh.size())
         else:
             rows = padded_rows(is_scored_BS, self._multiple)
         batch = micro_batch.to(self._device)

@@ -39,7 +39,12 @@ class DTensorConfig:
     enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
     tensor_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
     context_parallel_size: Annotated[
-        int, doc("Devices that each sequence is split over. Only 1 is available now.", ge=1)
+        int,
+        doc(
+            "Devices that share each row, with the same numbers: for rows whose activations one device does not hold. "
+            "Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and `expert_parallel_size` above 1.",
+            ge=1,
+        ),
     ]
     expert_parallel_size: Annotated[
         int,
@@ -148,7 +153,7 @@ class DTensorConfig:
 
     @property
     def model_parallel(self) -> ModelParallel:
-        """Tensor parallelism."""
+        """Tensor and context parallelism."""
         return ModelParallel(self.tensor_parallel_size, self.context_parallel_size)
 
     @property

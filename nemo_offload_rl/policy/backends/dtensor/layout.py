@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_offload_rl.policy.backends.dtensor.context_parallel import own_pieces
+
 
 @dataclass(frozen=True)
 class ModelRows:
@@ -57,6 +59,35 @@ def padded_rows(is_scored_BS: Tensor, multiple: int) -> ModelRows:
     column_L = torch.arange(width + added).clamp(max=width - 1)
     tokens_BL = torch.arange(num_rows).unsqueeze(1) * width + column_L
     return ModelRows(scored_N, scored_N + scored_N // width * added - 1, tokens_BL)
+
+
+def shared_rows(is_scored_BS: Tensor, multiple: int, rank: int, num_ranks: int) -> ModelRows:
+    """One rank's part of rows that are padded on the right and that ranks share.
+
+    It scores those tokens before which it has the token; the other ranks score the others.
+
+    Args:
+        is_scored_BS: [B, S] bool, tokens to score: real, and never a row's first.
+        multiple: Of the tokens that a rank has of a row; beyond S they are any.
+        rank: Among those that share the rows.
+        num_ranks: How many of them there are.
+    """
+    width, scored_N = is_scored_BS.shape[1], _places(is_scored_BS)
+    length = -(-width // (2 * num_ranks))
+    length += -length % multiple
+    pieces = [torch.arange(index * length, (index + 1) * length) for index in own_pieces(rank, num_ranks)]
+    column_L = torch.cat(pieces)
+    place_P = torch.full((2 * num_ranks * length,), -1).index_copy(0, column_L, torch.arange(len(column_L)))
+    before_N = scored_N - 1
+    row_N, place_N = before_N // width, place_P.index_select(0, before_N % width)
+    is_mine_N = place_N >= 0
+    column_L = column_L.clamp(max=width - 1)
+    return ModelRows(
+        scored_N[is_mine_N],
+        (row_N * len(column_L) + place_N)[is_mine_N],
+        tokens_RL=torch.arange(len(is_scored_BS)).unsqueeze(1) * width + column_L,
+        positions_RL=column_L.unsqueeze(0),
+    )
 
 
 def packed_rows(lengths_B: Tensor, is_scored_BS: Tensor, multiple: int) -> ModelRows:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_offload_rl.policy.backends.collectives import sum_over
 from nemo_offload_rl.policy.backends.dtensor.attention import TAKES_BOUNDS
 from nemo_offload_rl.policy.backends.dtensor.layout import ModelRows
 from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader, capped
@@ -59,12 +61,19 @@ class LogprobModel(nn.Module):
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
     Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
     and `attention.py` from the sequences' bounds.
+
+    Args:
+        causal_lm: The model.
+        head: How its logits are read.
+        context_group: Ranks that share each row. Each computes its own tokens, and all have what all have read: losses
+            and metrics are of whole rows, and the same on all of them.
     """
 
-    def __init__(self, causal_lm: Any, head: Head) -> None:
+    def __init__(self, causal_lm: Any, head: Head, context_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.scorer = Scorer(causal_lm.get_output_embeddings(), head)
+        self._context_group = context_group
 
     def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
         """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
@@ -82,6 +91,7 @@ class LogprobModel(nn.Module):
             if found_N is None:
                 return None
             whole = found_N.new_zeros(input_ids_BS.numel(), *found_N.shape[1:]).index_copy(0, rows.scored_N, found_N)
+            whole = whole if self._context_group is None else sum_over(whole, self._context_group)
             return whole.unflatten(0, input_ids_BS.shape)
 
         return type(found)(*map(at_their_places, found))

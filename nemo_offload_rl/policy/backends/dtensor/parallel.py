@@ -1,8 +1,10 @@
 """Meshes, tensor parallelism by the plan that a model declares, and FSDP2 wrapping.
 
 The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
-DTensor on the whole mesh. With expert parallelism `dp` is (dp_shard, ep), row-major too: neighbours in `ep` share the
-experts of each layer, which FSDP divides further over `dp_shard`, and everything else over all of `dp`.
+DTensor on the whole mesh. With context parallelism it is (dp, cp, tp): neighbours in `cp` share the same rows, and
+parameters are sharded over both, since gradients are of different tokens. With expert parallelism `dp` is
+(dp_shard, ep): neighbours in `ep` share the experts of each layer, which FSDP divides further over `dp_shard`, and
+everything else over all of `dp`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.dtensor.experts import expert_modules
 from nemo_offload_rl.policy.backends.dtensor.sequence_parallel import split_sequence
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
@@ -30,14 +33,16 @@ from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     ROWS,
     ROWS_OF_WHOLE_INPUT,
     WHOLE_AMONG_HEADS,
+    context_problem,
     experts_problem,
     sequence_problem,
     split_problem,
 )
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
-DP, TP = "dp", "tp"
+DP, CP, TP = "dp", "cp", "tp"
 DP_SHARD, EP = "dp_shard", "ep"
+_DP_CP = "dp_cp"
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,32 @@ class Meshes:
     Attributes:
         dp: Ranks with different data.
         tp: Ranks that share each layer.
+        fsdp: Ranks with different tokens, over which parameters are sharded: those of `dp` and `cp`.
+        cp: Ranks that share each row; None without context parallelism.
         dp_shard: With expert parallelism, ranks that share the experts that one rank of `ep` has; else None.
         ep: Ranks that have different experts; None without expert parallelism.
     """
 
     dp: DeviceMesh
     tp: DeviceMesh
+    fsdp: DeviceMesh
+    cp: DeviceMesh | None = None
     dp_shard: DeviceMesh | None = None
     ep: DeviceMesh | None = None
 
 
-def build_meshes(device: torch.device, world_size: int, tensor_parallel_size: int, expert_parallel_size: int) -> Meshes:
+def build_meshes(
+    device: torch.device,
+    world_size: int,
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    context_parallel_size: int = 1,
+) -> Meshes:
     """Spread all ranks over the meshes.
 
     Raises:
-        ConfigError: The ranks do not divide by the tensor-parallel size, or the data-parallel ones by the other.
+        ConfigError: The ranks do not divide by the tensor- and context-parallel sizes, or the data-parallel ones by the
+            expert-parallel size.
     """
     if world_size % tensor_parallel_size:
         raise ConfigError(
@@ -69,9 +85,18 @@ def build_meshes(device: torch.device, world_size: int, tensor_parallel_size: in
             "workers; change it or the number of devices."
         )
     dp_size = world_size // tensor_parallel_size
+    if dp_size % context_parallel_size:
+        raise ConfigError(
+            f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not divide the {dp_size} policy "
+            "workers, or copies of the model; change it or the number of devices."
+        )
+    if context_parallel_size > 1:
+        shape = (dp_size // context_parallel_size, context_parallel_size, tensor_parallel_size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CP, TP))
+        return Meshes(mesh[DP], mesh[TP], mesh[DP, CP]._flatten(_DP_CP), mesh[CP])
     if expert_parallel_size == 1:
         mesh = init_device_mesh(device.type, (dp_size, tensor_parallel_size), mesh_dim_names=(DP, TP))
-        return Meshes(mesh[DP], mesh[TP])
+        return Meshes(mesh[DP], mesh[TP], mesh[DP])
     if dp_size % expert_parallel_size:
         raise ConfigError(
             f"policy.dtensor_cfg.expert_parallel_size={expert_parallel_size} does not divide the {dp_size} "
@@ -79,13 +104,17 @@ def build_meshes(device: torch.device, world_size: int, tensor_parallel_size: in
         )
     shape = (dp_size // expert_parallel_size, expert_parallel_size, tensor_parallel_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP_SHARD, EP, TP))
-    return Meshes(mesh[DP_SHARD, EP]._flatten(DP), mesh[TP], mesh[DP_SHARD], mesh[EP])
+    dp = mesh[DP_SHARD, EP]._flatten(DP)
+    return Meshes(dp, mesh[TP], dp, dp_shard=mesh[DP_SHARD], ep=mesh[EP])
 
 
-def check_model(
-    config: Any, tensor_parallel_size: int, expert_parallel_size: int = 1, *, splits_sequence: bool = False
-) -> None:
+def check_model(config: Any, settings: DTensorConfig, longest: int) -> None:
     """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
+
+    Args:
+        config: The Hugging Face config.
+        settings: With the sizes.
+        longest: Tokens that no row exceeds.
 
     Raises:
         ConfigError: Names what of the config is in the way, or the size and the key to change.
@@ -94,9 +123,11 @@ def check_model(
     if (reason := unsupported(contents)) is not None:
         raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
     plan = config.base_model_tp_plan or {}
-    problem = split_problem(contents, plan, tensor_parallel_size)
-    problem = problem or (sequence_problem(contents, plan) if splits_sequence else None)
-    problem = problem or experts_problem(contents, tensor_parallel_size, expert_parallel_size)
+    tp_size = settings.tensor_parallel_size
+    problem = split_problem(contents, plan, tp_size)
+    problem = problem or (sequence_problem(contents, plan) if settings.sequence_parallel else None)
+    problem = problem or context_problem(contents, settings.context_parallel_size, longest)
+    problem = problem or experts_problem(contents, tp_size, settings.expert_parallel_size)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -186,7 +217,7 @@ def apply_fsdp(
     compute_dtype: torch.dtype,
     more_units: Iterable[Sequence[nn.Module]] = (),
 ) -> FSDPModule:
-    """Shard parameters over `dp`: one unit per layer, the rest in the root; experts that are divided are units too.
+    """Shard parameters over `fsdp`: one unit per layer, the rest in the root; experts that are divided are units too.
 
     Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
 
@@ -204,14 +235,14 @@ def apply_fsdp(
             as_they_are = replace(policy, cast_forward_inputs=False)
             for experts in expert_modules(layer):
                 fully_shard(experts, mesh=meshes.dp_shard, mp_policy=as_they_are)
-        fully_shard(layer, mesh=meshes.dp, mp_policy=policy)
+        fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy)
     taken: set[nn.Parameter] = set()
     for modules in more_units:
-        fully_shard(list(modules), mesh=meshes.dp, mp_policy=policy)
+        fully_shard(list(modules), mesh=meshes.fsdp, mp_policy=policy)
         taken.update(parameter for module in modules for parameter in module.parameters())
     # The root's parameters are used last in forward and first in backward.
     wrapped = fully_shard(
-        root, mesh=meshes.dp, mp_policy=policy, reshard_after_forward=False, ignored_params=taken or None
+        root, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=taken or None
     )
     for module in fsdp_modules(wrapped):
         module.set_gradient_divide_factor(1.0)

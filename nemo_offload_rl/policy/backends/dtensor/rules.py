@@ -8,6 +8,7 @@ import torch
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
+    context_problem,
     declared_plan,
     experts_problem,
     sequence_problem,
@@ -20,26 +21,19 @@ from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 _FP32_BYTES = 4
 
 
-def sequences_are_not_split_over_devices(cfg: PolicyRun) -> str | None:
-    """Context parallelism is not available yet."""
-    size = cfg.policy.dtensor_cfg.context_parallel_size
-    if size != 1:
-        return (
-            f"policy.dtensor_cfg.context_parallel_size is {size}, but context parallelism is not available in this "
-            "version; set it to 1"
-        )
-    return None
-
-
 def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
     """Activations of layers that are split over devices are not offloaded."""
     dtensor = cfg.policy.dtensor_cfg
-    if dtensor.activation_offload and dtensor.tensor_parallel_size > 1:
-        return (
-            f"policy.dtensor_cfg.activation_offload is true and tensor_parallel_size {dtensor.tensor_parallel_size}, "
-            "but activations of split layers are not offloaded; set activation_offload to false, or "
-            "tensor_parallel_size to 1"
-        )
+    sizes = {
+        "tensor_parallel_size": dtensor.tensor_parallel_size,
+        "context_parallel_size": dtensor.context_parallel_size,
+    }
+    for key, size in sizes.items():
+        if dtensor.activation_offload and size > 1:
+            return (
+                f"policy.dtensor_cfg.activation_offload is true and {key} {size}, but activations of split layers are "
+                f"not offloaded; set activation_offload to false, or {key} to 1"
+            )
     return None
 
 
@@ -47,15 +41,48 @@ def _unavailable(key: str) -> str:
     return f"{key} is true, but this is not available in this version; set it to false"
 
 
-def tensor_parallel_size_divides_the_world(cfg: PolicyRun) -> str | None:
-    """The policy's tensor-parallel size divides the number of workers."""
-    size, world = cfg.policy.dtensor_cfg.tensor_parallel_size, cfg.cluster.world_size
-    if world % size:
+def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
+    """The policy's tensor- and context-parallel sizes divide the number of workers."""
+    dtensor, world = cfg.policy.dtensor_cfg, cfg.cluster.world_size
+    sizes, copy = f"tensor_parallel_size {dtensor.tensor_parallel_size}", dtensor.model_parallel.ranks_per_copy
+    if dtensor.context_parallel_size != 1:
+        sizes += f" by context_parallel_size {dtensor.context_parallel_size}"
+    if dtensor.enabled and world % copy:
         return (
-            f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the {world} policy workers of "
-            "`cluster`, so some would be left over; change one of them"
+            f"policy.dtensor_cfg.{sizes} does not divide the {world} policy workers of `cluster`, so some would be "
+            "left over; change one of them"
         )
     return None
+
+
+def shared_rows_are_not_packed(cfg: PolicyRun) -> str | None:
+    """Context parallelism excludes packed rows; micro-batches by tokens are `policy.dynamic_batching` then."""
+    dtensor, size = cfg.policy.dtensor_cfg, cfg.policy.dtensor_cfg.context_parallel_size
+    if dtensor.enabled and size != 1 and cfg.policy.sequence_packing.enabled:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {size} and policy.sequence_packing.enabled is true, but rows "
+            "that devices share are not packed; use policy.dynamic_batching in its place"
+        )
+    return None
+
+
+def shared_rows_exclude_divided_experts(cfg: PolicyRun) -> str | None:
+    """Context parallelism excludes expert parallelism."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.context_parallel_size != 1 and dtensor.expert_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {dtensor.context_parallel_size} and expert_parallel_size is "
+            f"{dtensor.expert_parallel_size}, but both together are not available; set one of them to 1"
+        )
+    return None
+
+
+def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
+    """Context parallelism needs attention without soft-caps and sinks, and rotary frequencies that do not change."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or model is None or unsupported(model):
+        return None
+    return context_problem(model, dtensor.context_parallel_size, cfg.policy.max_total_sequence_length)
 
 
 def sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
@@ -127,13 +154,18 @@ def host_held_training_is_of_all_weights(cfg: PolicyRun) -> str | None:
 
 
 def compiled_layers_are_whole(cfg: PolicyRun) -> str | None:
-    """Compiled layers are not split."""
+    """Compiled layers are not split, nor their rows."""
     dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.torch_compile and dtensor.tensor_parallel_size > 1:
-        return (
-            "policy.dtensor_cfg.torch_compile is true, but layers that tensor_parallel_size splits are not compiled; "
-            "set torch_compile to false"
-        )
+    sizes = {
+        "tensor_parallel_size": dtensor.tensor_parallel_size,
+        "context_parallel_size": dtensor.context_parallel_size,
+    }
+    for key, size in sizes.items():
+        if dtensor.enabled and dtensor.torch_compile and size > 1:
+            return (
+                f"policy.dtensor_cfg.torch_compile is true, but layers that {key} splits are not compiled; set "
+                "torch_compile to false"
+            )
     return None
 
 
@@ -216,13 +248,13 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
     return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
 
 
-AVAILABILITY: tuple[Rule[PolicyRun], ...] = (
-    sequences_are_not_split_over_devices,
-    offloaded_activations_are_whole,
-)
+AVAILABILITY: tuple[Rule[PolicyRun], ...] = (offloaded_activations_are_whole,)
 
 RULES: tuple[Rule[PolicyRun], ...] = (
-    tensor_parallel_size_divides_the_world,
+    parallel_sizes_divide_the_world,
+    shared_rows_are_not_packed,
+    shared_rows_exclude_divided_experts,
+    rows_of_the_model_can_be_shared,
     sequence_parallel_needs_tensor_parallel,
     sequence_parallelism_splits_the_model,
     host_held_training_excludes_offload_keys,

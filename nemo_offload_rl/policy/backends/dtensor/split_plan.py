@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.models.families import attention_softcap, has_attention_sinks
+from nemo_offload_rl.models.rope import changing_rope_type, unchanged_length
 from nemo_offload_rl.models.shape import ModelShape
 
 # Styles of transformers 5.12.1's plans; `parallel.py` has what each becomes.
@@ -107,6 +109,36 @@ def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str 
                 "to false"
             )
     return None
+
+
+def context_problem(config: Mapping[str, Any], size: int, longest: int) -> str | None:
+    """Why ranks cannot share rows of a model and what to do, or None.
+
+    Args:
+        config: The contents of a config.json.
+        size: `policy.dtensor_cfg.context_parallel_size`.
+        longest: `policy.max_total_sequence_length`.
+    """
+    key = f"policy.dtensor_cfg.context_parallel_size={size}"
+    if size == 1:
+        return None
+    for what, has_it in {
+        "soft-caps attention scores": attention_softcap(config) is not None,
+        "has attention sinks": has_attention_sinks(config),
+    }.items():
+        if has_it:
+            return (
+                f"{key}, but the model ({config['model_type']}) {what}, which is not available where devices share "
+                "rows; set it to 1"
+            )
+    if (kind := changing_rope_type(config, longest)) is None:
+        return None
+    length = unchanged_length(config)
+    shorter = f", or policy.max_total_sequence_length to at most {length}" if length else ""
+    return (
+        f"{key}, but frequencies of the model's rotary embeddings ({kind}) change with the longest row of a batch, and "
+        f"no device sees whole rows; set it to 1{shorter}"
+    )
 
 
 def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert_parallel_size: int) -> str | None:
