@@ -236,7 +236,8 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 "cluster.gpus_per_node=2",
             ],
             "activations of split layers are not offloaded",
-        )
+        ),
+        ([*TWO_SHARE, "policy.dtensor_cfg.activation_offload=true"], "or context_parallel_size to 1"),
     ],
     "save_deadline_is_a_time": [
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),

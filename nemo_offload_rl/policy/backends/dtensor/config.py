@@ -42,7 +42,8 @@ class DTensorConfig:
         int,
         doc(
             "Devices that share each row, with the same numbers: for rows whose activations one device does not hold. "
-            "Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and `expert_parallel_size` above 1.",
+            "Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an `expert_parallel_size` "
+            "above 1.",
             ge=1,
         ),
     ]

@@ -37,10 +37,6 @@ def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
     return None
 
 
-def _unavailable(key: str) -> str:
-    return f"{key} is true, but this is not available in this version; set it to false"
-
-
 def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     """The policy's tensor- and context-parallel sizes divide the number of workers."""
     dtensor, world = cfg.policy.dtensor_cfg, cfg.cluster.world_size
