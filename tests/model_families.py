@@ -67,6 +67,8 @@ _DEEPSEEK_YARN = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 256,
 }
+# As published: one number for both.
+_DEEPSEEK_YARN_1 = {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 # As gpt-oss: windows in every other layer, scores that take part in the softmax alone, biases of experts and routers.
 _GPT_OSS = {
     **_QWEN3,
@@ -149,6 +151,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-tied": ("cohere2", {"logit_scale": 0.7, **_WINDOW}),
     "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **_WINDOW}),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3-four": ("deepseek_v3", {**_DEEPSEEK, "num_experts_per_tok": 4, "rope_parameters": _DEEPSEEK_YARN_1}),
     "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
     "deepseek_v3-moonlight": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32}),

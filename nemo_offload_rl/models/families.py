@@ -131,6 +131,14 @@ _NOT_IN_ENGINE = "which the engine would leave out"
 _BIAS_LEFT_OUT = "whose biases that backend would leave out"
 _ATTENTION_BIAS = Refusal("attention_bias", (None, False), _BIAS_LEFT_OUT)
 _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
+_DEEPSEEK = (
+    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
+    Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
+    Refusal("rope_interleave", (None, True), "where the engine takes pairs that are neighbours"),
+    Refusal("scoring_func", ("sigmoid",), "where the model library takes sigmoid"),
+    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
+    Refusal("topk_method", ("noaux_tc",), "where the model library takes noaux_tc"),
+)
 _GPT_OSS = (
     Refusal("attention_bias", (None, True), "and the engine has biases of all projections"),
     Refusal("rms_norm_eps", (None, 1e-5), "for which the engine would take 1e-05"),
@@ -160,18 +168,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ModelFamily(
             "deepseek_v3",
             "DeepSeek-V3, Moonlight",
-            (DTENSOR,),
+            (DTENSOR, MEGATRON),
             has_expert_bias=True,
-            refused={
-                DTENSOR: (
-                    Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
-                    Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
-                    Refusal("rope_interleave", (None, True), "where the engine takes pairs that are neighbours"),
-                    Refusal("scoring_func", ("sigmoid",), "where the model library takes sigmoid"),
-                    Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices"),
-                    Refusal("topk_method", ("noaux_tc",), "where the model library takes noaux_tc"),
-                )
-            },
+            refused={DTENSOR: _DEEPSEEK, MEGATRON: _DEEPSEEK},
         ),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
         ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=_window_unless_types_say_no),

@@ -40,6 +40,13 @@ DENSE = {"model_type": "qwen3", "num_attention_heads": 6, "num_hidden_layers": 4
 EXPERTS = {**DENSE, "model_type": "qwen3_moe", "num_experts": 3}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 WINDOW = {**DENSE, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 LAYERS = {**DENSE, "layer_types": ["full_attention", "sliding_attention"]}
 
 # rule name -> overrides that break it, words that its message must have, config.json of the model or None for a hub's
@@ -70,7 +77,13 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([f"{KEY}.expert_model_parallel_size=2", f"{KEY}.moe_token_dispatcher_type=allgather"], "to alltoall", None)
     ],
     "megatron_takes_the_whole_model": [
-        ([], "has model_type deepseek_v3, and", {"model_type": "deepseek_v3"}),
+        ([], "has model_type deepseek_v2, and", {"model_type": "deepseek_v2"}),
+        ([], "has q_lora_rank null, and", {**LATENT, "q_lora_rank": None}),
+        (
+            [],
+            "has mscale 1.0 and mscale_all_dim 0.7, which",
+            {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+        ),
         ([], "has model_type gpt_neox, and", {"model_type": "gpt_neox"}),
         ([], "has model_type nemotron_h, and", {"model_type": "nemotron_h"}),
         ([], "has model_type None, and", {}),

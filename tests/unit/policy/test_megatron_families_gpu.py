@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 GPU = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
-NAMES = ("exaone_moe", "gemma-tied", "glm4_moe", "gpt_oss", "hy_v3", "nemotron", "olmoe")
+NAMES = ("deepseek_v3-four", "exaone_moe", "gemma-tied", "glm4_moe", "gpt_oss", "hy_v3", "nemotron", "olmoe")
 PACKING = BatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
 
 

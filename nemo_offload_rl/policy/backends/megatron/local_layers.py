@@ -1,6 +1,7 @@
 """Layers of `transformer_impl: local`, in plain torch, without kernels of Transformer Engine or apex.
 
-Megatron-core has them for most families. Here is what it lacks: norms whose weights are kept minus one.
+Megatron-core has them for most families. Here is what it lacks: norms whose weights are kept minus one, and attention
+whose values have another size than its keys.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
@@ -50,11 +52,29 @@ class ZeroCenteredNorm(nn.Module):
         return F.layer_norm(value, scale.shape, scale, self.bias.float(), self.eps).type_as(hidden)
 
 
+class LatentAttention(DotProductAttention):
+    """Attention of keys and values that latent attention made.
+
+    Args:
+        k_channels: Size of a head's keys, which it finds from the keys.
+        v_channels: Size of a head's values.
+        options: Megatron-core's.
+    """
+
+    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if v_channels is not None:  # else Megatron-core is to make another in its place
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
 def local_block(config: Any, vp_stage: int | None = None) -> Any:
     """Layers with experts and without, as `config.moe_layer_freq` says."""
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    if config.multi_latent_attention:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentAttention
     if not config.layernorm_zero_centered_gamma:
         return block
     for layer in block.layer_specs:

@@ -19,6 +19,7 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
         hf_config: The model's config.
     """
     completions = {
+        "deepseek_v3": _set_latent_attention,
         "exaone_moe": _set_biases_and_rotation,
         "olmoe": _set_whole_norms,
         "qwen3_moe": _set_dense_layers,
@@ -60,3 +61,13 @@ def _set_biases_and_rotation(provider: Any, hf_config: Any) -> None:
     provider.moe_router_enable_expert_bias = True
     if hf_config.sliding_window is None:
         provider.no_rope_freq = None
+
+
+def _set_latent_attention(provider: Any, hf_config: Any) -> None:
+    """Rotary embeddings that take frequencies, for which there is no fused kernel; the factor of attention scores."""
+    rope = hf_config.rope_parameters
+    provider.rope_type = "rope"
+    provider.apply_rope_fusion = False
+    provider.rotary_scaling_factor = rope.get("factor") or 1.0
+    provider.mscale_all_dim = rope.get("mscale_all_dim") or 0.0
+    provider.num_query_groups = provider.num_attention_heads

@@ -60,6 +60,8 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
     activations = _SILU if family is None else family.activations
     if config.get("hidden_act") not in (None, *activations):
         return f"hidden_act {config['hidden_act']}, and that backend computes {activations[0]}"
+    if config.get("kv_lora_rank") and not config.get("q_lora_rank"):
+        return "q_lora_rank null, and that backend would put a norm ahead of the queries"
     chosen, groups = config.get("num_experts_per_tok"), config.get("topk_group")
     if (config.get("n_group") or 1) != 1 and (chosen is None or groups is None or chosen != 2 * groups):
         return (
@@ -84,6 +86,10 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     missing = [name for name in ROPE_TYPES[kind] if rope.get(name) is None and config.get(name) is None]
     if missing:
         return f"rope_type {kind} without {missing[0]}, which it needs"
+    if config.get("kv_lora_rank") and kind == YARN:
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        if scales[0] != scales[1] or not scales[0] or rope.get("attention_factor") not in (None, 1):
+            return f"mscale {scales[0]} and mscale_all_dim {scales[1]}, which latent attention there has alike"
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1) and not rotates_part(config):
         return f"partial_rotary_factor {part}, and that backend rotates whole heads"
