@@ -53,7 +53,7 @@ def context_attention(
         module: A part of a layer that `share_rows` was given.
         query: [B, H, L, D] of the rank's two pieces of each row.
         key: [B, K, L, D]
-        value: [B, K, L, D]
+        value: [B, K, L, D], of another size D where attention is latent.
         attention_mask: Not read: rows are padded on the right.
         scaling: Of the scores; None for 1 / sqrt(D).
         dropout: Share of attention weights that are dropped.
@@ -64,7 +64,7 @@ def context_attention(
         [B, L, H, D]
     """
     group = getattr(module, _GROUP)
-    key_BKSD, value_BKSD = _whole(torch.stack([key, value]), group).unbind(0)
+    key_BKSD, value_BKSD = _whole(key, group), _whole(value, group)
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key_BKSD, value_BKSD = (states.repeat_interleave(num_groups, dim=1) for states in (key_BKSD, value_BKSD))
@@ -90,7 +90,7 @@ def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.dev
     return seen_QK if window is None else seen_QK.triu(before - window + 1)
 
 
-def _whole(states_2BKLD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[2, B, K, S, D] keys and values of all ranks, in the rows' order."""
-    front, back = gathered(states_2BKLD, group).chunk(2, dim=-2)
-    return torch.cat([front, back.flip(0)]).movedim(0, 3).flatten(3, 4)
+def _whole(states_BKLD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, K, S, D] keys or values of all ranks, in the rows' order."""
+    front, back = gathered(states_BKLD, group).chunk(2, dim=-2)
+    return torch.cat([front, back.flip(0)]).movedim(0, 2).flatten(2, 3)
