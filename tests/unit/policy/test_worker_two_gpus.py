@@ -33,6 +33,8 @@ WITH_MASTERS: dict[str, Any] = {"use_precision_aware_optimizer": False}
 CASES: dict[str, dict[str, Any]] = {
     "DTensor, FSDP over 2": {},
     "DTensor, TP over 2": {"tensor_parallel_size": 2},
+    "DTensor, TP over 2, sequences split": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "DTensor, CP over 2": {"context_parallel_size": 2},
     "Megatron, DP over 2": {**MEGATRON, **WITH_MASTERS},
     "Megatron, DP over 2, precision-aware": {**MEGATRON, "use_precision_aware_optimizer": True},
     "Megatron, TP over 2": {**MEGATRON, **WITH_MASTERS, "tensor_parallel_size": 2},
@@ -92,7 +94,7 @@ def check_cases(process: ProcessInfo, folder: str, backend: str) -> None:
         weights, logprobs, values, held_bytes = run(settings, process)
         assert {key: tensor.shape for key, tensor in weights.items()} == {k: t.shape for k, t in stored.items()}, name
         assert all(torch.equal(weights[key], stored[key].bfloat16()) for key in stored), name
-        dp_size = 1 if "TP" in name else 2
+        dp_size = 1 if "TP" in name or "CP" in name else 2
         rows = len(make_batch()) // dp_size
         first = 0 if dp_size == 1 else process.rank * rows
         expected = hf_logprobs(model, make_batch().select(range(first, first + rows))).detach()
