@@ -187,6 +187,7 @@ CASES: dict[str, dict[str, Any]] = {
     "inputs of recomputed layers": {"activation_checkpointing": True},
     "packed, inputs of recomputed layers": {"activation_checkpointing": True, "sequence_packing": PACKING},
     "half": {"activation_offload_fraction": 0.5},
+    "beside parameters in parts": {"cpu_offload": True},
 }
 
 
