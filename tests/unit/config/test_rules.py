@@ -127,9 +127,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "host_held_training_has_one_worker": [
         (["policy.dtensor_cfg.cpu_offload=true", "cluster.cpu_workers_per_node=2"], "has 2 policy workers")
     ],
-    "host_held_training_keeps_activations": [
-        (["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.activation_offload=true"], "not tried together")
-    ],
     "host_held_training_is_of_all_weights": [
         (["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.lora_cfg.enabled=true"], "lora_cfg.enabled are")
     ],

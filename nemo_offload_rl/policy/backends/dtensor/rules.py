@@ -127,17 +127,6 @@ def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
     return None
 
 
-def host_held_training_keeps_activations(cfg: PolicyRun) -> str | None:
-    """`cpu_offload` excludes offloaded activations."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.cpu_offload and dtensor.activation_offload:
-        return (
-            "policy.dtensor_cfg.cpu_offload and activation_offload are both true, which were not tried together; set "
-            "activation_offload to false, and activation_checkpointing to true for fewer activations"
-        )
-    return None
-
-
 def host_held_training_is_of_all_weights(cfg: PolicyRun) -> str | None:
     """`cpu_offload` excludes low-rank adapters."""
     dtensor = cfg.policy.dtensor_cfg
@@ -256,7 +245,6 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     host_held_training_excludes_offload_keys,
     host_held_training_has_one_worker,
     host_held_training_is_of_all_weights,
-    host_held_training_keeps_activations,
     compiled_layers_are_whole,
     adapters_need_whole_layers,
     adapters_have_their_layers,
