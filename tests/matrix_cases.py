@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
-from nemo_offload_rl.models.page import TP
+from nemo_offload_rl.models.page import CP, SP, TP
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dtensor.split_plan import context_problem, declared_plan, split_problem
@@ -106,11 +106,11 @@ class Row:
         if splits or (self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2)):
             ways[TP] = {"tensor_parallel_size": 2}
             if self.backend == DTENSOR:
-                ways["sequence parallelism"] = {"tensor_parallel_size": 2, "sequence_parallel": True}
+                ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
         if self.backend == DTENSOR and not context_problem(
             config, 2, longest=self.changes()["max_total_sequence_length"]
         ):
-            ways["context parallelism"] = {"context_parallel_size": 2}
+            ways[CP] = {"context_parallel_size": 2}
         if self.has_experts:
             key = "expert_parallel_size" if self.backend == DTENSOR else "expert_model_parallel_size"
             ways["expert parallelism"] = {key: 2}

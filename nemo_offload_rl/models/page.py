@@ -17,10 +17,11 @@ PAGE = Path("docs/reference/models.md")
 BEGIN, END = "<!-- Written by `python -m nemo_offload_rl.models.page`. -->", "<!-- The end of what is written. -->"
 BACKENDS = {"dtensor": "DTensor", "megatron": "Megatron"}
 TP, PACKING, LORA, EXPERTS = "tensor parallelism", "packing", "LoRA", "experts"
+SP, CP = "sequence parallelism", "context parallelism"
 EVERYWHERE = ("import", "logprobs", "three steps", "resume", "hf/ folder", "vLLM", "refit")
 """What every entry of the results has."""
 
-_COLUMNS = ("family", "`model_type`", "backend", "TP", "packing", "LoRA", "MoE", "refused", "checked")
+_COLUMNS = ("family", "`model_type`", "backend", "TP", "SP", "CP", "packing", "LoRA", "MoE", "refused", "checked")
 
 type Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By `name/backend`, then by machine ("CPU", "GPU"): `model_type`, `facts`, `date` and versions."""
@@ -29,8 +30,8 @@ type Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def table(results: Results) -> str:
     """One line for each family and backend."""
     lines = [
-        "| family | `model_type` | backend | TP | packing | LoRA | MoE | refused | checked |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'---|' * len(_COLUMNS)}",
     ]
     for family in sorted(FAMILIES.values(), key=lambda family: family.title.lower()):
         lines += [_line(family, backend, results) for backend in family.trained_by]
@@ -47,7 +48,7 @@ def _line(family: ModelFamily, backend: str, results: Results) -> str:
     ]
     facts = {fact for _, entry in seen for fact in entry["facts"]}
     cells = [family.title, f"`{family.model_type}`", BACKENDS[backend]]
-    cells += ["yes" if fact in facts else "-" for fact in (TP, PACKING, LORA, EXPERTS)]
+    cells += ["yes" if fact in facts else "-" for fact in (TP, SP, CP, PACKING, LORA, EXPERTS)]
     cells += [", ".join(refused_settings(family, backend)), _checked(seen)]
     return "| " + " | ".join(cells) + " |"
 
