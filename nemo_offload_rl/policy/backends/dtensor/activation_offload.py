@@ -56,6 +56,7 @@ class ActivationOffloading:
         self._last: _LayerPass | None = None  # of this forward pass
         self._hooks: saved_tensors_hooks | None = None
         self._is_full = False
+        self._unused: list[Tensor] = []  # buffers of graphs that are gone
         num_moved = num_offloaded_layers(len(layers), fraction)
         for layer in layers[:num_moved]:
             self._attach(layer, is_first=layer is layers[0])
@@ -70,6 +71,7 @@ class ActivationOffloading:
     def close(self) -> None:
         """Give back the host memory of graphs that are gone."""
         self._last = None
+        self._take_back()
         self._pool.close_free()
 
     def _attach(self, layer: Any, *, is_first: bool) -> None:
@@ -137,7 +139,12 @@ class ActivationOffloading:
             return tensor
         return _View(moved, tensor)
 
+    def _take_back(self) -> None:
+        while self._unused:
+            self._pool.free(self._unused.pop())
+
     def _begin(self, opened: _LayerPass, storage: torch.UntypedStorage) -> _Moved | None:
+        self._take_back()
         if not self._pool.has_room(storage.nbytes()):
             if not self._is_full:
                 self._is_full = True
@@ -147,17 +154,19 @@ class ActivationOffloading:
                     self._pool.limit_bytes / _GIB,
                 )
             return None
-        return opened.add(storage, self._pool)
+        on_host = self._pool.allocate((storage.nbytes(),), torch.uint8)
+        return opened.add(storage, on_host, self._unused)
 
 
 class _Moved:
     """One storage of a layer's activations: on the device, in a host buffer, or both."""
 
-    def __init__(self, of: _LayerPass, storage: torch.UntypedStorage, pool: HostBufferPool) -> None:
+    def __init__(self, of: _LayerPass, storage: torch.UntypedStorage, on_host: Tensor, unused: list[Tensor]) -> None:
         self.of = of
         self.on_device: Tensor | None = _bytes_of(storage)
-        self.on_host = pool.allocate((storage.nbytes(),), torch.uint8)
-        weakref.finalize(self, pool.free, self.on_host).atexit = False
+        self.on_host = on_host
+        # Kept for the pool: a graph may go at any time, in the middle of what the pool does too.
+        weakref.finalize(self, unused.append, on_host).atexit = False
 
 
 class _View:
@@ -211,9 +220,15 @@ class _LayerPass:
         """What was begun for the storage."""
         return self._saved.get(storage.data_ptr())
 
-    def add(self, storage: torch.UntypedStorage, pool: HostBufferPool) -> _Moved:
-        """Take a storage, which leaves when the layer ends."""
-        moved = _Moved(self, storage, pool)
+    def add(self, storage: torch.UntypedStorage, on_host: Tensor, unused: list[Tensor]) -> _Moved:
+        """Take a storage, which leaves when the layer ends.
+
+        Args:
+            storage: On the device.
+            on_host: [bytes] where it goes.
+            unused: Gets `on_host` when nothing can ask for the storage any more.
+        """
+        moved = _Moved(self, storage, on_host, unused)
         self._saved[storage.data_ptr()] = moved
         self._moved.append(weakref.ref(moved))
         return moved
