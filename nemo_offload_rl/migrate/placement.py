@@ -73,6 +73,7 @@ PLACEMENT: tuple[Conversion, ...] = (
     Conversion(
         ("policy.dtensor_cfg.cpu_offload",),
         "parameters, gradients and optimizer states on the host, which updates them",
+        "with one worker all of them on the host, the device updates part by part; their files get "
         "`offload_optimizer_states`: the optimizer's states on the host outside of its step",
         _host_held,
     ),
