@@ -28,6 +28,13 @@ VARIANTS = {
     "streamed in parts": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.2},
     "away for logprobs": {"offload_optimizer_states_for_logprob": True},
     "auto": {"residency": "auto", "engine_memory_share": 0.5},
+    "activations away": {"activation_offload": True},
+    "everything away": {"cpu_offload": True},
+    "everything away, activations too": {
+        "cpu_offload": True,
+        "activation_offload": True,
+        "activation_checkpointing": True,
+    },
 }
 
 
