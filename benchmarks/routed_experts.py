@@ -54,7 +54,7 @@ def generate(args: argparse.Namespace, *, returns_routing: bool) -> None:
         seed=0,
         **options,
     )
-    prompts = [{"prompt_token_ids": [4 + i % 16, *PROMPT]} for i in range(args.prompts)]
+    prompts: list[Any] = [{"prompt_token_ids": [4 + i % 16, *PROMPT]} for i in range(args.prompts)]
     seconds = []
     for call in range(3):
         sampling = SamplingParams(
