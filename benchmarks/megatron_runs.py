@@ -126,7 +126,8 @@ def run_children(
     results = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "machine": machine(args.device),
+        # In a child: a parent that has asked CUDA anything can fork none that uses it.
+        "machine": run_child(machine, args.device),
         "link_gb_per_s": link,
         "shape": args.shape,
         "rows": rows,

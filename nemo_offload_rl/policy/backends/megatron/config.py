@@ -245,7 +245,7 @@ class MegatronConfig:
     apply_rope_fusion: Annotated[
         bool, doc("Fused kernel for rotary embeddings; not for YaRN, whose attention factor it leaves out.")
     ]
-    bias_activation_fusion: Annotated[bool, doc("Fused kernel for bias and activation.")]
+    bias_activation_fusion: Annotated[bool, doc("Fused kernel for bias and activation, for activations that have one.")]
     defer_fp32_logits: Annotated[
         bool, doc("Turn logits into float32 chunk by chunk; needs `policy.logprob_chunk_size`.")
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from nemo_offload_rl.policy.backends.megatron import parallel
@@ -80,7 +81,7 @@ def _place(task: Any) -> _Place | None:
 def _gathered(chunks: Sequence[Any], place: _Place) -> Tensor:
     """[E, rows, columns] of all expert-parallel ranks."""
     (chunk,) = chunks
-    experts = chunk.module.decoder.layers[place.layer].mlp.experts
+    experts = unwrap_model(chunk).decoder.layers[place.layer].mlp.experts
     local = getattr(experts, "local_experts", None)
     if local is None:
         layer = getattr(experts, place.own_name)

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -41,6 +43,9 @@ from nemo_offload_rl.policy.backends.megatron.supported import unsplit_layers, u
 from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
+
+# Those that Megatron-core has a kernel of with a bias; Gemma's and Nemotron's have none.
+_FUSED_ACTIVATIONS = (F.gelu, F.silu, quick_gelu)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
         "apply_rope_fusion": cfg.apply_rope_fusion,
-        "bias_activation_fusion": cfg.bias_activation_fusion,
+        "bias_activation_fusion": cfg.bias_activation_fusion and provider.activation_func in _FUSED_ACTIVATIONS,
         "transformer_impl": cfg.transformer_impl,
         "attention_backend": AttnBackend.auto,
         "cuda_graph_impl": cfg.cuda_graph_impl,

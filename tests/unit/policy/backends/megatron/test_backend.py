@@ -199,6 +199,17 @@ def test_bfloat16_models_are_scored_and_sent_in_bfloat16_and_updated_through_fp3
         assert masters == {torch.float32}
 
 
+def test_experts_of_a_bfloat16_model_are_sent_stacked(tmp_path):
+    """Such a model has one wrapper more than one of float32."""
+    own = save_family(tmp_path, "qwen3-moe").to(torch.bfloat16).state_dict()
+    with make_worker(tmp_path, **BFLOAT16) as worker:
+        sent = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    stacked = [name for name in own if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(stacked) > 0
+    for name in stacked:
+        assert torch.equal(sent[name], own[name]), name
+
+
 def test_steps_that_an_optimizer_counts_in_its_groups_are_resumed(folder, tmp_path):
     """Transformer Engine's Adam has no count in a group before its first step, and begins at 1 without one."""
     with make_worker(folder) as worker:
