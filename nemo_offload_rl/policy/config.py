@@ -97,8 +97,8 @@ class TrainedPolicyConfig:
     deterministic: Annotated[
         bool,
         doc(
-            "Use operations whose results repeat bit by bit, where torch has them; a warning names the "
-            "others. Slower; for comparing runs."
+            "Use operations whose results repeat bit by bit. Of others a warning tells with Megatron; with DTensor "
+            "they end the run. Slower; for comparing runs."
         ),
     ]
     max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]

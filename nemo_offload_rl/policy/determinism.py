@@ -10,8 +10,9 @@ import torch
 def use_deterministic_algorithms() -> None:
     """From now on, this process computes with operations that repeat bit by bit, where torch has such.
 
-    Others become warnings. Call before the first matrix product: cuBLAS reads its setting once. Without it the
-    backward pass of attention and some reductions add up in the order in which the GPU's blocks happen to finish
+    Others become warnings; a backend may refuse them. Call before the first matrix product: cuBLAS reads its setting
+    once. Without it the backward pass of attention and some reductions add up in the order in which the GPU's blocks
+    happen to finish
     (https://docs.pytorch.org/docs/stable/notes/randomness.html).
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from policy_cases import make_batch, make_settings, worker_of
+from policy_cases import make_batch, make_settings, save_family, worker_of
 from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
@@ -38,14 +38,14 @@ VARIANTS = {
 }
 
 
-def losses(folder, **changes) -> tuple[list[float], torch.Tensor]:
+def losses(folder, width=14, **changes) -> tuple[list[float], torch.Tensor]:
     process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
     settings = make_settings(folder, precision="bfloat16", deterministic=True, **changes)
     worker = PolicyWorker(settings, process, keep_reference=True)
     values = []
     try:
         for seed in range(4):
-            batch = make_batch(seed=seed)
+            batch = make_batch(seed=seed, width=width)
             worker.prepare_for_lp_inference()
             values.append(float(worker.get_logprobs(batch).double().sum()))
             values.append(float(worker.get_reference_logprobs(batch).double().sum()))
@@ -69,6 +69,17 @@ def test_losses_logprobs_and_weights_are_bitwise_those_without_any_residency(var
     values, weights = losses(folder, **VARIANTS[variant])
     assert values == expected
     assert torch.equal(weights, expected_weights)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window"])
+def test_a_deterministic_run_repeats_also_where_rows_are_longer_than_a_block_of_attention(family, tmp_path):
+    save_family(tmp_path, family)
+    changes = {"width": 500, "max_total_sequence_length": 512}
+    expected, expected_weights = losses(tmp_path, **changes, colocated=False)
+    for _ in range(2):
+        values, weights = losses(tmp_path, **changes)
+        assert values == expected
+        assert torch.equal(weights, expected_weights)
 
 
 @pytest.mark.parametrize("variant", ["away", "streamed", "streamed in parts"])

@@ -120,6 +120,9 @@ class DTensorBackend:
     def _build(self, process: ProcessInfo) -> None:
         """Everything that needs the process group."""
         settings, on_gpu = self._settings, self._device.type == "cuda"
+        if settings.deterministic:
+            # torch's attention repeats only where no operation is let through with a warning.
+            torch.use_deterministic_algorithms(True)
         self._built = BuiltModel(settings, process)
         self._hub_names = HubNames(self._built.config.model_type)
         self._parameters, self._lora = self._built.parameters, self._built.lora
