@@ -10,16 +10,23 @@ from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 
+import torch
 from matrix_cases import Row
 from model_families import FAMILIES
 
 VARIABLE = "MODELS_RESULTS"
 """The environment variable with the file; nothing is written without it."""
-LIBRARIES = ("torch", "transformers", "vllm")
+LIBRARIES = ("torch", "transformers", "vllm", "transformer-engine")
 
 
-def write(row: Row, facts: Sequence[str]) -> None:
-    """Add facts of a row to those of the same day; those of days before are forgotten."""
+def write(row: Row, facts: Sequence[str], machine: str = "CPU") -> None:
+    """Add facts of a row to those of the same day; those of days before are forgotten.
+
+    Args:
+        row: Of the matrix.
+        facts: What was seen of it.
+        machine: "CPU" or "GPU", by whose entry they stand.
+    """
     if not (path := os.environ.get(VARIABLE)):
         return
     with Path(path).open("r+" if Path(path).exists() else "w+", encoding="utf-8") as file:
@@ -27,10 +34,12 @@ def write(row: Row, facts: Sequence[str]) -> None:
         results = json.loads(file.read() or "{}")
         entry = results.setdefault(f"{row.name}/{row.backend}", {})
         today = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **versions()}
-        before = entry.get("CPU", {})
+        if machine == "GPU":
+            today["device"] = torch.cuda.get_device_name()
+        before = entry.get(machine, {})
         kept = before["facts"] if all(before.get(key) == value for key, value in today.items()) else []
         known = {*kept, *facts, *(["experts"] if row.has_experts else [])}
-        entry["CPU"] = {"model_type": FAMILIES[row.name][0], **today, "facts": sorted(known)}
+        entry[machine] = {"model_type": FAMILIES[row.name][0], **today, "facts": sorted(known)}
         file.seek(0)
         file.truncate()
         file.write(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -39,4 +48,4 @@ def write(row: Row, facts: Sequence[str]) -> None:
 def versions() -> dict[str, str]:
     """Of the libraries beside which rows were checked; that of vLLM for CPUs has another name."""
     installed = {found.name.removesuffix("-cpu").lower(): found.version for found in distributions()}
-    return {name: installed[name] for name in LIBRARIES}
+    return {name: installed[name] for name in LIBRARIES if name in installed}

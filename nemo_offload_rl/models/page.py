@@ -54,11 +54,14 @@ def _line(family: ModelFamily, backend: str, results: Results) -> str:
 
 
 def _checked(seen: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Machines, each with its oldest entry's vLLM and date."""
+    """Machines, each with its oldest entry's date; on a CPU with vLLM, which answered after a refit."""
     oldest: dict[str, Mapping[str, Any]] = {}
     for machine, entry in seen:
         oldest[machine] = min(oldest.get(machine, entry), entry, key=lambda one: one["date"])
-    return "; ".join(f"{machine}, vLLM {entry['vllm']}, {entry['date']}" for machine, entry in sorted(oldest.items()))
+    return "; ".join(
+        f"{entry.get('device', f'{machine}, vLLM {entry["vllm"]}')}, {entry['date']}"
+        for machine, entry in sorted(oldest.items())
+    )
 
 
 def with_table(page: str, results: Results) -> str:

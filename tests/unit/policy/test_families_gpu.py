@@ -1,7 +1,7 @@
-"""Families on the Megatron backend with layers of Transformer Engine, beside Hugging Face's models in float32.
+"""Every family of models on a GPU in bfloat16, with either backend, beside Hugging Face's models in float32.
 
-The CPU's matrix (`unit/models/test_matrix.py`) sees megatron-core's local layers: other modules, and other names of
-norms in the conversions.
+The CPU's matrix (`unit/models/test_matrix.py`) sees float32 and megatron-core's local layers. A GPU has other kernels
+of attention and of experts, and Transformer Engine's layers, with other names of norms in the conversions.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import matrix_results
 import pytest
 import torch
-from matrix_cases import hf_model
-from model_families import drawn_model, family_config, trained_by
+from matrix_cases import ROWS, Row, hf_model
+from model_families import drawn_model, family_config
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.models.page import PACKING
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.config import BatchingConfig
 
@@ -26,35 +28,33 @@ logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 GPU = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
-NAMES = ("deepseek_v3-four", "exaone_moe", "gemma-tied", "glm4_moe", "gpt_oss", "hy_v3", "nemotron", "olmoe")
-PACKING = BatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+PACKED = BatchingConfig(enabled=True, train_mb_tokens=96, logprob_mb_tokens=96, sequence_length_round=1)
+ON_TRANSFORMER_ENGINE = {
+    "bf16": True,
+    "pipeline_dtype": "bfloat16",
+    "transformer_impl": "transformer_engine",
+    "use_precision_aware_optimizer": True,
+    "apply_rope_fusion": False,
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "backend"), ROWS)
 def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports_load(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, backend: str
 ) -> None:
-    pytest.importorskip("transformer_engine")
-    assert MEGATRON in trained_by(name)
+    if backend == MEGATRON:
+        pytest.importorskip("transformer_engine")
     # Narrower logits than on the CPU: they are rounded to 8 bits.
     model = drawn_model(family_config(name, initializer_range=0.05), seed=0)
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     batch = make_batch(num_rows=8, width=24)
     expected = hf_logprobs(model, batch).detach()
-    for packing in (None, PACKING):
+    for packing in (None, PACKED):
         changes: dict[str, Any] = {} if packing is None else {"sequence_packing": packing}
-        settings = make_settings(
-            tmp_path / "model",
-            backend=MEGATRON,
-            precision="bfloat16",
-            bf16=True,
-            pipeline_dtype="bfloat16",
-            transformer_impl="transformer_engine",
-            use_precision_aware_optimizer=True,
-            apply_rope_fusion=False,
-            **changes,
-        )
+        if backend == MEGATRON:
+            changes |= ON_TRANSFORMER_ENGINE
+        settings = make_settings(tmp_path / "model", backend=backend, precision="bfloat16", **changes)
         with worker_of(settings, GPU) as worker:
             worker.prepare_for_lp_inference()
             difference = (worker.get_logprobs(batch) - expected).abs()
@@ -64,3 +64,4 @@ def test_logprobs_padded_and_packed_are_hugging_faces_up_to_bfloat16_and_exports
             worker.train(batch, NLLLoss())
             worker.export_hf(tmp_path / "hf")
         hf_model(tmp_path / "hf")
+    matrix_results.write(Row(name, backend, tmp_path), ["import", "logprobs", PACKING, "hf/ folder"], machine="GPU")
