@@ -122,12 +122,15 @@ def run_children(
     link = {"d2h": 0.0, "h2d": 0.0}
     if args.device == "cuda":
         link = run_child(_prepare_host, args.host_gib << 30)
+    # In a child: a parent that has asked CUDA anything can fork none that uses it.
+    found_machine = run_child(machine, args.device)
+    found_machine.pop("left_behind_gib", None)
+    link.pop("left_behind_gib", None)
     rows: list[dict[str, Any]] = []
     results = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        # In a child: a parent that has asked CUDA anything can fork none that uses it.
-        "machine": run_child(machine, args.device),
+        "machine": found_machine,
         "link_gb_per_s": link,
         "shape": args.shape,
         "rows": rows,
