@@ -97,7 +97,9 @@ class ResidencyManager:
         self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
         self._snapshots = Snapshots(self._groups, self.passing, arena_for)
         self._work = WorkMemory(device)
-        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self._work)
+        # Copies go in the order in which they are started: the optimizer's would hold up those that passes wait for.
+        parts_come_ahead = self.passing is None
+        self._prefetcher = Prefetcher(plan, self._groups, self._parts, parts_come_ahead, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0
@@ -121,7 +123,7 @@ class ResidencyManager:
         if is_new:
             report.peak_bytes = self._work.end(self.phase)
             self._snapshots.release_staged()
-            self._prefetcher.is_paused = False
+            self._prefetcher.begin(phase)
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
             records = transaction.records
@@ -226,10 +228,10 @@ class ResidencyManager:
     def streamed(self) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
 
-        At most two parts are on the device at once. Parameters and gradients that pass through the device part by part
-        come with their states.
+        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). Parameters
+        and gradients that pass through the device part by part come with their states.
         """
-        return self._streams.optimizer(self.phase)
+        return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes)
 
     def streamed_layers(self) -> Iterator[str]:
         """Names of the teacher's layers in order, each while it is on the device; for one forward pass of it."""

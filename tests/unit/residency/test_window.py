@@ -1,0 +1,301 @@
+"""How many parts of a streamed optimizer are on the device, and that copies both ways run beside each other."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from deferred_device import DeferredDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
+from torch import nn
+from toy_training import assert_bitwise_equal
+from toy_training import settings as plan_settings
+
+from nemo_offload_rl.residency import (
+    CpuDevice,
+    DeviceOutOfMemoryError,
+    GradsGroup,
+    Phase,
+    Placement,
+    ResidencyManager,
+    TensorGroup,
+    divide_optimizer,
+    optimizer_tensors,
+    resolve_plan,
+)
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+
+NUM_PARTS = 8
+PART_BYTES = 2 * 4 * 64
+
+
+class RoomyDevice(DeferredDevice, SimulatedDevice):
+    """Copies as late as they may be, and a capacity: room for so many parts beside parameters and gradients.
+
+    Writes down what is asked of it. Copies that the host waits for are "wait".
+    """
+
+    def __init__(self, num_parts: float, says_free_bytes: int | None = None) -> None:
+        DeferredDevice.__init__(self)
+        fixed_bytes = 2 * NUM_PARTS * 4 * 64
+        SimulatedDevice.__init__(self, RESERVE_BYTES + fixed_bytes + int(num_parts * PART_BYTES))
+        self.says_free_bytes = says_free_bytes
+        self.events: list[str] = []
+
+    def free_bytes(self) -> int:
+        return SimulatedDevice.free_bytes(self) if self.says_free_bytes is None else self.says_free_bytes
+
+    def copy_out(self, copies):
+        return self._watch("out", super().copy_out(copies))
+
+    def copy_in(self, copies):
+        return self._watch("in", super().copy_in(copies))
+
+    def follow(self, transfer):
+        self.events.append("follow")
+        super().follow(transfer)
+
+    def _watch(self, name, transfer):
+        if transfer.num_bytes:
+            self.events.append(name)
+            wait = transfer.wait_host
+
+            def wait_host():
+                self.events.append("wait")
+                return wait()
+
+            transfer.wait_host = wait_host
+        return transfer
+
+
+class Training:
+    """Parameters of one size, the state of each a part, under a manager; a step as a worker runs it."""
+
+    def __init__(self, device: CpuDevice | None = None, *, streamed: bool = True) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(64)) for _ in range(NUM_PARTS)]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
+        self.device = device or CpuDevice()
+        named = [(str(index), parameter) for index, parameter in enumerate(self.parameters)]
+        self.parts = divide_optimizer(named, lambda p: 2 * p.nbytes, float(streamed), PART_BYTES)
+        self.manager = ResidencyManager(
+            plan=resolve_plan(plan_settings(offload_optimizer_states=streamed)),
+            groups=[
+                TensorGroup("params", lambda: named),
+                GradsGroup(lambda: named),
+                *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
+            ],
+            device=self.device,
+        )
+        self.names = list(self.parts.parts)
+        self.num_steps = 0
+        self.most_held = 0
+
+    def backward(self) -> None:
+        """One micro-batch, before which residency does what it does before the first."""
+        generator = torch.Generator().manual_seed(self.num_steps)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(64, generator=generator)
+        self.manager.enter(Phase.TRAINING)
+        self.manager.step_opened()
+        # The account has the new gradients from here on.
+        self.device.observe([r.storage for found in self.manager._groups.records().values() for r in found.values()])
+        self.manager.prefetch(Phase.OPTIM_STEP)
+        self.manager.release_finished()
+
+    def optim_step(self, after_each=lambda members: None) -> None:
+        def look(members) -> None:
+            self.most_held = max(self.most_held, self.held_parts())
+            after_each(members)
+
+        with self.manager.during(Phase.OPTIM_STEP), self.manager.writing_state():
+            self.parts.step(self.optimizer, self.manager.streamed(), look)
+            self.optimizer.zero_grad(set_to_none=False)
+        self.manager.step_closed()
+        self.num_steps += 1
+
+    def step(self) -> None:
+        self.backward()
+        self.optim_step()
+
+    def held_parts(self) -> int:
+        """Parts with memory on the device."""
+        return sum(size > 0 for name, size in self.manager.device_bytes().items() if name in self.names)
+
+    def on_device(self) -> list[int]:
+        return [i for i, name in enumerate(self.names) if self.manager.location(name) is Placement.DEVICE]
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        with self.manager.checkpoint_view():
+            found = {f"{i}": p.detach().clone() for i, p in enumerate(self.parameters)}
+            for i, p in enumerate(self.parameters):
+                found |= {f"{i}/{key}": value.clone() for key, value in self.optimizer.state[p].items()}
+            return found
+
+
+def after(num_steps: int, device: CpuDevice | None = None, **changes: bool) -> Training:
+    training = Training(device, **changes)
+    for _ in range(num_steps):
+        training.step()
+    return training
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(0, 0), (1, 1), (3.9, 3), (5, 5), (8, 8), (20, 8)])
+def test_as_many_parts_come_before_the_step_as_fit_beside_the_passes_work(room, ahead):
+    training = after(1, RoomyDevice(room))
+    training.manager.settle()
+    training.backward()
+    assert training.on_device() == list(range(ahead))
+
+
+def test_nothing_comes_ahead_before_it_is_known_what_passes_need():
+    training = Training(RoomyDevice(20))
+    training.backward()
+    assert training.manager._prefetcher.parts_limit_bytes == 0
+
+
+@settings(max_examples=30)
+@given(room=st.floats(0, 10), num_steps=st.integers(1, 4), leaves=st.booleans())
+def test_no_more_parts_are_on_the_device_than_two_or_than_have_room_and_no_bit_changes(room, num_steps, leaves):
+    training, plain = Training(RoomyDevice(room)), after(num_steps, streamed=False)
+    for _ in range(num_steps):
+        training.step()
+        if leaves:
+            for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+                training.manager.enter(phase)
+            assert training.held_parts() == 0
+    assert training.most_held <= max(2, int(room))
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+@pytest.mark.parametrize("room", [1, 3, 20])
+def test_the_host_waits_for_no_copy_in_a_step_and_memory_is_handed_over_only_where_it_is_needed(room):
+    training = after(2, RoomyDevice(room))
+    training.manager.settle()
+    training.backward()
+    device = training.device
+    device.events.clear()
+    training.optim_step()
+    assert device.events.count("out") == NUM_PARTS
+    assert device.events.count("in") == NUM_PARTS - min(room, NUM_PARTS)
+    assert "wait" not in device.events
+    assert device.events.count("follow") == NUM_PARTS - max(2, min(room, NUM_PARTS))
+
+
+def test_a_part_comes_while_those_before_it_are_still_on_their_way_out():
+    training = after(2, RoomyDevice(4))
+    training.manager.settle()
+    training.backward()
+    leaving = []
+    training.optim_step(lambda members: leaving.append(sum(s.is_leaving for s in training.manager._parts)))
+    # None of the copies out has finished: nothing has waited for them but later copies in, on the device.
+    assert leaving == list(range(NUM_PARTS))
+
+
+def test_parts_that_are_wanted_again_before_they_have_left_stay_and_the_others_hand_over_their_memory():
+    training, plain = after(3, RoomyDevice(5)), after(5, streamed=False)
+    device = training.device
+    assert training.held_parts() == 5  # parts 3 to 7 are leaving
+    device.events.clear()
+    training.backward()
+    assert training.on_device() == [0, 1, 2, 3, 4]
+    assert device.events.count("in") == 3
+    assert device.events.count("follow") == 3
+    training.optim_step()
+    training.step()
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+def test_where_all_parts_fit_none_is_copied_to_the_device_again():
+    training, plain = after(2, RoomyDevice(20)), after(4, streamed=False)
+    training.device.events.clear()
+    training.step()
+    training.step()
+    assert "in" not in training.device.events
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+def test_an_engine_finds_nothing_of_the_parts():
+    training = after(3, RoomyDevice(5))
+    assert training.held_parts() == 5
+    training.manager.enter(Phase.REFIT)
+    training.manager.enter(Phase.GENERATION)
+    assert sum(training.manager.device_bytes().values()) == 0
+    assert not any(state.is_leaving for state in training.manager._parts)
+
+
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_a_device_that_has_less_room_than_it_says_gets_what_fits_and_no_bit_changes(room):
+    device, plain = RoomyDevice(room, says_free_bytes=1 << 40), after(4, streamed=False)
+    device.capacity_bytes -= RESERVE_BYTES
+    training = after(4, device)
+    assert training.most_held <= room
+    device.capacity_bytes += RESERVE_BYTES  # to look at everything at once
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+def test_a_part_that_fits_only_alone_is_refused_where_a_byte_is_missing():
+    for missing_bytes in (0, 1):
+        device = RoomyDevice(1, says_free_bytes=0)
+        training = after(1, device)
+        training.manager.settle()
+        device.capacity_bytes -= RESERVE_BYTES + missing_bytes
+        with pytest.raises(DeviceOutOfMemoryError) if missing_bytes else nullcontext():
+            training.step()
+
+
+def test_what_was_prefetched_leaves_without_a_copy_where_a_pass_needs_its_room_and_two_parts_come_in_the_step():
+    training, plain = after(2, RoomyDevice(6)), after(3, streamed=False)
+    training.manager.settle()
+    training.backward()
+    assert training.held_parts() == 6
+    training.device.events.clear()
+    assert training.manager.evict() == 6 * PART_BYTES
+    assert training.device.events.count("out") == 0
+    training.most_held = 0
+    training.optim_step()
+    assert training.most_held == 2
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+@pytest.mark.parametrize("room", [0, 4, 20])
+@pytest.mark.parametrize("num_updated", [1, 5])
+def test_an_update_that_raises_leaves_every_part_as_it_is_known_to_be(room, num_updated):
+    training = after(2, RoomyDevice(room))
+    training.backward()
+    seen = []
+
+    def fail(members) -> None:
+        seen.append(members)
+        if len(seen) == num_updated:
+            raise RuntimeError("broken update")
+
+    with pytest.raises(RuntimeError, match="broken update"):
+        training.optim_step(fail)
+    assert training.on_device() == []
+    training.manager.step_closed()
+    training.step()
+    steps = [float(value) for name, value in training.contents().items() if name.endswith("/step")]
+    assert steps == [4.0] * num_updated + [3.0] * (NUM_PARTS - num_updated)
+
+
+@pytest.mark.parametrize("room", [0, 3, 20])
+def test_host_copies_that_are_read_right_after_a_step_are_those_of_the_step(room):
+    training, plain = after(3, RoomyDevice(room)), after(3, streamed=False)
+    for mine, other in zip(training.parameters, plain.parameters, strict=True):
+        moment = training.optimizer.state[mine]["exp_avg"]
+        shown = training.manager.host_view(moment)
+        assert torch.equal(moment if shown is None else shown, plain.optimizer.state[other]["exp_avg"])
+
+
+def test_what_passes_have_allocated_does_not_narrow_the_step():
+    training = after(2, RoomyDevice(6))
+    training.manager.settle()
+    training.backward()
+    limit = training.manager._prefetcher.parts_limit_bytes
+    training.device.capacity_bytes -= 2 * PART_BYTES  # as activations and gradients do
+    training.manager.prefetch(Phase.OPTIM_STEP)
+    assert training.manager._prefetcher.parts_limit_bytes == limit > 0
