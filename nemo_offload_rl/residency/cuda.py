@@ -130,7 +130,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
-        self._is_handed_over = False  # memory was, and has not been used again
+        self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
     def _load_kernels(self) -> None:
@@ -149,10 +149,9 @@ class CudaDevice:
         # activations, which would then be too small for the next pass, nor they those of state. What passes may still
         # read of a block is safe: `copy_in`, which writes it, waits for them.
         with torch.cuda.stream(self._in):
-            # What was handed over is in pieces of the sizes that are asked for; a new block would leave it unused.
-            if not self._is_handed_over:
+            # What is handed over is in pieces of sizes that are asked for again; a new block would leave it unused.
+            if not self._hands_over:
                 self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
-            self._is_handed_over = False
             for room in wanted:
                 self._allocate(room)
 
@@ -184,7 +183,7 @@ class CudaDevice:
         storage.resize_(0)
 
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        return None
+        self._hands_over = False
 
     def release_cache(self) -> None:
         # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
@@ -230,7 +229,7 @@ class CudaDevice:
     def follow(self, transfer: Transfer) -> None:
         if isinstance(transfer, CudaTransfer):
             transfer.hold_up(self._in)
-            self._is_handed_over = True
+            self._hands_over = True
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)

@@ -97,20 +97,28 @@ class GroupState:
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
-            self._start_arriving(
-                {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}, mirror, report
-            )
+            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}
+            self._start_arriving(absent, mirror, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
+
+    def arrive_alone(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+    ) -> None:
+        """`arrive` outside of a transaction, which would undo one that fails."""
+        try:
+            self.arrive(records, report, source)
+        except BaseException:
+            self.undo_arrival(records)
+            raise
 
     def try_arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
     ) -> bool:
-        """`arrive`, if there is room after all: what is free in all may be in pieces. False with nothing changed."""
+        """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
         try:
-            self.arrive(records, report, source)
+            self.arrive_alone(records, report, source)
         except DeviceOutOfMemoryError:
-            self.undo_arrival(records)
             return False
         return True
 

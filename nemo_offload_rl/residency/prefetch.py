@@ -125,6 +125,7 @@ class Prefetcher:
         self.is_paused = True
         self.parts_limit_bytes = 0
         num_bytes = snapshots.release_staged()
+        num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
         wanted = {
             name: Placement.HOST
             for name, state in self._groups.states.items()
@@ -154,8 +155,13 @@ class Prefetcher:
     def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
         """Start to bring as many parts of the optimizer, in their order, as fit beside the work of `now`."""
         held_bytes = sum(state.held_bytes for state in self._parts)
+        limit_bytes = held_bytes + self._work.room_bytes(now)
+        sizes_bytes = [state.mirror.num_bytes for state in self._parts]
+        if sum(sizes_bytes) > limit_bytes:
+            # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.
+            limit_bytes -= max(sizes_bytes)
         # Once a pass has begun, what it has allocated is no longer free and still counts as needed.
-        self.parts_limit_bytes = max(self.parts_limit_bytes, held_bytes + self._work.room_bytes(now))
+        self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
         if self._parts_come_ahead:
             window = Window(
                 [(state,) for state in self._parts],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord
 from nemo_offload_rl.residency.ledger import TransitionReport
@@ -60,7 +59,7 @@ class Window:
         for state in bundle:
             if state.location is Placement.HOST and not self._try_bring(state, index, bundle):
                 self._send_back(bundle)
-                self._arrive(state)
+                state.arrive_alone(self._records(state), self._report)
         for state in bundle:
             state.wait_arrival()
 
@@ -132,11 +131,3 @@ class Window:
             if state not in bundle and state.location is Placement.DEVICE:
                 state.leave(Placement.HOST, self._records(state), self._report)
         self.settle()
-
-    def _arrive(self, state: GroupState) -> None:
-        records = self._records(state)
-        try:
-            state.arrive(records, self._report)
-        except DeviceOutOfMemoryError:
-            state.undo_arrival(records)
-            raise

@@ -104,8 +104,8 @@ def test_other_families_too(folders, family):
 class Watched:
     """A device that looks, whenever something moves, at how many bytes of parts are on it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
         self.worker = None
         self.seen = []  # (phase, bytes of parameters, of gradients, of optimizer states)
 
@@ -142,7 +142,7 @@ def eight_layers(tmp_path_factory):
     return path, max(sizes), sum(sizes)
 
 
-@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate()], ids=["", "overlapped"])
+@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate(free_bytes=0)], ids=["", "overlapped"])
 def test_of_ten_parts_one_passes_through_the_device_at_a_time_and_two_in_the_update(eight_layers, use_device, device):
     """A part has 4 bytes a parameter, as many of gradients, and twice as many of optimizer states."""
     path, part_bytes, all_bytes = eight_layers

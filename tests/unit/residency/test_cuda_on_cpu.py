@@ -86,6 +86,25 @@ def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypat
         assert torch.equal(copy.host, torch.full_like(copy.host, index))
 
 
+def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_new_block(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True, HostAllowance())
+    leaving, coming = device.copy_out(make_copies(arena, [100, 100])), torch.empty(0, dtype=torch.uint8)
+    blocks = []
+    monkeypatch.setattr(device, "_cache_one_block", blocks.append)
+    wanted = [Room(coming.untyped_storage(), 4 << 20)]
+    device.allocate(wanted)
+    assert len(blocks) == 1
+    assert not leaving.finished
+    device.follow(leaving)
+    assert leaving.finished  # the stream of copies in has waited for it; the host did not ask
+    device.allocate(wanted)
+    assert len(blocks) == 1
+    device.observe([])  # at the next transition
+    device.allocate(wanted)
+    assert len(blocks) == 2
+
+
 def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = device.new_arena(True, HostAllowance())

@@ -35,13 +35,15 @@ PART_BYTES = 2 * 4 * 64
 class RoomyDevice(DeferredDevice, SimulatedDevice):
     """Copies as late as they may be, and a capacity: room for so many parts beside parameters and gradients.
 
-    Writes down what is asked of it. Copies that the host waits for are "wait".
+    Where not all parts fit, there is room for one more, which stays free. Writes down what is asked of it; copies that
+    the host waits for are "wait".
     """
 
     def __init__(self, num_parts: float, says_free_bytes: int | None = None) -> None:
         DeferredDevice.__init__(self)
         fixed_bytes = 2 * NUM_PARTS * 4 * 64
-        SimulatedDevice.__init__(self, RESERVE_BYTES + fixed_bytes + int(num_parts * PART_BYTES))
+        num_free = 0 if num_parts >= NUM_PARTS else 1
+        SimulatedDevice.__init__(self, RESERVE_BYTES + fixed_bytes + int((num_parts + num_free) * PART_BYTES))
         self.says_free_bytes = says_free_bytes
         self.events: list[str] = []
 
@@ -158,7 +160,7 @@ def test_nothing_comes_ahead_before_it_is_known_what_passes_need():
 
 
 @settings(max_examples=30)
-@given(room=st.floats(0, 10), num_steps=st.integers(1, 4), leaves=st.booleans())
+@given(room=st.floats(0, 6.9) | st.floats(8, 10), num_steps=st.integers(1, 4), leaves=st.booleans())
 def test_no_more_parts_are_on_the_device_than_two_or_than_have_room_and_no_bit_changes(room, num_steps, leaves):
     training, plain = Training(RoomyDevice(room)), after(num_steps, streamed=False)
     for _ in range(num_steps):
@@ -230,7 +232,7 @@ def test_an_engine_finds_nothing_of_the_parts():
 @pytest.mark.parametrize("room", [1, 2, 4])
 def test_a_device_that_has_less_room_than_it_says_gets_what_fits_and_no_bit_changes(room):
     device, plain = RoomyDevice(room, says_free_bytes=1 << 40), after(4, streamed=False)
-    device.capacity_bytes -= RESERVE_BYTES
+    device.capacity_bytes -= RESERVE_BYTES + PART_BYTES
     training = after(4, device)
     assert training.most_held <= room
     device.capacity_bytes += RESERVE_BYTES  # to look at everything at once
@@ -242,7 +244,7 @@ def test_a_part_that_fits_only_alone_is_refused_where_a_byte_is_missing():
         device = RoomyDevice(1, says_free_bytes=0)
         training = after(1, device)
         training.manager.settle()
-        device.capacity_bytes -= RESERVE_BYTES + missing_bytes
+        device.capacity_bytes -= RESERVE_BYTES + PART_BYTES + missing_bytes
         with pytest.raises(DeviceOutOfMemoryError) if missing_bytes else nullcontext():
             training.step()
 
@@ -299,3 +301,10 @@ def test_what_passes_have_allocated_does_not_narrow_the_step():
     training.device.capacity_bytes -= 2 * PART_BYTES  # as activations and gradients do
     training.manager.prefetch(Phase.OPTIM_STEP)
     assert training.manager._prefetcher.parts_limit_bytes == limit > 0
+
+
+def test_memory_of_parts_that_are_leaving_counts_as_released_where_a_pass_ran_out_of_it():
+    training = after(3, RoomyDevice(5))
+    assert training.held_parts() == 5
+    assert training.manager.evict() == 5 * PART_BYTES
+    assert training.held_parts() == 0
