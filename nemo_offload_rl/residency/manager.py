@@ -97,9 +97,7 @@ class ResidencyManager:
         self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
         self._snapshots = Snapshots(self._groups, self.passing, arena_for)
         self._work = WorkMemory(device)
-        # Copies go in the order in which they are started: the optimizer's would hold up those that passes wait for.
-        parts_come_ahead = self.passing is None
-        self._prefetcher = Prefetcher(plan, self._groups, self._parts, parts_come_ahead, self._work)
+        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self.passing is None, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0

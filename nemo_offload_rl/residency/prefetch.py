@@ -86,7 +86,8 @@ class Prefetcher:
         plan: Where each group must be in each phase.
         groups: The groups.
         parts: Those of a streamed optimizer, in the order of their updates.
-        parts_come_ahead: They may come before the step.
+        parts_come_ahead: They may come before the step. Where passes bring parameters they may not: copies go in the
+            order in which they are started, and passes would wait for states.
         work: What the phases' work needs.
 
     Attributes:
