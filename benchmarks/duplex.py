@@ -139,7 +139,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
     begin_s = now_s()
     worker.forward_backward(batch, NLL())
     passed_s = now_s()
-    worker.optim_step()
+    worker.optim_step(before_refit=way == "refit after each")
     stepped_s = now_s()
     if way == "refit after each":
         worker.offload_before_refit()

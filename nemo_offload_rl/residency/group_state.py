@@ -165,6 +165,11 @@ class GroupState:
         return self._flight is not None and bool(self._flight.num_needed)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether copies are under way that nothing has waited for."""
+        return self._flight is not None and not self._flight.transfer.finished
+
+    @property
     def is_awaited(self) -> bool:
         """Whether copies have not finished that the device was told to wait for."""
         return any(not flight.transfer.finished for flight in self._unaccounted)

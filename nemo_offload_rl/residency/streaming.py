@@ -231,9 +231,15 @@ class Streams:
         self._ledger = ledger
         self._num_written = 0
 
-    def optimizer(self, phase: Phase | None, limit_bytes: int) -> Iterator[str]:
-        """See `ResidencyManager.streamed`; `limit_bytes` as of `stream_through`."""
-        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP, limit_bytes):
+    def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
+        """See `ResidencyManager.streamed`.
+
+        Args:
+            phase: The present one.
+            limit_bytes: As of `stream_through`.
+            release_cache: Release cached memory to the driver first, if that has to wait for no copy.
+        """
+        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache):
             for state in beside:
                 state.version += 1
             self._num_written += 1
@@ -259,11 +265,18 @@ class Streams:
             raise
 
     def _stream(
-        self, bundles: Sequence[Bundle], phase: Phase | None, target: Phase, limit_bytes: int = 0
+        self,
+        bundles: Sequence[Bundle],
+        phase: Phase | None,
+        target: Phase,
+        limit_bytes: int = 0,
+        release_cache: bool = False,
     ) -> Iterator[Bundle]:
         if not bundles:
             return
         report = TransitionReport(phase, phase or target)
+        if release_cache and not any(state.is_moving for state in self._groups.states.values()):
+            self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
         others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
         yield from stream_through(bundles, self._groups.device, others, self._overlap, report, limit_bytes)

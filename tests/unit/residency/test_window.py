@@ -56,6 +56,9 @@ class RoomyDevice(DeferredDevice, SimulatedDevice):
     def copy_in(self, copies):
         return self._watch("in", super().copy_in(copies))
 
+    def release_cache(self):
+        self.events.append("release_cache")
+
     def follow(self, transfer):
         self.events.append("follow")
         super().follow(transfer)
@@ -76,7 +79,7 @@ class RoomyDevice(DeferredDevice, SimulatedDevice):
 class Training:
     """Parameters of one size, the state of each a part, under a manager; a step as a worker runs it."""
 
-    def __init__(self, device: CpuDevice | None = None, *, streamed: bool = True) -> None:
+    def __init__(self, device: CpuDevice | None = None, *, streamed: bool = True, colocated: bool = True) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(64)) for _ in range(NUM_PARTS)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
@@ -84,7 +87,7 @@ class Training:
         named = [(str(index), parameter) for index, parameter in enumerate(self.parameters)]
         self.parts = divide_optimizer(named, lambda p: 2 * p.nbytes, float(streamed), PART_BYTES)
         self.manager = ResidencyManager(
-            plan=resolve_plan(plan_settings(offload_optimizer_states=streamed)),
+            plan=resolve_plan(plan_settings(offload_optimizer_states=streamed, colocated=colocated)),
             groups=[
                 TensorGroup("params", lambda: named),
                 GradsGroup(lambda: named),
@@ -108,13 +111,13 @@ class Training:
         self.manager.prefetch(Phase.OPTIM_STEP)
         self.manager.release_finished()
 
-    def optim_step(self, after_each=lambda members: None) -> None:
+    def optim_step(self, after_each=lambda members: None, *, before_refit: bool = False) -> None:
         def look(members) -> None:
             self.most_held = max(self.most_held, self.held_parts())
             after_each(members)
 
         with self.manager.during(Phase.OPTIM_STEP), self.manager.writing_state():
-            self.parts.step(self.optimizer, self.manager.streamed(), look)
+            self.parts.step(self.optimizer, self.manager.streamed(before_refit=before_refit), look)
             self.optimizer.zero_grad(set_to_none=False)
         self.manager.step_closed()
         self.num_steps += 1
@@ -218,6 +221,28 @@ def test_where_all_parts_fit_none_is_copied_to_the_device_again():
     training.step()
     assert "in" not in training.device.events
     assert_bitwise_equal(training.contents(), plain.contents())
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_before_a_refit_cached_memory_goes_to_the_driver_while_nothing_is_leaving_and_only_for_an_engine(colocated):
+    training = Training(RoomyDevice(20), colocated=colocated)
+    for before_refit in (False, True):
+        training.backward()
+        training.manager.evict()
+        training.device.events.clear()
+        training.optim_step(before_refit=before_refit)
+        assert ("release_cache" in training.device.events) == (before_refit and colocated)
+    assert training.device.events.index("out") > 0 or not colocated
+
+
+def test_before_a_refit_no_memory_goes_to_the_driver_beside_copies_which_that_would_wait_for():
+    training = after(2, RoomyDevice(20))
+    training.manager.settle()
+    training.backward()
+    training.device.events.clear()
+    training.optim_step(before_refit=True)
+    assert training.device.events[0] == "out"
+    assert "release_cache" not in training.device.events
 
 
 def test_an_engine_finds_nothing_of_the_parts():
