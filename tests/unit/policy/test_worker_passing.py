@@ -83,7 +83,7 @@ def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_devi
     folder, _ = folders(family)
     with one_rank_worker(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker)
-    for device in (CpuDevice(), DeferredDevice()):
+    for device in (CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)):
         use_device(device)
         with in_parts(folder, keep_reference=True, **changes) as worker:
             assert_same_steps(steps(worker), expected)
