@@ -94,9 +94,10 @@ class ResidencyManager:
         self.passing = PassingParts(params, grads, device, self._overlap, self._ledger.add) if params else None
         updated = [self._parts, params, grads] if params else [self._parts]
         layers = self._of_row(TEACHER_LAYER)
-        self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
-        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
+        bundles = list(zip(*updated, strict=True))
         self._work = WorkMemory(device)
+        self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
+        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
         self._prefetcher = Prefetcher(plan, self._groups, self._parts, self.passing is None, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False

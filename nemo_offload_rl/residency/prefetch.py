@@ -154,9 +154,11 @@ class Prefetcher:
             self._bring_parts(now, records, report)
 
     def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
-        """Start to bring as many parts of the optimizer, in their order, as fit beside the work of `now`."""
+        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
+        if not self._work.is_known(Phase.OPTIM_STEP):
+            return
         held_bytes = sum(state.held_bytes for state in self._parts)
-        limit_bytes = held_bytes + self._work.room_bytes(now)
+        limit_bytes = held_bytes + min(self._work.room_bytes(phase) for phase in (now, Phase.OPTIM_STEP))
         sizes_bytes = [state.mirror.num_bytes for state in self._parts]
         if sum(sizes_bytes) > limit_bytes:
             # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.

@@ -118,25 +118,17 @@ def divide_optimizer(
 
 
 def stream_through(
-    bundles: Sequence[Bundle],
-    device: Device,
-    others: Collection[int],
-    ahead: bool,
-    report: TransitionReport,
-    limit_bytes: int = 0,
+    bundles: Sequence[Bundle], window: Window, ahead: bool, report: TransitionReport
 ) -> Iterator[Bundle]:
     """Bring groups to the device in turn, and send them back once the caller asks for the next.
 
     Args:
         bundles: In order, groups that are on the device together; those there already are left where they are until
             their turn is over.
-        device: Where they go.
-        others: Keys of storages that belong to other groups, though a group here may list them too.
+        window: Of these bundles; how many come ahead.
         ahead: Let the next ones come, and those before go, beside the caller's work on the present ones.
-        report: What is charged.
-        limit_bytes: With `ahead`, what they may hold of the device; two bundles are there even if they hold more.
+        report: What the caller's waits are charged to.
     """
-    window = Window(bundles, lambda state: records_of(state, device, others), limit_bytes, report)
     used: Bundle = ()
     for index, bundle in enumerate(bundles):
         # While the device itself waits for copies, the host's time to start others costs nothing more.
@@ -214,6 +206,7 @@ class Streams:
         teacher_layers: The layers of a teacher.
         overlap: Let copies run beside the caller's work.
         ledger: Gets the report of each stream.
+        add_held: Told by how much the device memory of the updated groups grew at most in a step, in bytes.
     """
 
     def __init__(
@@ -223,12 +216,14 @@ class Streams:
         teacher_layers: Sequence[GroupState],
         overlap: bool,
         ledger: Ledger,
+        add_held: Callable[[int], None],
     ) -> None:
         self._groups = groups
         self._updated = updated
         self._teacher_layers = [(layer,) for layer in teacher_layers]
         self._overlap = overlap
         self._ledger = ledger
+        self._add_held = add_held
         self._num_written = 0
 
     def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
@@ -279,5 +274,11 @@ class Streams:
             self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
         others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
-        yield from stream_through(bundles, self._groups.device, others, self._overlap, report, limit_bytes)
+        window = Window(bundles, lambda state: records_of(state, self._groups.device, others), limit_bytes, report)
+        begun_bytes = window.held_bytes
+        try:
+            yield from stream_through(bundles, window, self._overlap, report)
+        finally:
+            if target is Phase.OPTIM_STEP:  # a teacher's layers are what its pass needs
+                self._add_held(window.most_held_bytes - begun_bytes)
         self._ledger.add(report)

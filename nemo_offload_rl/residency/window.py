@@ -27,6 +27,9 @@ class Window:
         records: A group's present storages.
         limit_bytes: Bytes of these groups, leaving ones included, beyond which nothing comes ahead but the next bundle.
         report: What is charged.
+
+    Attributes:
+        most_held_bytes: Most device memory that the groups held at a time so far.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Window:
         self._records = records
         self._limit_bytes = limit_bytes
         self._report = report
+        self.most_held_bytes = self.held_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -88,6 +92,7 @@ class Window:
         for state in self._bundles[index]:
             # Listed now: an optimizer makes its states in its first update.
             state.leave(Placement.HOST, self._records(state), self._report)
+        self._look()
 
     def settle(self) -> None:
         """Wait for what is leaving and release its memory."""
@@ -111,7 +116,12 @@ class Window:
     def _try_bring(self, state: GroupState, first: int, kept: Bundle) -> bool:
         if not state.held_bytes:  # else it is leaving, and may stay
             self._make_room(state.mirror.num_bytes, first, kept)
-        return state.try_arrive(self._records(state), self._report)
+        has_come = state.try_arrive(self._records(state), self._report)
+        self._look()
+        return has_come
+
+    def _look(self) -> None:
+        self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
 
     def _make_room(self, num_bytes: int, first: int, kept: Bundle) -> None:
         """Have those that leave hand over their memory, as far as the limit demands it: first what left first."""

@@ -318,6 +318,32 @@ def test_host_copies_that_are_read_right_after_a_step_are_those_of_the_step(room
         assert torch.equal(moment if shown is None else shown, plain.optimizer.state[other]["exp_avg"])
 
 
+class PeakDevice(RoomyDevice):
+    """Reports that the process held what is charged, and more in the optimizer step."""
+
+    extra_bytes = 0
+
+    def drain_peak_bytes(self) -> int:
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes()
+        extra_bytes, self.extra_bytes = self.extra_bytes, 0
+        return peak_bytes + extra_bytes
+
+
+def test_what_the_update_itself_takes_stays_free_and_parts_that_came_in_the_step_do_not_count_as_that():
+    training = Training(PeakDevice(6))
+    for _ in range(4):
+        training.backward()
+        limit = training.manager._prefetcher.parts_limit_bytes
+        training.optim_step()
+    work = training.manager._work
+    # The first step makes states that no account has charged; later ones take nothing but parts.
+    assert work._needed_bytes[Phase.OPTIM_STEP] <= PART_BYTES
+    training.backward()
+    training.optim_step(lambda members: setattr(training.device, "extra_bytes", 4 * PART_BYTES))
+    training.backward()
+    assert training.manager._prefetcher.parts_limit_bytes < limit - 3 * PART_BYTES
+
+
 def test_what_passes_have_allocated_does_not_narrow_the_step():
     training = after(2, RoomyDevice(6))
     training.manager.settle()
