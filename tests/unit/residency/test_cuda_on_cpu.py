@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda import FakeRuntime, make_cuda_device
+from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
@@ -56,6 +58,24 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
     assert all(report.transfer_s >= 0 and report.exposed_s >= 0 for report in reports)
     moved.manager.close()
     assert runtime.registered == {}
+
+
+@pytest.mark.parametrize("room", [0, 3, 20])
+def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypatch, room):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    held = PartsTraining(device)
+    monkeypatch.setattr(
+        device, "free_bytes", lambda: RESERVE_BYTES + (room + 1 - held.held_parts()) * PART_BYTES + PART_BYTES // 2
+    )
+    monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
+    plain = PartsTraining(streamed=False)
+    for _ in range(4):
+        held.step()
+        plain.step()
+    assert held.most_held == max(2, min(room, NUM_PARTS))
+    assert_bitwise_equal(held.contents(), plain.contents())
+    held.manager.close()
 
 
 def make_copies(arena, sizes):

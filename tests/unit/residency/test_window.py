@@ -10,26 +10,11 @@ from deferred_device import DeferredDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
-from torch import nn
+from toy_parts import NUM_PARTS, PART_BYTES, WIDTH, PartsTraining
 from toy_training import assert_bitwise_equal
-from toy_training import settings as plan_settings
 
-from nemo_offload_rl.residency import (
-    CpuDevice,
-    DeviceOutOfMemoryError,
-    GradsGroup,
-    Phase,
-    Placement,
-    ResidencyManager,
-    TensorGroup,
-    divide_optimizer,
-    optimizer_tensors,
-    resolve_plan,
-)
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase
 from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
-
-NUM_PARTS = 8
-PART_BYTES = 2 * 4 * 64
 
 
 class RoomyDevice(DeferredDevice, SimulatedDevice):
@@ -41,7 +26,7 @@ class RoomyDevice(DeferredDevice, SimulatedDevice):
 
     def __init__(self, num_parts: float, says_free_bytes: int | None = None) -> None:
         DeferredDevice.__init__(self)
-        fixed_bytes = 2 * NUM_PARTS * 4 * 64
+        fixed_bytes = 2 * NUM_PARTS * 4 * WIDTH
         num_free = 0 if num_parts >= NUM_PARTS else 1
         SimulatedDevice.__init__(self, RESERVE_BYTES + fixed_bytes + int((num_parts + num_free) * PART_BYTES))
         self.says_free_bytes = says_free_bytes
@@ -76,73 +61,8 @@ class RoomyDevice(DeferredDevice, SimulatedDevice):
         return transfer
 
 
-class Training:
-    """Parameters of one size, the state of each a part, under a manager; a step as a worker runs it."""
-
-    def __init__(self, device: CpuDevice | None = None, *, streamed: bool = True, colocated: bool = True) -> None:
-        torch.manual_seed(0)
-        self.parameters = [nn.Parameter(torch.randn(64)) for _ in range(NUM_PARTS)]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
-        self.device = device or CpuDevice()
-        named = [(str(index), parameter) for index, parameter in enumerate(self.parameters)]
-        self.parts = divide_optimizer(named, lambda p: 2 * p.nbytes, float(streamed), PART_BYTES)
-        self.manager = ResidencyManager(
-            plan=resolve_plan(plan_settings(offload_optimizer_states=streamed, colocated=colocated)),
-            groups=[
-                TensorGroup("params", lambda: named),
-                GradsGroup(lambda: named),
-                *self.parts.groups(lambda some: optimizer_tensors(self.optimizer, lambda: some)),
-            ],
-            device=self.device,
-        )
-        self.names = list(self.parts.parts)
-        self.num_steps = 0
-        self.most_held = 0
-
-    def backward(self) -> None:
-        """One micro-batch, before which residency does what it does before the first."""
-        generator = torch.Generator().manual_seed(self.num_steps)
-        for parameter in self.parameters:
-            parameter.grad = torch.randn(64, generator=generator)
-        self.manager.enter(Phase.TRAINING)
-        self.manager.step_opened()
-        # The account has the new gradients from here on.
-        self.device.observe([r.storage for found in self.manager._groups.records().values() for r in found.values()])
-        self.manager.prefetch(Phase.OPTIM_STEP)
-        self.manager.release_finished()
-
-    def optim_step(self, after_each=lambda members: None, *, before_refit: bool = False) -> None:
-        def look(members) -> None:
-            self.most_held = max(self.most_held, self.held_parts())
-            after_each(members)
-
-        with self.manager.during(Phase.OPTIM_STEP), self.manager.writing_state():
-            self.parts.step(self.optimizer, self.manager.streamed(before_refit=before_refit), look)
-            self.optimizer.zero_grad(set_to_none=False)
-        self.manager.step_closed()
-        self.num_steps += 1
-
-    def step(self) -> None:
-        self.backward()
-        self.optim_step()
-
-    def held_parts(self) -> int:
-        """Parts with memory on the device."""
-        return sum(size > 0 for name, size in self.manager.device_bytes().items() if name in self.names)
-
-    def on_device(self) -> list[int]:
-        return [i for i, name in enumerate(self.names) if self.manager.location(name) is Placement.DEVICE]
-
-    def contents(self) -> dict[str, torch.Tensor]:
-        with self.manager.checkpoint_view():
-            found = {f"{i}": p.detach().clone() for i, p in enumerate(self.parameters)}
-            for i, p in enumerate(self.parameters):
-                found |= {f"{i}/{key}": value.clone() for key, value in self.optimizer.state[p].items()}
-            return found
-
-
-def after(num_steps: int, device: CpuDevice | None = None, **changes: bool) -> Training:
-    training = Training(device, **changes)
+def after(num_steps: int, device: CpuDevice | None = None, **changes: bool) -> PartsTraining:
+    training = PartsTraining(device, **changes)
     for _ in range(num_steps):
         training.step()
     return training
@@ -157,7 +77,7 @@ def test_as_many_parts_come_before_the_step_as_fit_beside_the_passes_work(room, 
 
 
 def test_nothing_comes_ahead_before_it_is_known_what_passes_need():
-    training = Training(RoomyDevice(20))
+    training = PartsTraining(RoomyDevice(20))
     training.backward()
     assert training.manager._prefetcher.parts_limit_bytes == 0
 
@@ -165,7 +85,7 @@ def test_nothing_comes_ahead_before_it_is_known_what_passes_need():
 @settings(max_examples=30)
 @given(room=st.floats(0, 6.9) | st.floats(8, 10), num_steps=st.integers(1, 4), leaves=st.booleans())
 def test_no_more_parts_are_on_the_device_than_two_or_than_have_room_and_no_bit_changes(room, num_steps, leaves):
-    training, plain = Training(RoomyDevice(room)), after(num_steps, streamed=False)
+    training, plain = PartsTraining(RoomyDevice(room)), after(num_steps, streamed=False)
     for _ in range(num_steps):
         training.step()
         if leaves:
@@ -225,7 +145,7 @@ def test_where_all_parts_fit_none_is_copied_to_the_device_again():
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_before_a_refit_cached_memory_goes_to_the_driver_while_nothing_is_leaving_and_only_for_an_engine(colocated):
-    training = Training(RoomyDevice(20), colocated=colocated)
+    training = PartsTraining(RoomyDevice(20), colocated=colocated)
     for before_refit in (False, True):
         training.backward()
         training.manager.evict()
@@ -330,7 +250,7 @@ class PeakDevice(RoomyDevice):
 
 
 def test_what_the_update_itself_takes_stays_free_and_parts_that_came_in_the_step_do_not_count_as_that():
-    training = Training(PeakDevice(6))
+    training = PartsTraining(PeakDevice(6))
     for _ in range(4):
         training.backward()
         limit = training.manager._prefetcher.parts_limit_bytes
