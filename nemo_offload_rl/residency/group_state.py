@@ -61,9 +61,8 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
-        self._brought: dict[
-            int, StorageWeakRef
-        ] = {}  # those whose memory `allocate` made; alive, so that keys are theirs
+        # Storages whose memory `allocate` made. A reference keeps the key from being used again.
+        self._brought: dict[int, StorageWeakRef] = {}
         self._is_foreign = False  # the device has a snapshot's contents, which never go to the group's own host copy
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer states that are on the device for their own update only, one part after another.
+"""Optimizer states that are on the device around their own update only, one part after another.
 
 A part is a set of parameters whose states move together. While one is updated the next ones come in and those before
 go out: two are on the device, and more where there is room (`window.py`). The idea of staging the states in chunks
@@ -231,7 +231,7 @@ class Streams:
 
         Args:
             phase: The present one.
-            limit_bytes: As of `stream_through`.
+            limit_bytes: As of `Window`.
             release_cache: Release cached memory to the driver first, if that has to wait for no copy.
         """
         for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache):
