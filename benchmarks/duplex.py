@@ -14,6 +14,8 @@ micro-batches in four ways:
 Of each way: seconds of passes and of the optimizer step (medians after the first step), seconds after it until the last
 copy has left where nothing else follows, GB in and out with the step, GB/s each way from its begin to that end as a
 share of the link both ways, exposed seconds by transition, peak GiB, and calls of the driver for memory in a step.
+Each call of cudaFree waits for all copies, so more than a few calls in a step are to be explained; the file says how
+often cached memory was released to find room (`alloc_retries`).
 
 Needs a GPU with Transformer Engine; `--device cpu --shape tiny --lengths 32` shows that the script works: there copies
 do not overlap.
@@ -133,7 +135,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
     if way in DRAINED:
         worker.residency.settle()
     worker.residency_reports()
-    calls = driver_calls(device)
+    calls, retries = driver_calls(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begin_s = now_s()
@@ -162,6 +164,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
         exposed_s[name] = exposed_s.get(name, 0.0) + report.exposed_s
     parts = [(r, move) for r in reports for name, move in r.groups.items() if name.startswith("optimizer/part")]
     peak_bytes = max([r.peak_bytes for r in reports] + [torch.cuda.max_memory_allocated() if device == "cuda" else 0])
+    calls_after, retries_after = driver_calls(device)
     return {
         "passes_s": passed_s - begin_s,
         "optim_step_s": stepped_s - passed_s,
@@ -172,16 +175,17 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
         "gb_out": sum(move.bytes_out for _, move in parts) / GB,
         "exposed_s": exposed_s,
         "peak_gib": peak_bytes / GIB,
-        "driver_calls": driver_calls(device) - calls,
+        "driver_calls": calls_after - calls,
+        "alloc_retries": retries_after - retries,
     }
 
 
-def driver_calls(device: str) -> int:
-    """Calls of cudaMalloc and cudaFree so far."""
+def driver_calls(device: str) -> tuple[int, int]:
+    """Calls of cudaMalloc and cudaFree so far, and how often all cached memory was released to find room."""
     if device == "cpu":
-        return 0
+        return 0, 0
     stats = torch.cuda.memory_stats()
-    return stats["num_device_alloc"] + stats["num_device_free"]
+    return stats["num_device_alloc"] + stats["num_device_free"], stats["num_alloc_retries"]
 
 
 def table(results: dict[str, Any]) -> str:
