@@ -83,7 +83,12 @@ class TrainingPace:
     num_micro_batches: int
 
     def before_micro_batch(self, index: int) -> None:
-        """Release what has left by now; before the last one, prefetch what the optimizer step needs. Does not block."""
-        self.residency.release_finished()
-        if index == self.num_micro_batches - 1:
+        """Release what has left by now, and prefetch what the optimizer step needs. Does not block.
+
+        The first micro-batch leaves most time for the copies. What has no room beside those that are still leaving
+        comes before the last.
+        """
+        if index in (0, self.num_micro_batches - 1):
+            # First: what is still there need not come again.
             self.residency.prefetch(Phase.OPTIM_STEP)
+        self.residency.release_finished()

@@ -171,7 +171,7 @@ class PolicyWorker:
         result = TrainResult(loss=[], grad_norm=[], learning_rate=[])
         for start in range(0, len(batch), rows_per_step):
             loss, metrics = self.forward_backward(batch.select(range(start, start + rows_per_step)), loss_fn)
-            step = self.optim_step()
+            step = self.optim_step(before_refit=start + rows_per_step == len(batch))
             result.loss.append(loss)
             result.grad_norm.append(step.grad_norm)
             result.learning_rate.append(step.learning_rate)
@@ -215,14 +215,17 @@ class PolicyWorker:
             self.zero_grad()
             raise
 
-    def optim_step(self) -> StepResult:
+    def optim_step(self, *, before_refit: bool = False) -> StepResult:
         """Use the gradients, or skip the update where they are not finite; closes the training step.
+
+        Args:
+            before_refit: A refit may follow, if an engine shares the device (`ResidencyManager.streamed`).
 
         Raises:
             NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
         """
         with self.residency.during(Phase.OPTIM_STEP), self.residency.writing_state():
-            result = self._backend.optim_step(self.residency.streamed())
+            result = self._backend.optim_step(self.residency.streamed(before_refit=before_refit))
         self.residency.step_closed()
         self._skipped.count(result)
         return result

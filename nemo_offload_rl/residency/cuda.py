@@ -98,6 +98,10 @@ class CudaTransfer:
         current.wait_event(copied)
         self._waits.append((reached, copied))
 
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream run nothing more before the copies have finished."""
+        stream.wait_event(self._chunks[-1][1])
+
     def seconds(self) -> float:
         return self._started.elapsed_time(self._chunks[-1][1]) / 1e3
 
@@ -126,6 +130,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
+        self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
     def _load_kernels(self) -> None:
@@ -144,7 +149,9 @@ class CudaDevice:
         # activations, which would then be too small for the next pass, nor they those of state. What passes may still
         # read of a block is safe: `copy_in`, which writes it, waits for them.
         with torch.cuda.stream(self._in):
-            self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
+            # What is handed over is in pieces of sizes that are asked for again; a new block would leave it unused.
+            if not self._hands_over:
+                self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
             for room in wanted:
                 self._allocate(room)
 
@@ -176,7 +183,7 @@ class CudaDevice:
         storage.resize_(0)
 
     def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        return None
+        self._hands_over = False
 
     def release_cache(self) -> None:
         # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
@@ -218,6 +225,11 @@ class CudaDevice:
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._in, to_host=False)
+
+    def follow(self, transfer: Transfer) -> None:
+        if isinstance(transfer, CudaTransfer):
+            transfer.hold_up(self._in)
+            self._hands_over = True
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)

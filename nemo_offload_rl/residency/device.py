@@ -141,6 +141,13 @@ class Device(ProcessMemory, Protocol):
         """Start copying host to device. If this raises, no copy is under way."""
         ...
 
+    def follow(self, transfer: Transfer) -> None:
+        """Have copies to the device that are started from now on run after those of `transfer`. Does not block.
+
+        Memory that `transfer` reads may then be released for `allocate` to use again.
+        """
+        ...
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
         ...
@@ -228,6 +235,9 @@ class CpuDevice:
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return _copy_now((copy.device, copy.host) for copy in copies)
+
+    def follow(self, transfer: Transfer) -> None:
+        transfer.wait_device()
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.

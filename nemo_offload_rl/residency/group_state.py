@@ -15,10 +15,11 @@ from itertools import accumulate
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, unique_storages
+from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, storage_key, unique_storages
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Placement
@@ -60,6 +61,8 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
+        # Storages whose memory `allocate` made. A reference keeps the key from being used again.
+        self._brought: dict[int, StorageWeakRef] = {}
         self._is_foreign = False  # the device has a snapshot's contents, which never go to the group's own host copy
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
@@ -85,33 +88,70 @@ class GroupState:
             report: What is charged.
             source: A snapshot of the group, whose contents come in the place of its own until it leaves.
         """
+        if source is None and self._is_whole(records):
+            self._stay()
+            return
         self.settle()
         mirror = source or self.mirror
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
-            self._start_arriving(
-                {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}, mirror, report
-            )
+            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}
+            self._start_arriving(absent, mirror, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
+
+    def arrive_alone(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+    ) -> None:
+        """`arrive` outside of a transaction, which would undo one that fails."""
+        try:
+            self.arrive(records, report, source)
+        except BaseException:
+            self.undo_arrival(records)
+            raise
 
     def try_arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
     ) -> bool:
-        """`arrive`, if there is room after all: what is free in all may be in pieces. False with nothing changed."""
+        """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
         try:
-            self.arrive(records, report, source)
+            self.arrive_alone(records, report, source)
         except DeviceOutOfMemoryError:
-            self.undo_arrival(records)
             return False
         return True
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
+        self.settle()  # of a group that is leaving, copies still read it
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
+
+    def hand_over(self) -> None:
+        """Release the memory of a group that is leaving before its copies have finished.
+
+        Copies to the device that start later wait for them there. The host waits only where memory was not allocated by
+        `arrive`, as that of states which their first update has made.
+        """
+        flight = self._flight
+        if flight is None or not self.is_leaving or self._is_released:
+            return
+        rest = flight.to_release[flight.num_released :]
+        if {storage_key(storage) for storage in rest} <= self._brought.keys():
+            self._device.follow(flight.transfer)
+            for storage in rest:
+                self._device.release(storage)
+            flight.num_released = len(flight.to_release)
+        else:
+            self.settle()
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the group holds, as far as it has a host copy; until its release, if it is leaving."""
+        if self.location is Placement.DEVICE or (self.is_leaving and not self._is_released):
+            return self.mirror.num_bytes
+        return 0
 
     @property
     def is_leaving(self) -> bool:
@@ -122,6 +162,16 @@ class GroupState:
     def is_arriving(self) -> bool:
         """Whether copies in are under way whose last one nothing has waited for."""
         return self._flight is not None and bool(self._flight.num_needed)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies are under way that nothing has waited for."""
+        return self._flight is not None and not self._flight.transfer.finished
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether copies have not finished that the device was told to wait for."""
+        return any(not flight.transfer.finished for flight in self._unaccounted)
 
     def wait_arrival(self, num_layers: int | None = None) -> None:
         """Have the device run nothing more before the group's copies have arrived.
@@ -177,8 +227,8 @@ class GroupState:
         finished = min(flight.transfer.num_finished(), len(flight.to_release))
         for storage in flight.to_release[flight.num_released : finished]:
             self._device.release(storage)
-        flight.num_released = finished
-        return finished == len(flight.to_release)
+        flight.num_released = max(flight.num_released, finished)
+        return self._is_released and flight.transfer.finished
 
     def account(self) -> None:
         """Add the seconds of finished copies to their reports."""
@@ -259,11 +309,29 @@ class GroupState:
     ) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
         self._device.allocate([Room(r.storage, mirror.bytes_of(r.key).numel()) for r in ordered])
+        self._brought = {record.key: record.weak_ref for record in ordered}
         transfer = self._device.copy_in(_copy(record, mirror) for record in ordered)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
             self._finish()
+
+    @property
+    def _is_released(self) -> bool:
+        return self._flight is None or self._flight.num_released == len(self._flight.to_release)
+
+    def _is_whole(self, records: Mapping[int, StorageRecord]) -> bool:
+        """Whether the group is leaving and all of its contents are still on the device."""
+        flight = self._flight
+        if flight is None or not self.is_leaving or self._is_foreign or not flight.to_release or flight.num_released:
+            return False
+        return all(record.storage.nbytes() or not self.mirror.has(key) for key, record in records.items())
+
+    def _stay(self) -> None:
+        """Do not leave after all: the host copy is made, as of a group that is only read, and no memory is released."""
+        assert self._flight is not None
+        self._flight.to_release = ()
+        self.location = Placement.DEVICE
 
     def _finish(self) -> None:
         if self._flight is not None:

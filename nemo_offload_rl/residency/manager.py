@@ -94,10 +94,11 @@ class ResidencyManager:
         self.passing = PassingParts(params, grads, device, self._overlap, self._ledger.add) if params else None
         updated = [self._parts, params, grads] if params else [self._parts]
         layers = self._of_row(TEACHER_LAYER)
-        self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
-        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
+        bundles = list(zip(*updated, strict=True))
         self._work = WorkMemory(device)
-        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self._work)
+        self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
+        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
+        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self.passing is None, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0
@@ -121,7 +122,7 @@ class ResidencyManager:
         if is_new:
             report.peak_bytes = self._work.end(self.phase)
             self._snapshots.release_staged()
-            self._prefetcher.is_paused = False
+            self._prefetcher.begin(phase)
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
             records = transaction.records
@@ -164,8 +165,7 @@ class ResidencyManager:
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
 
-        How much that work needs is known once a phase has been passed through; until then nothing is prefetched, and
-        the copies are waited for when `phase` is entered.
+        How much that work needs is known once a phase has passed; until then the copies are waited for in `phase`.
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
@@ -177,17 +177,14 @@ class ResidencyManager:
     def expect_work(self, size: int) -> None:
         """A pass of this size is about to begin; call it before every pass, with sizes in the same unit (tokens).
 
-        Where it is larger than any before, and there may be no room for both, what was prefetched is evicted.
+        What was prefetched is evicted if it is larger than any before and there may be no room for both.
         """
         self._work.expect(size)
         if self.phase is not None and not self._prefetcher.is_paused and self._work.is_too_tight(self.phase):
             self.evict()
 
     def evict(self) -> int:
-        """Offload what was prefetched, and the optimizer; each is reloaded by the phase that reads it.
-
-        For passes, which read neither. Returns the bytes that left the device.
-        """
+        """Offload what was prefetched, and the optimizer; the phases that read them reload them. Returns the bytes."""
         if self.phase is None:
             return 0
         report = TransitionReport(self.phase, self.phase)
@@ -223,13 +220,15 @@ class ResidencyManager:
             for state in self._parts:
                 state.version += 1
 
-    def streamed(self) -> Iterator[str]:
+    def streamed(self, *, before_refit: bool = False) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
 
-        At most two parts are on the device at once. Parameters and gradients that pass through the device part by part
-        come with their states.
+        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). Parameters
+        and gradients that pass through the device part by part come with their states. `before_refit`: what is cached
+        goes to the driver now, for an engine that wakes next. After the step that would wait for all copies out.
         """
-        return self._streams.optimizer(self.phase)
+        release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
+        return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes, release_cache)
 
     def streamed_layers(self) -> Iterator[str]:
         """Names of the teacher's layers in order, each while it is on the device; for one forward pass of it."""
@@ -239,7 +238,7 @@ class ResidencyManager:
     def writing_state(self) -> Iterator[None]:
         """Parameters and optimizer are written in the body: an update, or a checkpoint is read.
 
-        Where parameters are written part by part and the body raises after the first, the manager refuses from then on.
+        If it raises after the first of parameters that are written part by part, the manager refuses from then on.
         """
         # Before the update: an update that fails half-way has written too.
         self.mark_written(PARAMS, OPTIMIZER)

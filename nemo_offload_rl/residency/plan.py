@@ -94,7 +94,7 @@ class ResidencySettings:
             (`policy.generation.colocated.enabled` and `vllm_cfg.enable_sleep_mode`).
         use_pinned_optimizer_offload: The optimizer's host copy is page-locked, so that its copies are asynchronous.
         offload_optimizer_states_for_logprob: The optimizer leaves the device for logprob passes too.
-        offload_optimizer_states: Parts of the optimizer are on the device for their own update only.
+        offload_optimizer_states: Parts of the optimizer are on the device around their own update only.
         streams_parameters: So are those parts of the parameters and of the gradients that have an optimizer's part;
             passes bring them one after the other.
         optimizer_cpu_offload: The optimizer lives and updates on the host; no phase moves it.
@@ -224,7 +224,7 @@ def resolve_plan(settings: ResidencySettings) -> ResidencyPlan:
         pinned.add(TEACHER_HEAD)
         rows[TEACHER_HEAD] = (device, same, host, host, host, same)
     if settings.offload_optimizer_states:
-        # Inside the step they come and go one by one.
+        # Around the step they come and go one by one.
         rows[OPTIMIZER_PART] = (host, same, host, host, host, host)
     if settings.streams_parameters:
         # Inside passes and the step they come and go one by one.

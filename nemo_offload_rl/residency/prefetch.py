@@ -10,12 +10,11 @@ from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
-from nemo_offload_rl.residency.streaming import settle_leaving
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
+from nemo_offload_rl.residency.window import Window
 
 RESERVE_BYTES = 1 << 30
 MARGIN = 1.1  # later batches may be somewhat larger than those seen
-FIRST_PARTS = 2  # of a streamed optimizer: as many as are ever on the device at once
 
 
 class WorkMemory:
@@ -60,9 +59,11 @@ class WorkMemory:
 
     def has_room(self, phase: Phase | None, num_bytes: int) -> bool:
         """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
-        if phase is None or phase not in self._needed_bytes:
-            return False
-        return num_bytes <= self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
+        return phase is not None and phase in self._needed_bytes and num_bytes <= self.room_bytes(phase)
+
+    def room_bytes(self, phase: Phase) -> int:
+        """What is free beside the work of `phase`, which has been seen once; negative where that may need more."""
+        return self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
 
     def is_too_tight(self, phase: Phase) -> bool:
         """Whether a pass that is larger than any before it may need more than is free beside what was prefetched."""
@@ -85,18 +86,36 @@ class Prefetcher:
         plan: Where each group must be in each phase.
         groups: The groups.
         parts: Those of a streamed optimizer, in the order of their updates.
+        parts_come_ahead: They may come before the step. Where passes bring parameters they may not: copies go in the
+            order in which they are started, and passes would wait for states.
         work: What the phases' work needs.
 
     Attributes:
         is_paused: Nothing is prefetched until the next phase.
+        parts_limit_bytes: What parts may hold of the device from here to the end of the step, beside the passes' work.
     """
 
-    def __init__(self, plan: ResidencyPlan, groups: GroupSet, parts: Sequence[GroupState], work: WorkMemory) -> None:
+    def __init__(
+        self,
+        plan: ResidencyPlan,
+        groups: GroupSet,
+        parts: Sequence[GroupState],
+        parts_come_ahead: bool,
+        work: WorkMemory,
+    ) -> None:
         self._plan = plan
         self._groups = groups
         self._parts = parts
+        self._parts_come_ahead = parts_come_ahead
         self._work = work
         self.is_paused = False
+        self.parts_limit_bytes = 0
+
+    def begin(self, phase: Phase) -> None:
+        """A phase is entered."""
+        self.is_paused = False
+        if phase is not Phase.OPTIM_STEP:
+            self.parts_limit_bytes = 0
 
     def evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
         """Offload what was prefetched, and the optimizer; prefetch nothing until the next phase. Returns the bytes.
@@ -105,7 +124,9 @@ class Prefetcher:
         it.
         """
         self.is_paused = True
+        self.parts_limit_bytes = 0
         num_bytes = snapshots.release_staged()
+        num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
         wanted = {
             name: Placement.HOST
             for name, state in self._groups.states.items()
@@ -124,14 +145,36 @@ class Prefetcher:
         """Start to bring those of the groups that `target` needs, during `now`."""
         if self.is_paused or not self._work.is_known(now):
             return
-        settle_leaving(self._parts)
-        first_parts = [state.group.name for state in self._parts[:FIRST_PARTS]] if target is Phase.OPTIM_STEP else []
         for name in names:
             state = self._groups.states[name]
-            wanted = self._plan.placement(name, target) is Placement.DEVICE or name in first_parts
-            if wanted and state.location is Placement.HOST:
+            if self._plan.placement(name, target) is Placement.DEVICE and state.location is Placement.HOST:
                 size = state.mirror.num_bytes
                 self._if_room(now, name, size, partial(state.try_arrive, records[name], report), report)
+        if target is Phase.OPTIM_STEP and self._parts:
+            self._bring_parts(now, records, report)
+
+    def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
+        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
+        if not self._work.is_known(Phase.OPTIM_STEP):
+            return
+        held_bytes = sum(state.held_bytes for state in self._parts)
+        limit_bytes = held_bytes + min(self._work.room_bytes(phase) for phase in (now, Phase.OPTIM_STEP))
+        sizes_bytes = [state.mirror.num_bytes for state in self._parts]
+        if sum(sizes_bytes) > limit_bytes:
+            # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.
+            limit_bytes -= max(sizes_bytes)
+        # Once a pass has begun, what it has allocated is no longer free and still counts as needed.
+        self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
+        if self._parts_come_ahead:
+            window = Window(
+                [(state,) for state in self._parts],
+                lambda state: records[state.group.name],
+                self.parts_limit_bytes,
+                report,
+            )
+            if not window.fill(0):
+                report.without_room.append(self._parts[0].group.name)
+            self._work.add(window.held_bytes - held_bytes)
 
     def stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
         """Bring snapshots beside their groups while the policy's own logprobs are computed."""

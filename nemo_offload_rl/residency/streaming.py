@@ -1,8 +1,8 @@
-"""Optimizer states that are on the device for their own update only, one part after another.
+"""Optimizer states that are on the device around their own update only, one part after another.
 
-A part is a set of parameters whose states move together. At most two parts are on the device: one is updated while the
-next comes in and the one before goes out. The idea of staging the states in chunks around the step is that of
-Megatron-LM's ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
+A part is a set of parameters whose states move together. While one is updated the next ones come in and those before
+go out: two are on the device, and more where there is room (`window.py`). The idea of staging the states in chunks
+around the step is that of Megatron-LM's ChunkedOptimizerStateOffloader (megatron/core/optimizer/cpu_offloading).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,9 @@ from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, TensorGroup, unique_storages
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
-from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement
+from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase
 from nemo_offload_rl.residency.transaction import GroupSet
+from nemo_offload_rl.residency.window import Bundle, Window
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -117,42 +118,33 @@ def divide_optimizer(
 
 
 def stream_through(
-    bundles: Sequence[Sequence[GroupState]],
-    device: Device,
-    others: Collection[int],
-    ahead: bool,
-    report: TransitionReport,
-) -> Iterator[Sequence[GroupState]]:
+    bundles: Sequence[Bundle], window: Window, ahead: bool, report: TransitionReport
+) -> Iterator[Bundle]:
     """Bring groups to the device in turn, and send them back once the caller asks for the next.
 
     Args:
         bundles: In order, groups that are on the device together; those there already are left where they are until
             their turn is over.
-        device: Where they go.
-        others: Keys of storages that belong to other groups, though a group here may list them too.
+        window: Of these bundles; how many come ahead.
         ahead: Let the next ones come, and those before go, beside the caller's work on the present ones.
-        report: What is charged.
+        report: What the caller's waits are charged to.
     """
-
-    def records(state: GroupState) -> dict[int, StorageRecord]:
-        return records_of(state, device, others)
-
-    with report.held_up():
-        settle_leaving(list(itertools.chain(*bundles)))
+    used: Bundle = ()
     for index, bundle in enumerate(bundles):
-        with report.held_up():
-            for state in itertools.chain(*bundles[index : index + 2 if ahead else index + 1]):
-                _bring(state, records(state), report)
-            for state in bundle:
-                state.wait_arrival()
+        # While the device itself waits for copies, the host's time to start others costs nothing more.
+        with nullcontext() if any(state.is_awaited for state in used) else report.held_up():
+            if not ahead:
+                window.settle()
+            window.bring(index)
+            if ahead:
+                window.fill(index + 1, at_least=1)
         yield bundle
+        used = bundle
+        with nullcontext() if any(state.is_awaited for state in used) else report.held_up():
+            window.leave(index)
+    if not ahead:
         with report.held_up():
-            for state in bundle:
-                # Listed now: an optimizer makes its states in its first update.
-                state.leave(Placement.HOST, records(state), report)
-            if not ahead or index + 2 < len(bundles):
-                # Their memory is the room of those after the next.
-                settle_leaving(bundle)
+            window.settle()
 
 
 @torch.no_grad()
@@ -160,22 +152,6 @@ def records_of(state: GroupState, device: Device, others: Collection[int] = ()) 
     """A group's present storages on a device, by key, without `others`."""
     found = unique_storages(state.group.tensors())
     return {key: record for key, record in found.items() if key not in others and device.owns(record.storage)}
-
-
-def settle_leaving(states: Sequence[GroupState]) -> None:
-    """Wait for groups that left behind earlier work and release their memory: others are about to come."""
-    for state in states:
-        if state.is_leaving:
-            state.settle()
-
-
-def _bring(state: GroupState, records: dict[int, StorageRecord], report: TransitionReport) -> None:
-    if state.location is Placement.HOST:
-        try:
-            state.arrive(records, report)
-        except BaseException:
-            state.undo_arrival(records)
-            raise
 
 
 class _StepCounts:
@@ -230,26 +206,35 @@ class Streams:
         teacher_layers: The layers of a teacher.
         overlap: Let copies run beside the caller's work.
         ledger: Gets the report of each stream.
+        add_held: Told by how much the device memory of the updated groups grew at most in a step, in bytes.
     """
 
     def __init__(
         self,
         groups: GroupSet,
-        updated: Sequence[Sequence[GroupState]],
+        updated: Sequence[Bundle],
         teacher_layers: Sequence[GroupState],
         overlap: bool,
         ledger: Ledger,
+        add_held: Callable[[int], None],
     ) -> None:
         self._groups = groups
         self._updated = updated
         self._teacher_layers = [(layer,) for layer in teacher_layers]
         self._overlap = overlap
         self._ledger = ledger
+        self._add_held = add_held
         self._num_written = 0
 
-    def optimizer(self, phase: Phase | None) -> Iterator[str]:
-        """See `ResidencyManager.streamed`."""
-        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP):
+    def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
+        """See `ResidencyManager.streamed`.
+
+        Args:
+            phase: The present one.
+            limit_bytes: As of `Window`.
+            release_cache: Release cached memory to the driver first, if that has to wait for no copy.
+        """
+        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache):
             for state in beside:
                 state.version += 1
             self._num_written += 1
@@ -275,12 +260,25 @@ class Streams:
             raise
 
     def _stream(
-        self, bundles: Sequence[Sequence[GroupState]], phase: Phase | None, target: Phase
-    ) -> Iterator[Sequence[GroupState]]:
+        self,
+        bundles: Sequence[Bundle],
+        phase: Phase | None,
+        target: Phase,
+        limit_bytes: int = 0,
+        release_cache: bool = False,
+    ) -> Iterator[Bundle]:
         if not bundles:
             return
         report = TransitionReport(phase, phase or target)
+        if release_cache and not any(state.is_moving for state in self._groups.states.values()):
+            self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
         others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
-        yield from stream_through(bundles, self._groups.device, others, self._overlap, report)
+        window = Window(bundles, lambda state: records_of(state, self._groups.device, others), limit_bytes, report)
+        begun_bytes = window.held_bytes
+        try:
+            yield from stream_through(bundles, window, self._overlap, report)
+        finally:
+            if target is Phase.OPTIM_STEP:  # a teacher's layers are what its pass needs
+                self._add_held(window.most_held_bytes - begun_bytes)
         self._ledger.add(report)

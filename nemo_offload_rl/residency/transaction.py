@@ -110,7 +110,7 @@ class GroupSet:
             if state.is_leaving and state.release_finished():
                 report = state.settle_and_charge()
                 if release_cache:
-                    self._release_cache_for(report)
+                    self.release_cache_for(report)
 
     def settle(self, *, arrivals: bool = True, release_cache: bool, report: TransitionReport | None = None) -> None:
         """Wait for every copy under way and release the memory of what left.
@@ -123,7 +123,7 @@ class GroupSet:
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
         settled = [charged for state in waiting if (charged := state.settle_and_charge()) is not None]
         if release_cache:
-            self._release_cache_for(report or (settled[-1] if settled else None))
+            self.release_cache_for(report or (settled[-1] if settled else None))
         for charged in settled:
             charged.device_used_after_bytes = self.device.used_bytes()
 
@@ -137,7 +137,8 @@ class GroupSet:
         self.device.release_cache()
         return time.perf_counter() - start
 
-    def _release_cache_for(self, report: TransitionReport | None) -> None:
+    def release_cache_for(self, report: TransitionReport | None) -> None:
+        """`release_cache`, whose seconds are charged to a report."""
         took_s = self.release_cache()
         if report is not None:
             report.give_back_s += took_s

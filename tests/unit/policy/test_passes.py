@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from deferred_device import DeferredDevice
 from policy_cases import NLL, assert_equal, full_optimizer, full_params, has_grads, make_batch
 from simulated_device import SimulatedDevice
 from torch import nn
 
+from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.passes import Passes
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
@@ -159,3 +161,40 @@ def test_a_step_that_ran_out_of_memory_and_was_run_again_is_bit_by_bit_the_step_
     assert_equal(optimizer_after, optimizer)
     told = [r.getMessage() for r in caplog.records if "run again" in r.getMessage()]
     assert len(told) == 1 and told[0].startswith("out of memory in a pass of phase training (CUDA out of memory.")
+
+
+@dataclass
+class CountsParts:
+    """NLL that writes down how many parts of the optimizer are on the device, or on their way, at each micro-batch."""
+
+    worker: object
+    num_parts: list[int]
+    token_stat: None = None
+
+    def __call__(self, logprobs_BS, batch, norm):
+        residency = self.worker.residency
+        names = [name for name in residency.device_bytes() if name.startswith("optimizer/")]
+        self.num_parts.append(sum(residency.location(name) is Placement.DEVICE for name in names))
+        return NLL()(logprobs_BS, batch, norm)
+
+
+def test_parts_of_the_optimizer_come_from_the_first_micro_batch_on_and_are_away_after_the_step(
+    make_worker, folders, monkeypatch
+):
+    folder, _ = folders("qwen3-tied")
+    monkeypatch.setattr(worker_module, "make_device", lambda _: DeferredDevice())
+    with make_worker(folder, offload_optimizer_states=True, offload_optimizer_states_chunk_mib=0.1) as worker:
+        loss_fn = CountsParts(worker, [])
+        worker.prepare_for_training()
+        for seed in range(2):
+            worker.train(make_batch(seed=seed), loss_fn)
+            assert all(
+                worker.residency.location(name) is Placement.HOST
+                for name in worker.residency.device_bytes()
+                if name.startswith("optimizer/")
+            )
+    num_micro_batches = len(loss_fn.num_parts) // 2
+    assert num_micro_batches > 1
+    # In the first step it is not known yet what passes need.
+    assert set(loss_fn.num_parts[:num_micro_batches]) == {0}
+    assert len(set(loss_fn.num_parts[num_micro_batches:])) == 1 and loss_fn.num_parts[-1] > 2

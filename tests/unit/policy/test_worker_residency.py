@@ -1,7 +1,10 @@
 """Where a worker's state is in each phase, that moving it changes no bit, and the reference; one rank, this process."""
 
+import shutil
+
 import pytest
 import torch
+from deferred_device import DeferredDevice
 from policy_cases import (
     NLL,
     RaisesAt,
@@ -20,6 +23,7 @@ from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
 
 
 def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worker, folders):
@@ -159,6 +163,36 @@ def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(make_w
                 on_host = [size for name, size in worker.residency.host_bytes().items() if "part" in name]
                 assert (len(on_host) > 1) == (chunk_mib is not None)
                 assert params_bytes < sum(on_host) <= 2 * params_bytes
+
+
+@pytest.mark.parametrize("free_bytes", [0, RESERVE_BYTES + (1 << 20), 1 << 40], ids=["two", "some", "all"])
+def test_parts_that_come_ahead_of_the_step_and_leave_behind_the_next_pass_change_no_bit(
+    make_worker, folders, monkeypatch, tmp_path, free_bytes
+):
+    folder, _ = folders("qwen3-tied")
+    batches = [make_batch(seed=seed) for seed in range(3)]
+
+    def run(**changes):
+        with make_worker(folder, **changes) as worker:
+            for index, batch in enumerate(batches):
+                if index == 2:
+                    cycle(worker, batch)
+                worker.prepare_for_training()
+                worker.train(batch, NLL(), global_rows=4)  # two updates one after the other
+            worker.save_checkpoint(tmp_path / "saved")
+            state = full_params(worker), full_optimizer(worker)
+        with make_worker(folder, **changes) as worker:
+            worker.load_checkpoint(tmp_path / "saved")
+            assert_equal(full_params(worker), state[0])
+            assert_equal(full_optimizer(worker), state[1])
+        shutil.rmtree(tmp_path / "saved")
+        return state
+
+    resident = run()
+    monkeypatch.setattr(worker_module, "make_device", lambda _: DeferredDevice(free_bytes))
+    streamed = run(offload_optimizer_states=True, offload_optimizer_states_chunk_mib=0.1)
+    for mine, plain in zip(streamed, resident, strict=True):
+        assert_equal(mine, plain)
 
 
 def test_parameters_and_optimizer_leave_the_device_while_the_engine_generates(make_worker, backend, folders):

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from toy_parts import PartsTraining
 
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
@@ -21,6 +22,7 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,6 +94,29 @@ def test_training_with_full_phase_cycles_is_bitwise_equal_to_training_without(ch
     for a, b in zip(moved.contents(), plain.contents(), strict=True):
         assert torch.equal(a, b)
     moved.manager.close()
+
+
+@pytest.mark.parametrize("room", [0, 3, 20])
+@pytest.mark.parametrize("width", [1000, 8 << 20])
+def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypatch, width, room):
+    device = make_device(torch.device("cuda"))
+    moved = PartsTraining(device, width=width, torch_device="cuda")
+    part_bytes = 2 * 4 * width
+    monkeypatch.setattr(
+        device, "free_bytes", lambda: RESERVE_BYTES + (room + 1 - moved.held_parts()) * part_bytes + part_bytes // 2
+    )
+    monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
+    plain = PartsTraining(make_device(torch.device("cuda")), streamed=False, width=width, torch_device="cuda")
+    for index in range(6):
+        for training in (moved, plain):
+            training.step()
+            if index == 3:
+                for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+                    training.manager.enter(phase)
+    for left, right in zip(moved.contents().values(), plain.contents().values(), strict=True):
+        assert torch.equal(left, right)
+    for training in (moved, plain):
+        training.manager.close()
 
 
 def test_the_driver_gets_the_memory_back_and_the_report_shows_it():

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda import FakeRuntime, make_cuda_device
+from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
@@ -58,6 +60,24 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
     assert runtime.registered == {}
 
 
+@pytest.mark.parametrize("room", [0, 3, 20])
+def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypatch, room):
+    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    held = PartsTraining(device)
+    monkeypatch.setattr(
+        device, "free_bytes", lambda: RESERVE_BYTES + (room + 1 - held.held_parts()) * PART_BYTES + PART_BYTES // 2
+    )
+    monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
+    plain = PartsTraining(streamed=False)
+    for _ in range(4):
+        held.step()
+        plain.step()
+    assert held.most_held == max(2, min(room, NUM_PARTS))
+    assert_bitwise_equal(held.contents(), plain.contents())
+    held.manager.close()
+
+
 def make_copies(arena, sizes):
     arena.reserve(sum(size + 512 for size in sizes))
     return [
@@ -84,6 +104,25 @@ def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypat
     assert transfer.seconds() == pytest.approx(4e-3)
     for index, copy in enumerate(copies):
         assert torch.equal(copy.host, torch.full_like(copy.host, index))
+
+
+def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_new_block(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    arena = device.new_arena(True, HostAllowance())
+    leaving, coming = device.copy_out(make_copies(arena, [100, 100])), torch.empty(0, dtype=torch.uint8)
+    blocks = []
+    monkeypatch.setattr(device, "_cache_one_block", blocks.append)
+    wanted = [Room(coming.untyped_storage(), 4 << 20)]
+    device.allocate(wanted)
+    assert len(blocks) == 1
+    assert not leaving.finished
+    device.follow(leaving)
+    assert leaving.finished  # the stream of copies in has waited for it; the host did not ask
+    device.allocate(wanted)
+    assert len(blocks) == 1
+    device.observe([])  # at the next transition
+    device.allocate(wanted)
+    assert len(blocks) == 2
 
 
 def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):

@@ -102,15 +102,16 @@ class DTensorConfig:
     offload_optimizer_states: Annotated[
         bool,
         doc(
-            "Keep optimizer states on the device inside the optimizer step only: they return beside the last "
-            "micro-batch where there is room and leave beside the next forward pass. The update stays on the device."
+            "Keep optimizer states on the host except around the optimizer step: they return beside the micro-batches "
+            "before it where there is room, and leave beside the next forward pass. The update stays on the device."
         ),
     ]
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
-            "With `offload_optimizer_states`: states come, are updated and leave in parts of this size, of which two "
-            "are on the device at once. null for one part, which hides best and needs the most memory.",
+            "With `offload_optimizer_states`: states come, are updated and leave in parts of this many MiB. At least "
+            "two are on the device in the step, and more as far as there is room beside the passes. null for one "
+            "part, which needs room for all of the states.",
             gt=0,
         ),
     ]

@@ -62,8 +62,9 @@ class MegatronOptimizerConfig:
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
-            "MiB of states that come back, are used and leave together inside the step, whose peak is two such chunks. "
-            "null for one chunk, which hides best and needs the most memory.",
+            "MiB of states that come back, are used and leave together. At least two such chunks are on the GPU in the "
+            "step; more come ahead of it and leave behind it as far as there is room beside the passes. null for one "
+            "chunk, which needs room for all of the states.",
             gt=0,
         ),
     ]

@@ -1,0 +1,98 @@
+"""A device with a clock of its own: one copy after another in each direction, both directions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from nemo_offload_rl.residency.device import Copy, CpuDevice
+
+
+class ClockedTransfer:
+    """Copies that run from `start` to `end`, in time units of the device."""
+
+    def __init__(self, device: ClockedDevice, copies: Sequence[Copy], start: float, end: float) -> None:
+        self.num_bytes = sum(copy.host.numel() for copy in copies)
+        self.start = start
+        self.end = end
+        self._device = device
+        self._num_copies = len(copies)
+        self._exposed = 0.0
+
+    def num_finished(self) -> int:
+        return self._num_copies if self.finished else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.end <= self._device.host
+
+    def wait_some(self) -> None:
+        self.wait_host()
+
+    def wait_host(self) -> float:
+        waited = max(0.0, self.end - self._device.host)
+        self._device.host += waited
+        self._device.host_waited += waited
+        return waited
+
+    def wait_device(self, num_copies: int | None = None) -> None:
+        waited = max(0.0, self.end - self._device.compute)
+        self._device.compute += waited
+        self._exposed += waited
+
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def exposed_s(self) -> float:
+        return self._exposed
+
+
+class ClockedDevice(CpuDevice):
+    """Copies happen at once, and take time on clocks.
+
+    Args:
+        unit_bytes: What crosses in a unit of time, in each direction.
+        free_bytes: What is free now.
+
+    Attributes:
+        host: When the host is; starting things takes it no time.
+        compute: When what runs on the device so far has run.
+        host_waited: How long the host has waited for copies.
+    """
+
+    asynchronous = True
+
+    def __init__(self, unit_bytes: int, free_bytes: Callable[[], int]) -> None:
+        self.host = self.compute = self.host_waited = 0.0
+        self.free_bytes = free_bytes
+        self._unit_bytes = unit_bytes
+        self._until = {"in": 0.0, "out": 0.0}
+
+    def run(self, duration: float) -> None:
+        """Work on the device."""
+        self.compute = max(self.compute, self.host) + duration
+
+    def synchronize(self) -> None:
+        """The host waits for the work, not for copies."""
+        self.host = max(self.host, self.compute)
+
+    def copy_out(self, copies: Iterable[Copy]) -> ClockedTransfer:
+        return self._start("out", copies)
+
+    def copy_in(self, copies: Iterable[Copy]) -> ClockedTransfer:
+        return self._start("in", copies)
+
+    def follow(self, transfer: ClockedTransfer) -> None:
+        self._until["in"] = max(self._until["in"], transfer.end)
+
+    def _start(self, way: str, copies: Iterable[Copy]) -> ClockedTransfer:
+        copies = list(copies)
+        for copy in copies:
+            target, source = (copy.host, copy.device) if way == "out" else (copy.device, copy.host)
+            target.copy_(source)
+        self.run(0.0)
+        if not copies:
+            return ClockedTransfer(self, copies, self.host, self.host)
+        start = max(self._until[way], self.compute)
+        transfer = ClockedTransfer(self, copies, start, start)
+        transfer.end = self._until[way] = start + transfer.num_bytes / self._unit_bytes
+        return transfer

@@ -1,0 +1,73 @@
+"""How long a step waits for parts, on a device whose clock says so: a unit is what one part takes one way."""
+
+from __future__ import annotations
+
+import pytest
+import toy_parts
+from clocked_device import ClockedDevice
+from toy_parts import PART_BYTES, PartsTraining
+
+from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+
+NUM_PARTS = 40
+UPDATE = 0.01
+
+
+class Clocked(PartsTraining):
+    """`NUM_PARTS` parts, and room for so many beside the passes."""
+
+    def __init__(self, room: int) -> None:
+        def free_bytes() -> int:
+            return RESERVE_BYTES + (room + 1 - self.held_parts()) * PART_BYTES
+
+        super().__init__(ClockedDevice(PART_BYTES, free_bytes))
+
+    def timed_step(self, passes: float) -> float:
+        """The time that the optimizer step takes after passes that take so long."""
+        clock = self.device
+        self.backward()
+        clock.run(passes)
+        clock.synchronize()  # the norm of the gradients is known
+        begin, clock.host_waited = clock.host, 0.0
+        self.optim_step(lambda members: clock.run(UPDATE))
+        clock.synchronize()
+        return clock.host - begin
+
+
+@pytest.fixture(autouse=True)
+def many_parts(monkeypatch):
+    monkeypatch.setattr(toy_parts, "NUM_PARTS", NUM_PARTS)
+
+
+@pytest.mark.parametrize("room", [0, 3, 10, 20, 30, 40])
+def test_a_step_waits_for_what_had_no_room_before_it_at_the_speed_of_both_directions_at_once(room):
+    training = Clocked(room)
+    for _ in range(4):
+        took = training.timed_step(passes=2 * NUM_PARTS)
+    assert training.device.host_waited == 0
+    assert took <= NUM_PARTS - room + 1 + NUM_PARTS * UPDATE
+    # Behind the next pass: what was updated last is still leaving.
+    assert training.device._until["out"] - training.device.host >= min(room, NUM_PARTS) - 1.5
+
+
+@pytest.mark.parametrize("room", [3, 10, 20])
+def test_where_passes_are_too_short_for_the_copies_the_link_is_busy_both_ways_all_the_time(room):
+    training = Clocked(room)
+    for _ in range(3):
+        training.timed_step(passes=1)
+    begin, num_steps = training.device.host, 5
+    for _ in range(num_steps):
+        training.timed_step(passes=1)
+    # Less than both directions one after the other, and as long as every part takes one way.
+    per_step = (training.device.host - begin) / num_steps
+    assert per_step <= NUM_PARTS + 1 + NUM_PARTS * UPDATE
+
+
+def test_what_a_step_waits_for_is_in_the_ledger():
+    training = Clocked(10)
+    for _ in range(3):
+        training.timed_step(passes=2 * NUM_PARTS)
+    training.manager.reports.drain()
+    took = training.timed_step(passes=2 * NUM_PARTS)
+    exposed = sum(report.exposed_s for report in training.manager.reports.drain())
+    assert took - NUM_PARTS * UPDATE - 1 <= exposed <= took + 1
