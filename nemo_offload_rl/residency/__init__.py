@@ -53,7 +53,7 @@ from nemo_offload_rl.residency.plan import (
     choose_resident,
     resolve_plan,
 )
-from nemo_offload_rl.residency.snapshot import snapshot_bytes
+from nemo_offload_rl.residency.snapshot import snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.streaming import NamedTensors, OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
@@ -106,6 +106,7 @@ __all__ = [
     "resolve_plan",
     "restricted_to",
     "snapshot_bytes",
+    "snapshot_is_cast",
     "storage_bytes",
     "storage_key",
     "totals",

@@ -95,7 +95,7 @@ class ResidencyManager:
         updated = [self._parts, params, grads] if params else [self._parts]
         layers = self._of_row(TEACHER_LAYER)
         self._streams = Streams(self._groups, list(zip(*updated, strict=True)), layers, self._overlap, self._ledger)
-        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
+        self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
         self._work = WorkMemory(device)
         self._prefetcher = Prefetcher(plan, self._groups, self._parts, self._work)
         self._leftover_check = LeftoverCheck(device)
@@ -299,8 +299,8 @@ class ResidencyManager:
     def swapped_in(self, name: str) -> Iterator[None]:
         """Have the snapshot's bytes in its group's own storages inside the body, and the group's own bytes after it.
 
-        Takes device memory only where there is room to have the snapshot there beforehand, and copies the group's own
-        bytes out only where they are needed and out of date. They are back after an exception too.
+        Where there is room the snapshot is on the device beforehand. The group's own bytes are copied out only where
+        the plan has a host copy of them, which is needed and out of date. They are back after an exception too.
 
         Raises:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.

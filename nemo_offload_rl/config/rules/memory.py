@@ -163,10 +163,10 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
     reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
-    if not isinstance(settings.backend, MegatronConfig) and not settings.backend.streams_parameters:
-        reference_bytes = (
-            reference_bytes * COMPUTE_DTYPES[settings.precision].itemsize // COMPUTE_DTYPES["float32"].itemsize
-        )
+    read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
+    is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
+    if is_cast and not settings.backend.streams_parameters:
+        reference_bytes = reference_bytes * read_bytes // fp32_bytes
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if settings.backend.streams_parameters:
@@ -184,6 +184,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         device_bytes=device_bytes,
         other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
         activation_bytes=0,
+        reference_is_cast=is_cast,
     )
 
 
