@@ -237,7 +237,7 @@ class Snapshot:
         """What charges the copies of an exchange with the host to those whose contents move."""
 
         def charge(transfer: Transfer, is_coming: bool) -> None:
-            self.state.track(transfer, report)
+            self.state.track(transfer, report, is_beside=is_coming)
             if is_coming:
                 report.group(coming).bytes_in += transfer.num_bytes
             else:
