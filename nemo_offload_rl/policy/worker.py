@@ -367,8 +367,7 @@ class PolicyWorker:
 
         Args:
             path: The folder that `finish_save` makes appear.
-            in_background: Return once what is on the device has been copied into host memory. The next optimizer step
-                waits for the save where it reads what was on the host already.
+            in_background: Return once what is on the device has been copied; see `CheckpointSaver.wait_before_write`.
 
         Raises:
             CheckpointError: The folder cannot be made, or the save before this one failed.
