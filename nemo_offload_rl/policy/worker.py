@@ -244,9 +244,8 @@ class PolicyWorker:
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
-        tokens = batch.loss_mask.double().sum()
-        counts = [float(batch.sample_mask.double().sum()), float(tokens), batch.num_positive_tokens()]
-        return LossNorm(*self._backend.all_reduce_sum(counts))
+        counts = [float(mask.double().sum()) for mask in (batch.sample_mask, batch.loss_mask)]
+        return LossNorm(*self._backend.all_reduce_sum([*counts, batch.num_positive_tokens()]))
 
     # -- logprobs --------------------------------------------------------------------------------------------------
 
