@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,13 @@ class Watch:
     """Reads all processes of this run in a thread of its own; `peak` is the sample with the largest sum.
 
     Processes that are nobody's, such as the daemons of Ray, count as the driver's.
+
+    Args:
+        after_each: Called in that thread after each reading.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after_each: Callable[[], None] = lambda: None) -> None:
+        self._after_each = after_each
         self.owners: dict[int, str] = {}
         self.plan = ""
         self.peak: dict[str, dict[str, int]] = {}
@@ -105,6 +109,7 @@ class Watch:
             self.history.append((round(now_s, 1), {owner: round(gib, 3) for owner, gib in sums.items()}))
             if self.owners and sum(sums.values()) > sum(sum(kinds.values()) for kinds in self.peak.values()) / GIB:
                 self.peak, self.peak_s = sample, now_s
+            self._after_each()
 
     def _sample(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
@@ -145,6 +150,15 @@ def table(plan: Mapping[str, float], peak: Mapping[str, Mapping[str, int]]) -> s
     return "\n".join(lines)
 
 
+def make_model(folder: Path, shape: str, device: str) -> None:
+    """Write the model to `folder` in a process of its own, which leaves nothing on the GPU."""
+    writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(folder, SHAPES[shape], device))
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        sys.exit("the model could not be made")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8B", choices=list(SHAPES))
@@ -157,14 +171,7 @@ def main() -> None:
     begin_s = time.perf_counter()
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="host_memory_"))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # A process of its own, which leaves nothing on the GPU.
-    writer = multiprocessing.get_context("spawn").Process(
-        target=write_model, args=(folder / "model", SHAPES[arguments.shape], "cpu" if arguments.cpu else "cuda")
-    )
-    writer.start()
-    writer.join()
-    if writer.exitcode:
-        sys.exit("the model could not be made")
+    make_model(folder / "model", arguments.shape, "cpu" if arguments.cpu else "cuda")
     model_s = time.perf_counter() - begin_s
 
     from grpo_gpu import CPU_OVERRIDES, machine

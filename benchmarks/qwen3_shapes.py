@@ -112,6 +112,7 @@ SHAPES = {
     "4B": Qwen3Shape(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
     "8B": Qwen3Shape(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8),
     "14B": Qwen3Shape(hidden=5120, layers=40, intermediate=17408, heads=40, kv_heads=8),
+    "32B": Qwen3Shape(hidden=5120, layers=64, intermediate=25600, heads=64, kv_heads=8),
 }
 
 _A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}

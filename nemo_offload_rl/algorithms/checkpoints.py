@@ -102,8 +102,8 @@ class CheckpointKeeper:
     ) -> None:
         """Save, then remove what `checkpoints_to_keep` does not name.
 
-        With `async_save` only the copy of the state is waited for, and the end of the save before this one. Without
-        `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
+        With `async_save` only the copy of what is on the GPU is waited for, and the end of the save before this one.
+        Without `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
 
         Args:
             step: The step just done.

@@ -1,7 +1,8 @@
 """Saving from the ranks of a policy, the same for every backend: what is read where, by whom, and when it counts.
 
-1. `CheckpointSaver.start`: rank 0 makes the folder `PATH.partial`; the backend stages its state, which for a save in
-   the background means copies in host memory that nothing else writes to.
+1. `CheckpointSaver.start`: rank 0 makes the folder `PATH.partial`; the backend stages its state. For a save in the
+   background what is on the device is copied into host memory; of what is on the host the host copy is read, and the
+   next write of the state (`wait_before_write`) waits until the save has been written.
 2. The staged state is written, in the background by a thread of its own, which calls no collective.
 3. `CheckpointSaver.finish`: when every rank has written, rank 0 completes the folder and gives it its name.
 
@@ -25,16 +26,29 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
+from nemo_offload_rl.residency import (
+    BASE,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    PARAMS_PART,
+    HostShare,
+    ResidencyManager,
+    local_tensor,
+    reserve_host_memory,
+    row_of,
+)
 
 logger = logging.getLogger(__name__)
 
 PARTIAL, REPLACED = ".partial", ".replaced"
+_SAVED_ROWS = {BASE, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART}
 
 # How a writer fails: torch's zip writer hides the system's error in a RuntimeError.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 _PROBE_BYTES = 1 << 16
+_NOTABLE_WAIT_S = 0.1
 _NOT_WRITTEN = "{path} cannot be written{where} ({reason}); free space there, or choose another folder"
 
 
@@ -75,12 +89,18 @@ class StateReader:
 
     Args:
         residency: Knows which tensors are on the host.
-        copies: Where a save in the background keeps what it reads; None reads when the staged state is written.
+        copies: Where a save in the background keeps what it reads from the device; None reads that when the staged
+            state is written.
+
+    Attributes:
+        reads_host_copies: Something that was fetched is residency's own host copy, which later writes of the state
+            overwrite.
     """
 
     def __init__(self, residency: ResidencyManager, copies: HostCopies | None) -> None:
         self._residency = residency
         self._copies = copies
+        self.reads_host_copies = False
 
     def fetch(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives the present contents of this rank's part of a tensor, on the CPU.
@@ -91,14 +111,15 @@ class StateReader:
             name: Unique in the checkpoint.
             tensor: A tensor, or a DTensor.
         """
-        if self._copies is None:
-            return lambda: self._on_host(tensor).cpu()
-        copied = self._copies.copy(name, self._on_host(tensor))
-        return lambda: copied
-
-    def _on_host(self, tensor: Tensor) -> Tensor:
         view = self._residency.host_view(tensor)
-        return local_tensor(tensor.detach()) if view is None else view
+        if view is not None:
+            self.reads_host_copies = True
+            return lambda: view
+        local = local_tensor(tensor.detach())
+        if self._copies is None:
+            return lambda: local.cpu()
+        copied = self._copies.copy(name, local)
+        return lambda: copied
 
 
 class _Job:
@@ -107,6 +128,7 @@ class _Job:
     def __init__(self, path: Path, staged: StagedSave) -> None:
         self.path = path
         self.staged = staged
+        self.reads_host_copies = False
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
 
@@ -126,12 +148,10 @@ class CheckpointSaver:
 
     Args:
         residency: The rank's state.
-        state_bytes: Size of what a save copies, as far as it is known.
     """
 
-    def __init__(self, residency: ResidencyManager, state_bytes: int) -> None:
+    def __init__(self, residency: ResidencyManager) -> None:
         self._residency = residency
-        self._state_bytes = state_bytes
         self._copies = HostCopies()
         self._job: _Job | None = None
 
@@ -141,8 +161,8 @@ class CheckpointSaver:
         Args:
             path: The folder that `finish` makes appear.
             stage: The backend's `stage_save`.
-            in_background: Copy the state now and write while the caller goes on. Where host memory has no room for
-                the copy, the state is written before this returns.
+            in_background: Copy what is on the device now and write while the caller goes on. Where host memory has no
+                room for the copy, the state is written before this returns.
 
         Raises:
             CheckpointError: The folder cannot be made, or the save before this one failed.
@@ -152,11 +172,26 @@ class CheckpointSaver:
         _new_partial(path)
         reader = StateReader(self._residency, self._copies if in_background else None)
         job = self._job = _Job(path, stage(partial_of(path), reader))
+        job.reads_host_copies = reader.reads_host_copies
         if in_background:
             job.thread = threading.Thread(target=job.write, name=f"save {path.name}", daemon=True)
             job.thread.start()
         else:
             job.write()
+
+    def wait_before_write(self) -> None:
+        """Wait for the save under way where it reads host copies of the state, which is about to be written or freed.
+
+        Calls no collective; how the save went is told by `finish`.
+        """
+        job = self._job
+        if job is None or job.thread is None or not job.reads_host_copies:
+            return
+        start = time.perf_counter()
+        job.thread.join()
+        waited_s = time.perf_counter() - start
+        if waited_s > _NOTABLE_WAIT_S:
+            logger.info("the optimizer step waited %.1f s for %s to be written", waited_s, job.path.name)
 
     def is_done(self) -> bool:
         """Whether this rank has nothing left to write, well or badly."""
@@ -181,8 +216,8 @@ class CheckpointSaver:
         _publish(job.path)
 
     def _has_room(self) -> bool:
-        """Whether the ranks of this host can all copy their state."""
-        missing = max(0, self._state_bytes - self._copies.num_bytes)
+        """Whether the ranks of this host can all copy what of their state is on the device."""
+        missing = max(0, self._copied_bytes() - self._copies.num_bytes)
         verdict = reserve_host_memory({"copies for a save": missing})
         if isinstance(verdict, HostShare):
             return True
@@ -194,6 +229,10 @@ class CheckpointSaver:
             verdict.limit.name,
         )
         return False
+
+    def _copied_bytes(self) -> int:
+        """What a save in the background would copy now."""
+        return sum(size for name, size in self._residency.device_bytes().items() if row_of(name) in _SAVED_ROWS)
 
 
 @contextmanager

@@ -76,6 +76,8 @@ class HostNeed:
         device_bytes: Memory of the worker's device.
         other: Bytes by name of what is no offloaded state, offloaded activations aside.
         activation_bytes: What offloaded activations can take.
+        reference_is_cast: The reference is kept in a narrower type than the parameters have, so the two cannot change
+            places.
     """
 
     settings: PolicySettings
@@ -84,6 +86,7 @@ class HostNeed:
     device_bytes: int
     other: Mapping[str, int]
     activation_bytes: int
+    reference_is_cast: bool = False
 
     def resolve(self) -> HostPlan:
         """The plan of these settings."""
@@ -94,14 +97,14 @@ class HostNeed:
                 resident_groups=resident_groups(settings, sizes, self.device_bytes),
             )
         )
-        held = {
-            name: size for name, size in sizes.items() if Placement.HOST in (plan.placement(name, p) for p in Phase)
-        }
+        held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
         if not self.reference_bytes:
             return HostPlan(plan, dict(sizes), held)
+        if self.reference_is_cast:
+            # Swapped in without room beside them, it pushes the policy's own parameters to the host.
+            held[PARAMS] = sizes[PARAMS]
         reference = {REFERENCE: self.reference_bytes}
-        # A swapped-in reference pushes the policy's own parameters to the host.
-        return HostPlan(plan, {**sizes, **reference}, {**held, **reference, PARAMS: sizes[PARAMS]})
+        return HostPlan(plan, {**sizes, **reference}, {**held, **reference})
 
     def state_parts(self) -> dict[str, int]:
         """Bytes by name of offloaded state and activations: what `policy.host_memory_budget_gib` bounds."""
@@ -217,10 +220,6 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(
             Change(f"{settings.backend.activation_key}=false", lambda need: replace(need, activation_bytes=0))
         )
-    has_engine = settings.colocated or settings.engine_memory_share > 0
-    if need.reference_bytes:
-        key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, reference_bytes=0)))
     backend = settings.backend
     if backend.streams_states and not backend.streams_parameters:
         changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
@@ -229,6 +228,11 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
     if settings.colocated:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
+    # Last: of equal changes one that leaves the numbers of a run as they are comes first.
+    has_engine = settings.colocated or settings.engine_memory_share > 0
+    if need.reference_bytes:
+        key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
+        changes.append(Change(key, lambda need: replace(need, reference_bytes=0)))
     return changes
 
 

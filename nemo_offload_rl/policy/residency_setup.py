@@ -30,6 +30,7 @@ from nemo_offload_rl.residency import (
     HostArenas,
     ResidencyManager,
     snapshot_bytes,
+    snapshot_is_cast,
 )
 
 
@@ -61,6 +62,7 @@ def begin_host_memory(
             device_bytes=device.total_bytes(),
             other={PROCESS: GROWTH_BYTES, LOADING: expected.loading, **_state_in_use(settings, sizes, device, sizes)},
             activation_bytes=expected.activations,
+            reference_is_cast=expected.reference_is_cast,
         )
         arenas.limit(claim_host_memory(need))
         plan = need.resolve()
@@ -86,8 +88,8 @@ def build_manager(
     loaded = {PARAMS, PARAMS_PART, BASE, TEACHER, TEACHER_LAYER, TEACHER_HEAD}  # and gradients, where they have buffers
     rest = {name: size for name, size in sizes.items() if name not in loaded}
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
-    reference_bytes = next(snapshot_bytes(group) for group in groups if group.name == PARAMS)
-    reference_bytes += sizes.get(PARAMS_PART, 0)
+    params = next(group for group in groups if group.name == PARAMS)
+    reference_bytes = snapshot_bytes(params) + sizes.get(PARAMS_PART, 0)
     need = HostNeed(
         settings=settings,
         sizes=sizes,
@@ -95,6 +97,7 @@ def build_manager(
         device_bytes=device.total_bytes(),
         other={PROCESS: GROWTH_BYTES, **_state_in_use(settings, rest, device, sizes)},
         activation_bytes=backend.activation_host_bytes(),
+        reference_is_cast=snapshot_is_cast(params),
     )
     if not arenas.reserved_bytes:
         arenas.limit(claim_host_memory(need))

@@ -42,7 +42,6 @@ from nemo_offload_rl.residency import (
     OPTIMIZER,
     PARAMS,
     REFERENCE,
-    TEACHER,
     Phase,
     TransitionReport,
     make_device,
@@ -96,8 +95,7 @@ class PolicyWorker:
         self._workers_per_host = process.workers_per_host
         if self._teacher is not None:
             self._teacher.model.use_stream(self.residency.streamed_layers)
-        of_policy = [size for name, size in self._host_need.sizes.items() if not name.startswith(TEACHER)]
-        self._saver = CheckpointSaver(self.residency, sum(of_policy))
+        self._saver = CheckpointSaver(self.residency)
         self._passes = Passes(self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates)
         self._sender: BucketSender | None = None
@@ -224,6 +222,7 @@ class PolicyWorker:
         Raises:
             NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
         """
+        self._saver.wait_before_write()
         with self.residency.during(Phase.OPTIM_STEP), self.residency.writing_state():
             result = self._backend.optim_step(self.residency.streamed(before_refit=before_refit))
         self.residency.step_closed()
@@ -248,9 +247,8 @@ class PolicyWorker:
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
-        tokens = batch.loss_mask.double().sum()
-        counts = [float(batch.sample_mask.double().sum()), float(tokens), batch.num_positive_tokens()]
-        return LossNorm(*self._backend.all_reduce_sum(counts))
+        counts = [float(mask.double().sum()) for mask in (batch.sample_mask, batch.loss_mask)]
+        return LossNorm(*self._backend.all_reduce_sum([*counts, batch.num_positive_tokens()]))
 
     # -- logprobs --------------------------------------------------------------------------------------------------
 
@@ -371,7 +369,7 @@ class PolicyWorker:
 
         Args:
             path: The folder that `finish_save` makes appear.
-            in_background: Return as soon as the state has been copied into host memory.
+            in_background: Return once what is on the device has been copied; see `CheckpointSaver.wait_before_write`.
 
         Raises:
             CheckpointError: The folder cannot be made, or the save before this one failed.
@@ -395,6 +393,7 @@ class PolicyWorker:
 
         Takes no more of the device than a training step: streamed parts of the optimizer come one after the other.
         """
+        self._saver.wait_before_write()
         with self.residency.checkpoint_view(PARAMS, OPTIMIZER), self.residency.writing_state():
             self._backend.load(path, self.residency.streamed())
 
@@ -405,6 +404,7 @@ class PolicyWorker:
 
     def shutdown(self) -> None:
         """Free host memory and leave the process group; the worker is of no use afterwards."""
+        self._saver.wait_before_write()
         with ExitStack() as ends:
             ends.callback(self._made.close)
             ends.callback(self.residency.close)

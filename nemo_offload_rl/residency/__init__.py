@@ -52,8 +52,9 @@ from nemo_offload_rl.residency.plan import (
     ResidencySettings,
     choose_resident,
     resolve_plan,
+    row_of,
 )
-from nemo_offload_rl.residency.snapshot import snapshot_bytes
+from nemo_offload_rl.residency.snapshot import snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.streaming import NamedTensors, OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
@@ -105,7 +106,9 @@ __all__ = [
     "reserve_host_memory",
     "resolve_plan",
     "restricted_to",
+    "row_of",
     "snapshot_bytes",
+    "snapshot_is_cast",
     "storage_bytes",
     "storage_key",
     "totals",

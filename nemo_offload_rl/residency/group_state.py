@@ -35,6 +35,7 @@ class _Flight:
         to_release: For a group that leaves, storages to release as they finish.
         num_released: How many of these have been released.
         num_needed: For a group that arrives, how many of the copies are needed at once, and how many with each layer.
+        is_beside: They ran beside others, whose seconds on the link are counted.
     """
 
     transfer: Transfer
@@ -42,6 +43,7 @@ class _Flight:
     to_release: Sequence[torch.UntypedStorage] = ()
     num_released: int = 0
     num_needed: Sequence[int] = ()
+    is_beside: bool = False
 
 
 class GroupState:
@@ -234,13 +236,13 @@ class GroupState:
         """Add the seconds of finished copies to their reports."""
         for flight in self._unaccounted:
             if flight.transfer.finished:
-                flight.report.transfer_s += flight.transfer.seconds()
+                flight.report.transfer_s += 0.0 if flight.is_beside else flight.transfer.seconds()
                 flight.report.exposed_s += flight.transfer.exposed_s()
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
-    def track(self, transfer: Transfer, report: TransitionReport) -> None:
-        """Charge a copy of the group that its caller waits for."""
-        self._unaccounted.append(_Flight(transfer, report))
+    def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:
+        """Charge a copy of the group that its caller waits for; see `_Flight`."""
+        self._unaccounted.append(_Flight(transfer, report, is_beside=is_beside))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""

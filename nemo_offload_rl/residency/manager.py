@@ -97,7 +97,7 @@ class ResidencyManager:
         bundles = list(zip(*updated, strict=True))
         self._work = WorkMemory(device)
         self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
-        self._snapshots = Snapshots(self._groups, self.passing, arena_for)
+        self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
         self._prefetcher = Prefetcher(plan, self._groups, self._parts, self.passing is None, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
@@ -298,8 +298,8 @@ class ResidencyManager:
     def swapped_in(self, name: str) -> Iterator[None]:
         """Have the snapshot's bytes in its group's own storages inside the body, and the group's own bytes after it.
 
-        Takes device memory only where there is room to have the snapshot there beforehand, and copies the group's own
-        bytes out only where they are needed and out of date. They are back after an exception too.
+        Where there is room the snapshot is on the device beforehand. The group's own bytes are copied out only where
+        the plan has a host copy of them, which is needed and out of date. They are back after an exception too.
 
         Raises:
             ResidencyError: The group is not on the device, or its own bytes could not be brought back.

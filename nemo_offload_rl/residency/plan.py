@@ -141,6 +141,10 @@ class ResidencyPlan:
         """Where `group` must be in `phase`."""
         return self.table[row_of(group)][phase]
 
+    def leaves_the_device(self, group: str) -> bool:
+        """Whether `group` is on the host in some phase, so that it needs host memory."""
+        return any(self.placement(group, phase) is Placement.HOST for phase in Phase)
+
     def host_bytes(self, sizes_bytes: Mapping[str, int]) -> dict[bool, int]:
         """Sums of these groups' and snapshots' sizes: under True what is page-locked, under False the rest."""
         totals = {True: 0, False: 0}

@@ -132,7 +132,7 @@ class Prefetcher:
             for name, state in self._groups.states.items()
             if (row_of(name) in (OPTIMIZER, OPTIMIZER_PART) or self._plan.placement(name, now) is Placement.UNCHANGED)
             and state.location is Placement.DEVICE
-            and any(self._plan.placement(name, phase) is Placement.HOST for phase in Phase)
+            and self._plan.leaves_the_device(name)
         }
         Transaction(self._groups, wanted, report).run()
         self._groups.settle(release_cache=True, report=report)

@@ -1,17 +1,21 @@
 """A frozen copy of one group's contents that can take their place for a while: the reference policy's parameters.
 
-Two ways to swap, the same bits. Without room on the device the snapshot's bytes are written over the group's, and the
-group's come back from its own host copy: two crossings that are waited for. With room the snapshot is on the device
-ahead of its use, and the two exchange their contents there: one crossing, behind earlier work.
+Three ways to swap, the same bits:
+1. With room on the device the snapshot comes there ahead of its use, and the two exchange their contents there: one
+   crossing, behind earlier work.
+2. Without room, and where the plan has a host copy of the group, the snapshot's bytes are written over the group's,
+   which come back from that copy: two crossings that are waited for.
+3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
+   change places piece by piece, there and back.
 
 Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
 give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
-the parameters there.
+the parameters there. Such a snapshot has less room than the group needs, so the third way is not open to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.exchange import DeviceExchange, Exchange, HostExchange, copy_at_once, in_batches
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import (
     StateGroup,
@@ -32,13 +37,10 @@ from nemo_offload_rl.residency.groups import (
 from nemo_offload_rl.residency.host_arena import HostArena, HostMirror, aligned
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.passing import PassingParts
-from nemo_offload_rl.residency.plan import Placement
+from nemo_offload_rl.residency.plan import Placement, ResidencyPlan
 from nemo_offload_rl.residency.transaction import GroupSet
 
-EXCHANGED_AT_ONCE_BYTES = 256 << 20
-
-type Pairs = list[tuple[Tensor, Tensor]]
-"""[N] tensors, the first of them on the device and at least as wide as the second."""
+CAST_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ def snapshot_bytes(group: StateGroup) -> int:
     return sum(aligned(form.kept_bytes) for form in _forms(group, unique_storages(group.tensors())).values())
 
 
+def snapshot_is_cast(group: StateGroup) -> bool:
+    """Whether a snapshot of a group that is on the device keeps less than the group has."""
+    return _are_cast(_forms(group, unique_storages(group.tensors())))
+
+
+def _are_cast(forms: Mapping[int, _Form]) -> bool:
+    return any(form.kept_bytes < form.num_bytes for form in forms.values())
+
+
 class Snapshot:
     """One snapshot.
 
@@ -89,18 +100,22 @@ class Snapshot:
         state: Its group.
         mirror: Where its bytes are kept on the host.
         device: Where its group lives.
+        has_host_copy: The plan has host memory for a copy of the group itself.
     """
 
-    def __init__(self, name: str, state: GroupState, mirror: HostMirror, device: Device) -> None:
+    def __init__(
+        self, name: str, state: GroupState, mirror: HostMirror, device: Device, *, has_host_copy: bool
+    ) -> None:
         self.name = name
         self.state = state
         self.mirror = mirror
         self._device = device
+        self._has_host_copy = has_host_copy
         self._forms: dict[int, _Form] = {}
         self._staged: dict[int, Tensor] = {}
         self._is_widened = False
         self._transfer: Transfer | None = None
-        self._exchanged: list[Pairs] = []
+        self._exchange: Exchange | None = None
 
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
@@ -113,7 +128,7 @@ class Snapshot:
             (_whole(records[key].storage).view(form.own), self.mirror.bytes_of(key).view(form.kept))
             for key, form in self._forms.items()
         )
-        for batch in _in_batches(pairs):
+        for batch in in_batches(pairs, CAST_AT_ONCE_BYTES):
             kept = [(own.to(host.dtype), host) for own, host in batch]
             self._device.copy_out(Copy(a.view(torch.uint8), b.view(torch.uint8)) for a, b in kept).wait_host()
         self.mirror.mark_clean(self._forms, 0)
@@ -179,39 +194,67 @@ class Snapshot:
         return num_bytes
 
     def prepare(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Make sure that the group's own bytes are all there and survive a swap. Changes nothing on the device."""
+        """Make sure that the group's own bytes are all there and survive a swap. Changes none of them.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room for what an exchange needs.
+        """
         self.state.wait_arrival()
-        if self._transfer is None:
+        if self._transfer is not None:
+            self._widen_staged(self._transfer)
+        elif self._has_host_copy or _are_cast(self._forms):
             self.state.refresh_mirror(records, report)
-        elif not self._is_widened:
-            self._transfer.wait_device()
-            try:
-                self._widen(self._staged)
-            except BaseException:
-                self.release()  # some of it is neither
-                raise
-            self._is_widened = True
+            return
+        for record in list(records.values())[:1]:
+            kind = HostExchange if self._transfer is None else DeviceExchange
+            self._exchange = kind(self._device, record.storage.device, self.device_bytes)
 
     def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the snapshot's bytes in the group's storages; `prepare` came before."""
-        if self._transfer is None:
+        if self._exchange is None:
             places = {key: _whole(record.storage) for key, record in records.items()}
             self.state.overwrite(self._copies(places), report, self.name)
             self._widen(places)
             return
-        # What was made after the copy came to the device is no part of it.
-        staged = [key for key in records if key in self._staged]
-        for pairs in _in_batches((_whole(records[key].storage), self._staged[key]) for key in staged):
-            _exchange(pairs)
-            self._exchanged.append(pairs)
+        # Of a copy on the device what was made after it came is no part.
+        on_host = {key: self.mirror.bytes_of(key) for key in records}
+        others = on_host if self._transfer is None else self._staged
+        pairs = ((_whole(record.storage), others[key]) for key, record in records.items() if key in others)
+        self._exchange.run(pairs, self._charged_to(report, coming=self.name, going=self.state.group.name))
 
     def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
-        if self._transfer is None:
+        if self._exchange is None:
             self.state.restore(records, report)
-        while self._exchanged:
-            _exchange(self._exchanged[-1])
-            self._exchanged.pop()
+            return
+        exchange, self._exchange = self._exchange, None
+        try:
+            exchange.undo(self._charged_to(report, coming=self.state.group.name, going=self.name))
+        finally:
+            exchange.close()
+
+    def _charged_to(self, report: TransitionReport, *, coming: str, going: str) -> Callable[[Transfer, bool], None]:
+        """What charges the copies of an exchange with the host to those whose contents move."""
+
+        def charge(transfer: Transfer, is_coming: bool) -> None:
+            self.state.track(transfer, report, is_beside=is_coming)
+            if is_coming:
+                report.group(coming).bytes_in += transfer.num_bytes
+            else:
+                report.group(going).bytes_out += transfer.num_bytes
+
+        return charge
+
+    def _widen_staged(self, transfer: Transfer) -> None:
+        if self._is_widened:
+            return
+        transfer.wait_device()
+        try:
+            self._widen(self._staged)
+        except BaseException:
+            self.release()  # some of it is neither
+            raise
+        self._is_widened = True
 
     def _copies(self, places: Mapping[int, Tensor]) -> Iterator[Copy]:
         """From the host to the last bytes of each place."""
@@ -230,8 +273,8 @@ class Snapshot:
             for key, place in places.items()
             if (form := self._forms[key]).kept_bytes < form.num_bytes
         )
-        for batch in _in_batches(pairs):
-            _copy_at_once([wide for wide, _ in batch], [narrow.clone() for _, narrow in batch])
+        for batch in in_batches(pairs, CAST_AT_ONCE_BYTES):
+            copy_at_once([wide for wide, _ in batch], [narrow.clone() for _, narrow in batch])
 
     def close(self) -> None:
         """Free host and device memory."""
@@ -247,6 +290,7 @@ class Snapshots:
     Args:
         groups: The groups; their `failure` is set where contents cannot be brought back.
         passing: The parameters that pass through the device part by part, which have copies of their own.
+        plan: Says which groups have host memory for a copy of their own.
         arena_for: Host memory for a snapshot, by its name.
 
     Attributes:
@@ -258,12 +302,14 @@ class Snapshots:
         self,
         groups: GroupSet,
         passing: PassingParts | None,
+        plan: ResidencyPlan,
         arena_for: Callable[[str], HostArena],
     ) -> None:
         self.all: dict[str, Snapshot] = {}
         self.present: str | None = None
         self._groups = groups
         self._passing = passing
+        self._plan = plan
         self._arena_for = arena_for
 
     def take(self, group: str, name: str) -> None:
@@ -271,7 +317,8 @@ class Snapshots:
         if name in self.all:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        made = Snapshot(name, state, HostMirror(name, self._arena_for(name)), self._groups.device)
+        mirror = HostMirror(name, self._arena_for(name))
+        made = Snapshot(name, state, mirror, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
         try:
             made.take(self._groups.records()[group])
         except BaseException:
@@ -331,33 +378,3 @@ class Snapshots:
 
 def _whole(storage: torch.UntypedStorage) -> Tensor:
     return storage_bytes(storage, storage.nbytes())
-
-
-def _in_batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:
-    """All elements side by side and in order, as many at a time as are worked on at once."""
-    batch: Pairs = []
-    num_bytes = 0
-    for left, right in pairs:
-        count = max(1, EXCHANGED_AT_ONCE_BYTES // left.element_size())
-        for pair in zip(left.split(count), right.split(count), strict=True):
-            if batch and num_bytes + pair[0].nbytes > EXCHANGED_AT_ONCE_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(pair)
-            num_bytes += pair[0].nbytes
-    if batch:
-        yield batch
-
-
-@torch.no_grad()
-def _exchange(pairs: Pairs) -> None:
-    left, right = (list(side) for side in zip(*pairs, strict=True))
-    kept = [tensor.clone() for tensor in left]
-    _copy_at_once(left, right)
-    _copy_at_once(right, kept)
-
-
-@torch.no_grad()
-def _copy_at_once(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """In few kernels: one for each tensor would have the host busy for longer than the device."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

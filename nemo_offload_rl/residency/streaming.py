@@ -273,7 +273,13 @@ class Streams:
         if release_cache and not any(state.is_moving for state in self._groups.states.values()):
             self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
-        others = {key for name, found in self._groups.records().items() if name not in streamed for key in found}
+        # With what keeps a key from another storage while this runs: gradients end in between, states begin.
+        others = {
+            key: record.weak_ref
+            for name, found in self._groups.records().items()
+            if name not in streamed
+            for key, record in found.items()
+        }
         window = Window(bundles, lambda state: records_of(state, self._groups.device, others), limit_bytes, report)
         begun_bytes = window.held_bytes
         try:

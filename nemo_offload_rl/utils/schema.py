@@ -163,8 +163,9 @@ class CheckpointingConfig:
     async_save: Annotated[
         bool,
         doc(
-            "Copy the state into host memory and write it to disk while training goes on. Takes as much host "
-            "memory as the state; where that is not free, the run waits for the disk and logs a warning."
+            "Write to disk while training goes on. What is on the GPU is copied into host memory first; where that "
+            "is not free, the run waits for the disk and logs a warning. What is on the host already is written from "
+            "there, and the next optimizer step waits until it has been."
         ),
     ]
     checkpoint_must_save_by: Annotated[

@@ -76,15 +76,19 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         return None
     total_bytes, group_bytes = known
     backend = cfg.policy.backend
-    # Streamed or not, the whole optimizer is there in its step, beside parameters and gradients.
+    if backend.streams_parameters:
+        return None
+    # The whole optimizer is there in its step, beside parameters and gradients, unless it comes in parts.
+    if backend.streams_in_parts:
+        group_bytes = {**group_bytes, "optimizer": 0}
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
     needed_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP) + resting_bytes + awake_bytes
-    if needed_bytes <= total_bytes or backend.streams_in_parts:
+    if needed_bytes <= total_bytes:
         return None
     has_adapters = not group_bytes["grads"]
     sizes = {"frozen params": group_bytes["params"]} if has_adapters else group_bytes
-    parts = [f"{name} {size / _GIB:.1f}" for name, size in sizes.items()]
+    parts = [f"{name} {size / _GIB:.1f}" for name, size in sizes.items() if size]
     if resting_bytes:
         parts.append(f"contexts {resting_bytes / _GIB:.0f}")
     if awake_bytes:
@@ -92,6 +96,10 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     fix = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
     if group_bytes["optimizer"]:
         fix += f", or {backend.streaming_section}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
+    if isinstance(backend, MegatronConfig) and backend.distributed_data_parallel_config.grad_reduce_in_fp32:
+        saved_bytes = group_bytes["grads"] - min(group_bytes["params"], group_bytes["grads"])
+        if saved_bytes and needed_bytes - saved_bytes <= total_bytes:
+            fix += ", or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
         f"activations, but it has {total_bytes / _GIB:.1f}; {fix}"
@@ -163,10 +171,10 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
     reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
-    if not isinstance(settings.backend, MegatronConfig) and not settings.backend.streams_parameters:
-        reference_bytes = (
-            reference_bytes * COMPUTE_DTYPES[settings.precision].itemsize // COMPUTE_DTYPES["float32"].itemsize
-        )
+    read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
+    is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
+    if is_cast and not settings.backend.streams_parameters:
+        reference_bytes = reference_bytes * read_bytes // fp32_bytes
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if settings.backend.streams_parameters:
@@ -184,6 +192,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         device_bytes=device_bytes,
         other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
         activation_bytes=0,
+        reference_is_cast=is_cast,
     )
 
 

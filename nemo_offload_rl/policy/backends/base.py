@@ -71,12 +71,14 @@ class ExpectedBytes:
         loading: Bytes that loading takes beside the state, for as long as it lasts.
         reference: Bytes of a frozen copy of the parameters, if one is to be kept.
         activations: Bytes that offloaded activations take at most.
+        reference_is_cast: The copy is in a narrower type than the parameters.
     """
 
     state: dict[str, int]
     loading: int
     reference: int
     activations: int = 0
+    reference_is_cast: bool = False
 
 
 @dataclass(frozen=True)

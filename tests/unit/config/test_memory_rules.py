@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 
 GIB = 2**30
+QWEN3_14B = 14_768_307_200  # parameters
+ONE_GPU = ["policy.model_name=a-folder", "cluster.gpus_per_node=1"]
 HOST_BYTES = 1000 * GIB
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 EXEMPLAR = CONFIGS / "grpo_math_1B.yaml"
@@ -23,12 +26,19 @@ SUPERVISED = {"sft.yaml": load_sft_config, "dpo.yaml": load_dpo_config}
 def load(monkeypatch):
     """Load the exemplar, or a file of SFT or DPO, for a model and GPUs of given sizes."""
 
-    def loaded(overrides: list[str], *, parameters: int, gpu_gib: int | None, name: str | None = None):
-        gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", gpu_gib * GIB, 0)}
+    def loaded(
+        overrides: list[str],
+        *,
+        parameters: int,
+        gpu_gib: float | None,
+        name: str | None = None,
+        path: Path = EXEMPLAR,
+    ):
+        gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
         monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
         monkeypatch.setattr(host_plan, "read_host_limits", lambda: [HostLimit("host", "MemAvailable", HOST_BYTES)])
         monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, parameters, 1, 1))
-        return load_grpo_config(EXEMPLAR, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
+        return load_grpo_config(path, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 
     return loaded
 
@@ -83,6 +93,36 @@ def test_megatrons_training_state_is_counted_as_its_optimizer_keeps_it(load):
 )
 def test_what_makes_megatrons_state_smaller_is_not_refused(load, overrides):
     load([*MEGATRON, *overrides], parameters=6 * GIB, gpu_gib=80)
+
+
+def test_gradients_and_parameters_count_where_the_optimizer_comes_in_parts(load):
+    in_parts = [f"{OPTIMIZER}.offload_optimizer_states=true", f"{OPTIMIZER}.offload_optimizer_states_chunk_mib=1024"]
+    fp32 = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true"
+    load([*MEGATRON, *in_parts], parameters=19 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs 81\.0 .*params 26\.0, grads 52\.0, contexts 3\) .*_in_fp32=false"):
+        load([*MEGATRON, *in_parts, fp32], parameters=13 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs 83\.0 .*params 40\.0, grads 40\.0, contexts 3\) .*use more GPUs$"):
+        load([*MEGATRON, *in_parts], parameters=20 * GIB, gpu_gib=80)
+
+
+@pytest.mark.parametrize(("name", "gpu_gib", "grads_gib"), [("", 139.8, 55.0), ("_80gb", 79.6, 27.5)])
+def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memory(load, name, gpu_gib, grads_gib):
+    path = Path(__file__).parents[3] / "benchmarks" / f"large_model_14b{name}.yaml"
+    loaded = partial(load, parameters=QWEN3_14B, gpu_gib=gpu_gib, path=path)
+    config = loaded(ONE_GPU)
+    groups = memory._group_bytes(config)
+    assert groups["grads"] / GIB == pytest.approx(grads_gib, abs=0.1)
+    need = memory._host_need(config, groups)
+    bytes_a_parameter = {row: size / QWEN3_14B for row, size in need.resolve().arena.items()}
+    assert bytes_a_parameter == {"optimizer/part": 6, "reference": 2}
+    assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization"
+    largest = int((gpu_gib - 30.51) / gpu_gib * 100) / 100
+    loaded([*ONE_GPU, f"{share}={largest}"])
+    with pytest.raises(ConfigError, match=f"30.5 GiB that stay beside the engine .* lower it to {largest}"):
+        loaded([*ONE_GPU, f"{share}={largest + 0.01}"])
+    with pytest.raises(ConfigError, match=r"use .*residency_overrides.params=device"):
+        loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
 
 
 def test_what_megatron_keeps_beside_the_engine_counts(load):

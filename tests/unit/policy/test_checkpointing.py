@@ -177,6 +177,44 @@ def test_a_save_in_the_background_holds_no_state_and_sees_no_later_step(folder, 
         assert_equal(full_optimizer(worker), optimizer)
 
 
+@pytest.mark.parametrize("phase", ["training", "generation"])
+def test_what_is_on_the_host_is_written_from_there_and_the_next_step_waits_for_it(folder, tmp_path, phase):
+    with make_worker(folder, offload_optimizer_states=True, offload_optimizer_states_chunk_mib=0.25) as worker:
+        train_steps(worker, 1, 2)
+        saved, optimizer = weights_of(worker), full_optimizer(worker)
+        if phase == "training":
+            worker.prepare_for_training()
+        params_bytes = worker.residency.device_bytes()["params"]
+        gate = start_gated(worker, tmp_path / "saved")
+        # Beside parameters Adam's counts and random states are copied.
+        assert params_bytes <= worker._saver._copies.num_bytes < params_bytes + (1 << 15)
+        assert (params_bytes > 0) == (phase == "training")
+        step, was_open = worker._backend.optim_step, []
+
+        def noticing(streamed):
+            was_open.append(gate.is_set())
+            return step(streamed)
+
+        worker._backend.optim_step = noticing
+        threading.Timer(0.5, gate.set).start()
+        train_steps(worker, 3, 4)
+        assert was_open == [True, True]
+        worker.finish_save()
+    with make_worker(folder) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert_equal(weights_of(worker), saved)
+        assert_equal(full_optimizer(worker), optimizer)
+
+
+def test_a_worker_that_ends_waits_for_a_save_of_its_host_memory(folder, tmp_path):
+    with make_worker(folder) as worker:
+        train_steps(worker, 1, 1)
+        gate = start_gated(worker, tmp_path / "saved")
+        threading.Timer(0.3, gate.set).start()
+    assert worker.save_is_done()
+    assert worker._saver._job.error is None
+
+
 def test_a_second_save_waits_for_the_first(folder, tmp_path):
     with make_worker(folder) as worker:
         worker.prepare_for_training()
@@ -206,7 +244,7 @@ def test_a_writer_that_fails_is_told_with_its_cause_and_leaves_nothing(folder, t
 def test_without_host_memory_for_a_copy_a_save_is_waited_for(folder, tmp_path, caplog):
     with make_worker(folder) as worker:
         worker.prepare_for_training()
-        worker._saver._state_bytes = 1 << 60
+        worker._saver._copied_bytes = lambda: 1 << 60
         worker.start_save(tmp_path / "saved", in_background=True)
         assert worker.save_is_done()
         worker.finish_save()

@@ -27,7 +27,16 @@ ACTIVATION_KEYS = {
 }
 
 
-def need_of(budget_gib, *, activations=8 * GIB, backend="megatron", keep_reference=True, sizes=STATE, **changes):
+def need_of(
+    budget_gib,
+    *,
+    activations=8 * GIB,
+    backend="megatron",
+    keep_reference=True,
+    reference_is_cast=False,
+    sizes=STATE,
+    **changes,
+):
     return HostNeed(
         settings=make_settings("a-model", backend=backend, host_memory_budget_gib=budget_gib, **changes),
         sizes=sizes,
@@ -35,6 +44,7 @@ def need_of(budget_gib, *, activations=8 * GIB, backend="megatron", keep_referen
         device_bytes=80 * GIB,
         other={"process": GIB // 2},
         activation_bytes=activations,
+        reference_is_cast=reference_is_cast,
     )
 
 
@@ -69,7 +79,7 @@ def test_the_limit_of_activations_that_is_named_fits():
     ("budget_gib", "fix", "rest"),
     [
         (16.0, "offloading=false", 16),  # no room beside the state
-        (15.0, "offloading=false loss_fn.reference_policy_kl_penalty=0", 12),
+        (15.0, r"offloading=false \+\+policy.residency_overrides.params=device", 12),
         (8.0, r"offloading=false \+\+policy.residency_overrides.optimizer=device", 8),
     ],
 )
@@ -79,14 +89,14 @@ def test_where_the_state_leaves_no_room_activations_stay_on_the_device(budget_gi
 
 
 def test_a_run_without_an_engine_is_told_its_own_keys():
-    # Nothing leaves for an engine: the reference alone pushes the parameters out.
+    # Nothing leaves for an engine: the reference is all.
     assert "use dpo.precompute_reference_logprobs=true, which needs 0.00" in refused(
-        need_of(7.0, activations=0, colocated=False)
+        need_of(3.9, activations=0, colocated=False)
     )
 
 
 def test_an_engine_of_its_own_leaves_grpos_keys():
-    apart = need_of(7.0, activations=0, colocated=False, engine_memory_share=0.6)
+    apart = need_of(3.9, activations=0, colocated=False, engine_memory_share=0.6)
     assert "use loss_fn.reference_policy_kl_penalty=0, which needs 0.00" in refused(apart)
 
 
@@ -112,6 +122,7 @@ NEEDS = st.fixed_dictionaries(
         ),
         "offload_optimizer_states_for_logprob": st.booleans(),
         "offload_optimizer_states": st.booleans(),
+        "reference_is_cast": st.booleans(),
         "fraction": st.sampled_from([0.25, 1.0]),
     }
 )
@@ -184,6 +195,24 @@ def test_streamed_parts_take_no_room_from_groups_that_can_stay():
     assert need.resolve().arena == {OPTIMIZER_PART: 60 * GIB}
     whole = make_settings("a-model", residency="auto")
     assert resident_groups(whole, {PARAMS: 10 * GIB, OPTIMIZER: 60 * GIB}, 80 * GIB) == {OPTIMIZER, PARAMS}
+
+
+@pytest.mark.parametrize(
+    "stays", [{"residency_overrides": {PARAMS: "device"}}, {"residency": "auto"}, {"colocated": False}]
+)
+def test_parameters_that_stay_are_counted_on_the_host_only_beside_a_reference_of_another_width(stays):
+    sizes = {PARAMS: 4 * GIB, OPTIMIZER_PART: 12 * GIB}
+    streamed = {"sizes": sizes, "activations": 0, "offload_optimizer_states": True, **stays}
+    assert need_of(None, **streamed).resolve().arena == {OPTIMIZER_PART: 12 * GIB, REFERENCE: 4 * GIB}
+    wider = need_of(None, reference_is_cast=True, **streamed).resolve().arena
+    assert wider == {OPTIMIZER_PART: 12 * GIB, REFERENCE: 4 * GIB, PARAMS: 4 * GIB}
+    assert need_of(None, keep_reference=False, **streamed).resolve().arena == {OPTIMIZER_PART: 12 * GIB}
+
+
+def test_what_a_refusal_says_of_parameters_that_leave_is_that_keeping_them_saves_their_copy():
+    sizes = {PARAMS: 4 * GIB, OPTIMIZER_PART: 12 * GIB}
+    message = refused(need_of(16.5, sizes=sizes, activations=0, offload_optimizer_states=True))
+    assert "use ++policy.residency_overrides.params=device, which needs 16.00 GiB" in message
 
 
 def test_an_override_for_a_group_that_an_optimizer_without_states_lacks_is_no_error():

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.backends.megatron import buffer_room
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -338,6 +339,34 @@ def test_a_resumed_run_in_eight_bits_goes_on_bit_by_bit(folder: Path, tmp_path: 
     with worker_of(settings, GPU, keep_reference=True) as worker:
         worker.load_checkpoint(tmp_path / "saved")
         assert steps(worker, 2, 3) == expected
+
+
+def test_a_model_whose_parameters_waited_on_the_host_is_the_same_and_never_took_more_than_its_buffers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = gpu_settings(folder, grad_reduce_in_fp32=True)
+    expected = run(settings)
+    peaks = {}
+    for has_room in (True, False):
+        if not has_room:
+            monkeypatch.setattr(buffer_room, "buffer_bytes", lambda parameters, *, grads_in_fp32: 1 << 60)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with worker_of(settings, GPU, keep_reference=False) as worker:
+            peaks[has_room] = torch.cuda.max_memory_allocated() - before
+            params = worker.residency.device_bytes()["params"]
+    assert peaks[False] + 0.8 * params < peaks[True]
+    found = run(settings)
+    assert found.values == expected.values and torch.equal(found.weights, expected.weights)
+
+
+def test_parameters_that_stay_change_places_with_the_reference_and_no_bit_of_a_run_changes(folder: Path) -> None:
+    changes = {**BFLOAT16_MOMENTS, **STREAMED}
+    away = run(gpu_settings(folder, **changes))
+    stays = run(gpu_settings(folder, residency_overrides={"params": "device"}, **changes))
+    assert stays.values == away.values and torch.equal(stays.weights, away.weights)
 
 
 def moe_folder(path: Path) -> dict[str, Tensor]:

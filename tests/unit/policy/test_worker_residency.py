@@ -87,7 +87,7 @@ def test_a_plan_that_the_host_cannot_hold_is_refused_with_the_numbers_and_the_sm
     with make_worker(folder) as worker:
         gib = worker.residency.device_bytes()["params"] / 2**30
     # params, twice as much optimizer, and the reference: four times the parameters
-    cases = {3.5: "kl_penalty=0, which", 2.5: "overrides.optimizer=device, which", 0.5: "params=device, which"}
+    cases = {3.5: "params=device, which", 2.5: "overrides.optimizer=device, which", 0.5: "kl_penalty=0, which"}
     for budget, fix in cases.items():
         with pytest.raises(ConfigError, match=rf"host_memory_budget_gib leaves .*{fix}"):
             make_worker(folder, keep_reference=True, host_memory_budget_gib=budget * gib).__enter__()
@@ -121,6 +121,27 @@ def test_host_memory_is_taken_while_the_model_loads_and_is_just_enough_for_every
             cycle(worker, make_batch(seed=seed))
             worker.get_reference_logprobs(make_batch(seed=seed))
         assert worker.residency._arenas.reserved_bytes == expected
+
+
+def test_parameters_that_stay_on_the_device_take_no_host_memory_beside_a_reference(make_worker, folders):
+    folder, _ = folders("qwen3-tied")
+    seen = {}
+    for place in ("host", "device"):
+        overrides = {"params": place}
+        with make_worker(folder, keep_reference=True, residency_overrides=overrides, residency_verify=True) as worker:
+            planned = worker._host_need.resolve().arena
+            assert ("params" in planned) == (place == "host")
+            scores = []
+            for seed in range(3):
+                worker.prepare_for_training()
+                worker.train(make_batch(seed=seed), NLL())
+                cycle(worker, make_batch(seed=seed))
+                scores.append(worker.get_reference_logprobs(make_batch(seed=seed)))
+            scores.append(worker.get_logprobs(make_batch(seed=0)))
+            seen[place] = torch.stack(scores)
+            assert (worker.residency.host_bytes()["params"] > 0) == (place == "host")
+            assert worker.residency._arenas.reserved_bytes == sum(planned.values())
+    assert torch.equal(seen["host"], seen["device"])
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_host_memory_behind(folders, monkeypatch):

@@ -32,7 +32,7 @@ pytestmark = [
 SIZES = [(4096, 4096), (4096,), (128, 7), (4096, 2048), (33,), (1024, 1024), (64 << 20,)]
 
 
-def make_plan(**changes: bool) -> ResidencyPlan:
+def make_plan(**changes: bool | frozenset[str]) -> ResidencyPlan:
     values = {
         "colocated": True,
         "use_pinned_optimizer_offload": True,
@@ -44,7 +44,7 @@ def make_plan(**changes: bool) -> ResidencyPlan:
 class Training:
     """Parameters of many sizes and a fused Adam on the GPU."""
 
-    def __init__(self, read_dtype: torch.dtype | None = None, **changes: bool) -> None:
+    def __init__(self, read_dtype: torch.dtype | None = None, **changes: bool | frozenset[str]) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(size, device="cuda")) for size in SIZES]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True)
@@ -201,6 +201,32 @@ def test_a_swapped_in_snapshot_restores_the_policy_bitwise(read_dtype):
             assert torch.equal(p.detach().cpu(), value)
         (swap,) = training.manager.reports.drain()
         assert (swap.bytes_moved == 0) == is_staged
+    training.manager.close()
+
+
+def test_parameters_that_stay_change_places_with_the_references_host_memory():
+    training = Training(resident_groups=frozenset({"params"}))
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.snapshot("params", "reference")
+    initial = [p.detach().cpu() for p in training.parameters]
+    for _ in range(3):
+        training.step()
+        trained = [p.detach().cpu() for p in training.parameters]
+        training.manager.reports.drain()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with training.manager.swapped_in("reference"):
+            for p, value in zip(training.parameters, initial, strict=True):
+                assert torch.equal(p.detach(), value.cuda())
+        for p, value in zip(training.parameters, trained, strict=True):
+            assert torch.equal(p.detach(), value.cuda())
+        assert torch.cuda.memory_allocated() == before
+        torch.cuda.synchronize()
+        (swap,) = training.manager.reports.drain()
+        held = training.manager.device_bytes()["params"]
+        assert {move.bytes_in for move in swap.groups.values()} == {held}
+        assert swap.transfer_s > 0
+    assert training.manager.host_bytes()["params"] == 0
     training.manager.close()
 
 

@@ -20,6 +20,7 @@ from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
     "away": {},
+    "parameters stay": {"resident_groups": frozenset({"params"})},
     "layer by layer": {"layered": True},
     "streamed, layer by layer": {"layered": True, "offload_optimizer_states": True},
     "streamed": {"offload_optimizer_states": True},

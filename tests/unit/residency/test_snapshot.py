@@ -13,18 +13,25 @@ from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
     ResidencyError,
+    exchange,
     snapshot,
     snapshot_bytes,
     storage_key,
 )
 from nemo_offload_rl.residency.device import Room
 
+NO_ROOM = 1 << 20
+RESIDENT = frozenset({"params"})
+
 
 def with_reference(
-    free_bytes: int = 1 << 40, read_dtype: torch.dtype = torch.float32
+    free_bytes: int = 1 << 40,
+    read_dtype: torch.dtype = torch.float32,
+    resident_groups: frozenset[str] = frozenset(),
 ) -> tuple[Training, dict[str, torch.Tensor]]:
     """Training that has passed through a logprob phase once, and its first parameters as passes read them."""
-    training = Training(device=DeferredDevice(free_bytes), read_dtype=read_dtype)
+    device = DeferredDevice(free_bytes)
+    training = Training(device=device, read_dtype=read_dtype, verify=True, resident_groups=resident_groups)
     training.manager.enter(Phase.LP_INFERENCE)
     training.manager.snapshot("params", "reference")
     initial = training.state_as_read(read_dtype)
@@ -36,12 +43,16 @@ def with_reference(
 
 
 @pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20], ids=["staged", "without room"])
-def test_both_ways_of_swapping_show_the_same_bits_and_restore_the_policys(free_bytes, read_dtype, monkeypatch):
-    monkeypatch.setattr(snapshot, "EXCHANGED_AT_ONCE_BYTES", 100)
+@pytest.mark.parametrize("resident", [frozenset(), RESIDENT], ids=["leaves", "stays"])
+@pytest.mark.parametrize("free_bytes", [1 << 40, NO_ROOM], ids=["staged", "without room"])
+def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
+    free_bytes, resident, read_dtype, monkeypatch
+):
+    monkeypatch.setattr(snapshot, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
-    training, initial = with_reference(free_bytes, read_dtype)
+    training, initial = with_reference(free_bytes, read_dtype, resident)
     training.manager.enter(Phase.LP_INFERENCE)
     for _ in range(2):
         with training.manager.swapped_in("reference"):
@@ -119,7 +130,7 @@ def test_a_staged_copy_that_cannot_be_widened_is_given_up_and_the_next_pass_has_
         raise torch.OutOfMemoryError("no room for what is read while it is covered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "_copy_at_once", fail)
+        patched.setattr(snapshot, "copy_at_once", fail)
         with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
             pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), own)
@@ -174,17 +185,17 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
     plain.step()
     training, _ = with_reference()
     training.manager.enter(Phase.LP_INFERENCE)
-    exchange, calls = snapshot._exchange, []
+    copy, calls = exchange.copy_at_once, []
 
-    def fail_at_third(pairs: snapshot.Pairs) -> None:
-        calls.append(pairs)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("no room for the copy that is kept")
-        exchange(pairs)
+    def fail_at_third_piece(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(targets)
+        if len(calls) == 7:
+            raise RuntimeError("a kernel could not be launched")
+        copy(targets, sources)
 
-    monkeypatch.setattr(snapshot, "EXCHANGED_AT_ONCE_BYTES", 256)
-    monkeypatch.setattr(snapshot, "_exchange", fail_at_third)
-    with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 256)
+    monkeypatch.setattr(exchange, "copy_at_once", fail_at_third_piece)
+    with pytest.raises(RuntimeError, match="kernel"), training.manager.swapped_in("reference"):
         pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), dict(plain.model.state_dict()))
     training.step()

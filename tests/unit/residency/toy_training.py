@@ -51,6 +51,7 @@ class Training:
         layered: bool = False,
         overlap: bool = True,
         read_dtype: torch.dtype | None = None,
+        verify: bool = False,
         **changes: bool | frozenset[str],
     ) -> None:
         torch.manual_seed(0)
@@ -74,6 +75,7 @@ class Training:
             ],
             device=device or CpuDevice(),
             overlap=overlap,
+            verify=verify,
         )
 
     @torch.no_grad()

@@ -33,7 +33,8 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     elements = _parameter_elements(model, settings, world_size)
     params_bytes = _parameter_bytes(model, elements, _FP32_BYTES)
     # Layers are gathered in the compute type, so a reference keeps no more.
-    reference_bytes = _parameter_bytes(model, elements, compute_dtype(settings.precision).itemsize)
+    read_bytes = compute_dtype(settings.precision).itemsize
+    reference_bytes = _parameter_bytes(model, elements, read_bytes)
     rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)}
     if settings.dtensor_cfg.cpu_offload:
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -48,6 +49,7 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
         loading=loading_bytes,
         reference=reference_bytes,
         activations=host_bytes_at_most(settings, config.num_hidden_layers, config.hidden_size),
+        reference_is_cast=read_bytes < _FP32_BYTES,
     )
 
 

@@ -81,7 +81,8 @@ def _place(task: Any) -> _Place | None:
 def _gathered(chunks: Sequence[Any], place: _Place) -> Tensor:
     """[E, rows, columns] of all expert-parallel ranks."""
     (chunk,) = chunks
-    experts = unwrap_model(chunk).decoder.layers[place.layer].mlp.experts
+    model: Any = unwrap_model(chunk)
+    experts = model.decoder.layers[place.layer].mlp.experts
     local = getattr(experts, "local_experts", None)
     if local is None:
         layer = getattr(experts, place.own_name)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -22,6 +23,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.megatron.balancing import ExpertBiases, adds_router_loss
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
+from nemo_offload_rl.policy.backends.megatron.buffer_room import wrapped_for_16_bits
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
 from nemo_offload_rl.policy.backends.megatron.local_layers import (
@@ -120,6 +122,7 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             ddp_config=None if is_frozen else _ddp_config(cfg),
             wrap_with_ddp=not is_frozen,
             data_parallel_random_init=False,
+            mixed_precision_wrapper=_wrapper_for_16_bits(cfg, is_frozen=is_frozen),
         )
     set_rotation(chunks, rotation)
     config = chunks[0].config
@@ -241,6 +244,13 @@ def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_param_gather=ddp.overlap_param_gather,
         use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
     )
+
+
+def _wrapper_for_16_bits(cfg: MegatronConfig, *, is_frozen: bool) -> Any:
+    # Without data parallelism there are no such buffers, and without a distributed optimizer none for parameters.
+    if is_frozen or not cfg.optimizer.use_distributed_optimizer:
+        return Float16Module
+    return partial(wrapped_for_16_bits, grads_in_fp32=cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
 
 
 def _freeze_routers(chunks: list[nn.Module]) -> list[nn.Module]:
