@@ -59,6 +59,10 @@ class PassingParts:
     def __len__(self) -> int:
         return len(self._params)
 
+    def free_bytes(self) -> int:
+        """Memory of the device that could still be allocated."""
+        return self._device.free_bytes()
+
     # -- passes
 
     @contextmanager
