@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,10 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
-from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
+from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.policy.backends.dtensor.layerwise import LayerwisePasses, draws_in_training
-from nemo_offload_rl.policy.backends.dtensor.parts import PassHooks
+from nemo_offload_rl.policy.backends.dtensor.pass_order import PassOrder
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.hub_names import HubNames
@@ -139,10 +137,7 @@ class DTensorBackend:
         self._scheduler = torch_optim.build_scheduler(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None
-        self._hooks: PassHooks | None = None
-        self._layerwise: LayerwisePasses | None = None
-        self._trains_layerwise = False
-        self._grad_norms: Mapping[nn.Parameter, Tensor] = {}  # of those that are not there when all are clipped
+        self._order = PassOrder(self._built, settings.dtensor_cfg)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -219,23 +214,7 @@ class DTensorBackend:
             with passing.filled(index):
                 self._built.read_part(part)
         self._passing = passing
-        self._hooks = PassHooks(self._built.parts, passing)
-        self._choose_passes(LayerwisePasses(self._built, passing))
-
-    def _choose_passes(self, layerwise: LayerwisePasses) -> None:
-        """Have passes go layer by layer where the model's can; with backward where layers are computed again anyway."""
-        cfg, config = self._settings.dtensor_cfg, self._built.config.to_dict()
-        two_tokens = TokenBatch(input_ids=torch.zeros(1, 2, dtype=torch.int64), input_lengths=torch.tensor([2]))
-        if (reason := layerwise.unsuited(two_tokens)) is not None:
-            logger.warning(
-                "policy.dtensor_cfg.cpu_offload: the model does not run layer by layer, since %s; its weights cross to "
-                "the device once for every micro-batch.",
-                reason,
-            )
-            return
-        self._layerwise = layerwise
-        recomputes = cfg.activation_checkpointing and not cfg.activation_offload
-        self._trains_layerwise = recomputes and not draws_in_training(self._built.module, config)
+        self._order.use_parts(passing)
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -249,37 +228,10 @@ class DTensorBackend:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._built.module.train()
         totals = Totals(self._device)
-        for loss, metrics in self._train(micro_batches, loss_fn, norm, before_micro_batch):
+        measure = partial(read_loss, loss_fn, norm=norm)
+        for loss, metrics in self._order.train(micro_batches, self._reader(loss_fn), measure, before_micro_batch):
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
-
-    def _train(
-        self,
-        micro_batches: Sequence[TrainBatch],
-        loss_fn: LossFn,
-        norm: LossNorm,
-        before_micro_batch: Callable[[int], None],
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """The loss and metrics of each micro-batch, whose gradients are added up."""
-        read = partial(self._reader, loss_fn)
-        measure = partial(read_loss, loss_fn, norm=norm)
-        if self._layerwise is not None and self._trains_layerwise:
-            yield from self._layerwise.train(micro_batches, read, measure, before_micro_batch)
-            self._grad_norms = self._layerwise.norms
-            return
-        for index, micro_batch in enumerate(micro_batches):
-            before_micro_batch(index)
-            is_last = index == len(micro_batches) - 1
-            if self._rank_info.world_size == 1 and self._hooks is None:
-                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
-                # end. With more ranks they would.
-                self._built.fsdp_root.set_requires_gradient_sync(is_last)
-            with nullcontext() if self._hooks is None else self._hooks.training(measures=is_last):
-                loss, metrics = measure(*self._built.read(micro_batch, read))
-                loss.backward()
-            yield loss, metrics
-        if self._hooks is not None:
-            self._grad_norms = self._hooks.norms
 
     @torch.no_grad()
     def evaluate(
@@ -289,24 +241,14 @@ class DTensorBackend:
         self._built.module.eval()
         totals = Totals(self._device)
         try:
-            for scores_BS, batch in self._read_each(micro_batches, partial(self._reader, loss_fn)):
+            for scores_BS, batch in self._order.read(micro_batches, self._reader(loss_fn)):
                 totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
         finally:
             self._built.reshard()
         return totals.reduce(self._dp_group)
 
-    def _reader(self, loss_fn: LossFn, batch: TrainBatch) -> Reader:
-        return reader_for(loss_fn, batch, self._teacher_head)
-
-    def _read_each[Batch: TokenBatch](
-        self, micro_batches: Sequence[Batch], reader_of: Callable[[Batch], Reader]
-    ) -> Iterable[tuple[Any, Batch]]:
-        """What a reader gives of each micro-batch, without backward."""
-        if self._layerwise is not None:
-            return self._layerwise.read(micro_batches, reader_of)
-        return self._built.read_each(
-            micro_batches, reader_of, nullcontext if self._hooks is None else self._hooks.reading
-        )
+    def _reader(self, loss_fn: LossFn) -> Callable[[TrainBatch], Reader]:
+        return lambda batch: reader_for(loss_fn, batch, self._teacher_head)
 
     def use_teacher_head(self, head: TeacherHead) -> None:
         """See `PolicyBackend`."""
@@ -324,21 +266,17 @@ class DTensorBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._read_each)
+        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._order.read)
         return [scores_BS.logprobs for scores_BS in found]
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
-        self._built.reshard()
-        parallel.drop_unreduced_grads(self._built.fsdp_root)
-        if self._hooks is not None:
-            self._hooks.drop()
-        self._grad_norms = {}
+        self._order.drop()
         self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""
-        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, self._grad_norms)
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, self._order.norms)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)
