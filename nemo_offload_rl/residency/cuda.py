@@ -192,7 +192,10 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)[1]
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] + self.cached_bytes()
+        free, total = torch.cuda.mem_get_info(self.device)
+        # torch refuses more than the user's share of the device, though it is free.
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        return min(free, max(0, allowed - torch.cuda.memory_reserved(self.device))) + self.cached_bytes()
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
