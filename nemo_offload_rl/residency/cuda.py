@@ -193,9 +193,10 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        # torch refuses more than the user's share of the device, though it is free.
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
-        return min(free, max(0, allowed - torch.cuda.memory_reserved(self.device))) + self.cached_bytes()
+        if (share := torch.cuda.get_per_process_memory_fraction(self.device)) < 1:
+            # torch refuses more than that, though it is free.
+            free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(self.device)))
+        return free + self.cached_bytes()
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
