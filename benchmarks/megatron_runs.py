@@ -103,6 +103,7 @@ def run_children(
     target: Callable[[Run, Variant], dict[str, Any]],
     may_share_process: bool = False,
     needs_megatron: bool = True,
+    write: Callable[[str, str, str], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """`target` for every variant in turn; what failed has `error` instead of numbers.
 
@@ -112,6 +113,7 @@ def run_children(
         target: Runs a variant and returns what goes into its row.
         may_share_process: It lets go of all device memory, so that one process can run one variant after another.
         needs_megatron: It is imported before the children are forked.
+        write: Writes the model of a shape to a folder, making it on a device; one with tied embeddings without it.
     """
     unknown = set(args.only or ()) - {variant.name for variant in variants}
     if unknown:
@@ -132,7 +134,7 @@ def run_children(
         "rows": rows,
     }
     with tempfile.TemporaryDirectory() as folder:
-        run_child(_write_model, args.shape, folder, args.device)
+        run_child(write or _write_model, args.shape, folder, args.device)
         lengths = tuple(int(length) for length in args.lengths.split(","))
         counts = (args.rows, args.steps, args.warmup_steps)
         run = Run(args.shape, folder, args.device, lengths, *counts, tuple(args.overrides))
