@@ -3,8 +3,8 @@
     python benchmarks/cpu_offload_steps.py --shape 8B --rows 8 --lengths 4096 --gpu-cap-gib 24 --out FILE
 
 A step is forward, backward and update of a Qwen3 shape by the policy worker (random weights and tokens, bf16, AdamW
-with moments of 16 bits), with `--rows` micro-batches of one row each. `resident` keeps the optimizer's states on the host,
-but no more. The cap is for `cpu_offload`. Peaks are the allocator's over whole steps, all state included; exposed
+with moments of 16 bits), with `--rows` micro-batches of one row each. `resident` keeps the optimizer's states on the
+host, but no more. The cap is for `cpu_offload`. Peaks are the allocator's over whole steps, all state included; exposed
 seconds are those in which the host waited for copies or their starts. With `--deterministic` losses and gradient norms
 of all variants should be equal.
 

@@ -26,10 +26,11 @@ from simulated_device import SimulatedDevice
 from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import TokenFilter
-from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, ResidencyError
 
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -278,3 +279,85 @@ def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothi
             hook.remove()
         assert all(not size for name, size in hurt.residency.device_bytes().items() if "part" in name)
         assert_same_steps(steps(hurt), steps(clean))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_batches(folders, family):
+    folder, _ = folders(family)
+    num_calls = 0
+
+    def runs_out(*_):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (6, 17):  # in backward of a group of four micro-batches, and of two
+            raise torch.OutOfMemoryError("no memory\nfor it")
+
+    with recomputed(folder) as clean, layerwise(folder) as hurt:
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+        hook = forward_hook_on_layer(hurt, 1, runs_out)
+        found = [worker.train(make_batch(), NLL()) for worker in (clean, hurt)]
+        hook.remove()
+        assert found[0] == found[1]
+        assert_equal(full_params(hurt), full_params(clean))
+        params_in, *_ = crossings(hurt, lambda: hurt.forward_backward(make_batch(), NLL()))
+        assert params_in[1] > 4  # both directions of more groups than two
+
+
+def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_old_state(folders, use_device):
+    folder, _ = folders("qwen3")
+
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    use_device(DeferredDevice(free_bytes=0))
+    with layerwise(folder) as worker:
+        worker.prepare_for_training()
+        before = full_params(worker)
+        hook = forward_hook_on_layer(worker, 1, runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.train(make_batch(), NLL())
+        hook.remove()
+        assert_equal(full_params(worker), before)
+        assert not worker.train(make_batch(), NLL()).is_skipped[0]
+
+
+@pytest.mark.parametrize("raised", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", [1, 4, 10])
+def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_work(
+    eight_layers, two_steps, tmp_path, part, raised
+):
+    """Nothing can use a state of which some parts are new; the last checkpoint is whole."""
+    num_updates = 0
+
+    def break_off(*_):
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == part:
+            raise raised("in the middle of an update")
+
+    with layerwise(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLL())
+        worker.save_checkpoint(tmp_path / "saved")
+        worker.forward_backward(make_batch(seed=1), NLL())
+        hook = worker._backend._optimizer.register_step_post_hook(break_off)
+        with pytest.raises(raised):
+            worker.optim_step()
+        hook.remove()
+        uses = {
+            "logprobs": worker.prepare_for_lp_inference,
+            "refit": worker.offload_before_refit,
+            "save": lambda: worker.save_checkpoint(tmp_path / "broken"),
+            "export": lambda: worker.export_hf(tmp_path / "hf"),
+        }
+        for use in uses.values():
+            with pytest.raises((ResidencyError, CheckpointError), match=f"broke off in part {part} of 10"):
+                use()
+        assert not (tmp_path / "broken").exists()
+    with layerwise(eight_layers[0]) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        worker.prepare_for_training()
+        assert_equal(full_params(worker), two_steps[1])
+        worker.train(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[2])

@@ -272,7 +272,6 @@ class DTensorBackend:
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
         self._order.drop()
-        self._optimizer.zero_grad(set_to_none=True)
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""

@@ -84,6 +84,8 @@ class LayerwisePasses:
         self._output = 0 if self._is_tied else len(self._parts) - 1
         self._largest_bytes = max(sum(p.nbytes for _, p in part.parameters) for part in self._parts)
         self._model = SteppedModel(built)
+        self._most_bytes: dict[int, int] = {}  # of a group, by the number of hidden states that are kept
+        self._last_group = (0, 0, 0)  # that number, its bytes, and its micro-batches
 
     @torch.no_grad()
     def unsuited(self, micro_batch: TokenBatch) -> str | None:
@@ -95,13 +97,20 @@ class LayerwisePasses:
         try:
             with self._ready(), self._passing.on_device(0), gathered(self._unit(0)):
                 given = self._embedded(micro_batch).given
-            with self._passing.on_device(1), gathered(self._unit(1)):
+            # Compiled for this size, it would be compiled again for others.
+            with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
                 output: Any = self._model.layer(0, given.hidden, given)
         except UnsuitedError as error:
             return str(error)
         if not isinstance(output, Tensor) or output.shape != given.hidden.shape:
             return "its layers give something else than hidden states"
         return None
+
+    def make_groups_smaller(self) -> bool:
+        """After memory has run out: groups like the last one are half as large. False if it was one micro-batch."""
+        num_kept, num_bytes, num_together = self._last_group
+        self._most_bytes[num_kept] = num_bytes // 2
+        return num_together > 1
 
     # -- passes
 
@@ -154,9 +163,10 @@ class LayerwisePasses:
     def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch], num_kept: int) -> list[_OnItsWay[Batch]]:
         """As many of the micro-batches, one at least, as have room for `num_kept` hidden states each."""
         group: list[_OnItsWay[Batch]] = []
-        # What else a pass takes: cast copies, gradients and the next part, at most 16 bytes a parameter; activations
-        # of one layer, or logits, which as little is known of as it was of those of one whole micro-batch.
+        # Beside them a pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next
+        # part), and what one layer, or the logits, need for a micro-batch: the other half, which may be too little.
         limit_bytes = (self._passing.free_bytes() - 4 * self._largest_bytes) // 2
+        limit_bytes = min(limit_bytes, self._most_bytes.get(num_kept, limit_bytes))
         used_bytes = tokens = 0
         with self._present(0, following=1):
             for micro_batch in micro_batches:
@@ -167,18 +177,19 @@ class LayerwisePasses:
                 given = group[-1].given
                 used_bytes += num_kept * given.hidden.nbytes + given.others_bytes()
                 tokens += num_tokens
+        self._last_group = (num_kept, used_bytes, len(group))
         return group
 
-    @torch.no_grad()
     def _forward(self, group: Sequence[_OnItsWay[Any]], *, keeps_inputs: bool) -> None:
         for index in range(self._num_layers):
             is_last = index == self._num_layers - 1
             with self._present(index + 1, following=self._output if is_last else index + 2):
                 for it in group:
-                    hidden = cast_inputs(it.hidden, self._built.compute_dtype)
+                    hidden = cast_inputs(it.hidden, self._built.compute_dtype).detach()
                     if keeps_inputs:
-                        it.inputs.append(hidden)
-                    it.hidden = self._model.layer(index, hidden, it.given)
+                        # With the kernels that compute it again, whose graph is gone at once.
+                        it.inputs.append(hidden.requires_grad_())
+                    it.hidden = self._model.layer(index, hidden, it.given).detach()
 
     def _backward_of_output[Batch: TokenBatch](
         self,
@@ -224,7 +235,7 @@ class LayerwisePasses:
             with self._present(part, following=following, with_gradients=part - 1):
                 self._passing.bring_gradients(part)
                 for it in group:
-                    hidden = it.inputs.pop().requires_grad_()
+                    hidden = it.inputs.pop()
                     output = self._model.layer(index, hidden, it.given)
                     torch.autograd.backward([output], [it.hidden.to(output.dtype)])
                     it.hidden = cast(Tensor, hidden.grad)

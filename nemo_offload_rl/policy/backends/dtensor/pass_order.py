@@ -17,7 +17,7 @@ from nemo_offload_rl.policy.backends.dtensor.layerwise import LayerwisePasses, L
 from nemo_offload_rl.policy.backends.dtensor.parallel import drop_unreduced_grads
 from nemo_offload_rl.policy.backends.dtensor.parts import PassHooks
 from nemo_offload_rl.policy.backends.dtensor.stand_ins import draws_in_training
-from nemo_offload_rl.residency import PassingParts
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassingParts
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,18 @@ class PassOrder:
         recomputes = self._cfg.activation_checkpointing and not self._cfg.activation_offload
         config = self._built.config.to_dict()
         self._trains_layerwise = recomputes and not draws_in_training(self._built.module, config)
+        if not self._trains_layerwise:
+            logger.info(
+                "policy.dtensor_cfg.cpu_offload: in training, weights and gradients cross once for every micro-batch. "
+                "They cross once for many with activation_checkpointing true, activation_offload false and no dropout."
+            )
 
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> Iterable[tuple[Any, Batch]]:
         """What a reader gives of each micro-batch, as `BuiltModel.read` has it; without backward."""
-        if self._layerwise is not None:
-            return self._layerwise.read(micro_batches, reader_of)
+        if (layerwise := self._layerwise) is not None:
+            return self._in_groups(lambda: layerwise.read(micro_batches, reader_of))
         around = nullcontext if self._hooks is None else self._hooks.reading
         return self._built.read_each(micro_batches, reader_of, around)
 
@@ -78,9 +83,11 @@ class PassOrder:
         before_micro_batch: Callable[[int], None],
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Add the gradients of all micro-batches; gives the loss and metrics of each."""
-        if self._layerwise is not None and self._trains_layerwise:
-            yield from self._layerwise.train(micro_batches, reader_of, loss_of, before_micro_batch)
-            self.norms = self._layerwise.norms
+        if (layerwise := self._layerwise) is not None and self._trains_layerwise:
+            yield from self._in_groups(
+                lambda: layerwise.train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
+            )
+            self.norms = layerwise.norms
             return
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
@@ -96,10 +103,28 @@ class PassOrder:
         if self._hooks is not None:
             self.norms = self._hooks.norms
 
+    def _in_groups[Result](self, run: Callable[[], Result], after_failure: Callable[[], None] | None = None) -> Result:
+        """A pass layer by layer; where memory runs out, once more in smaller groups of micro-batches."""
+        while True:
+            try:
+                return run()
+            except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
+                if self._layerwise is None or not self._layerwise.make_groups_smaller():
+                    raise
+                logger.info(
+                    "Out of memory (%s); micro-batches pass in smaller groups.", str(error).split("\n")[0][:200]
+                )
+            # Outside of the handler: the error's traceback holds the failed pass's tensors.
+            self._built.reshard()
+            if after_failure is not None:
+                after_failure()
+
     def drop(self) -> None:
         """Forget gradients and gathered parameters."""
         self._built.reshard()
         drop_unreduced_grads(self._built.fsdp_root)
         if self._hooks is not None:
             self._hooks.drop()
+        for _, parameter in self._built.parameters:
+            parameter.grad = None
         self.norms = {}
