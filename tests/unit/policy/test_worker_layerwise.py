@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from deferred_device import DeferredDevice
+from model_families import FAMILIES, save_family_folder, trained_by
 from passing_cases import FailingDevice, WatchedCpu, WatchedLate, assert_same_steps, in_parts, results, steps
 from policy_cases import (
     NLL,
@@ -27,6 +28,7 @@ from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.models.families import DTENSOR
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import TokenFilter
@@ -83,6 +85,17 @@ def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_th
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
     with layerwise(folder, keep_reference=True, **changes) as worker:
+        assert worker._backend._order._trains_layerwise
+        assert_same_steps(steps(worker, 2), expected)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", [name for name in FAMILIES if DTENSOR in trained_by(name)])
+def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(tmp_path, family):
+    save_family_folder(tmp_path, family)
+    with one_rank_worker(tmp_path, keep_reference=True, precision="bfloat16") as worker:
+        expected = steps(worker, 2)
+    with layerwise(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         assert worker._backend._order._trains_layerwise
         assert_same_steps(steps(worker, 2), expected)
 
