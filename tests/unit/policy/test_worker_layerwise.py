@@ -79,7 +79,7 @@ def crossings(worker, run):
     ],
     ids=["float32", "bfloat16", "packed"],
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "gemma2-tied", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "gemma2-tied", "qwen3-moe", "olmo2"])
 def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(folders, family, changes):
     folder, _ = folders(family)
     with recomputed(folder, keep_reference=True, **changes) as worker:
@@ -93,7 +93,7 @@ def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_th
 @pytest.mark.parametrize("family", [name for name in FAMILIES if DTENSOR in trained_by(name)])
 def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(tmp_path, family):
     save_family_folder(tmp_path, family)
-    with one_rank_worker(tmp_path, keep_reference=True, precision="bfloat16") as worker:
+    with recomputed(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         expected = steps(worker, 2)
     with layerwise(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         assert worker._backend._order._trains_layerwise

@@ -114,6 +114,9 @@ class BuiltModel:
             is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
             units = outer_units(causal_lm.get_input_embeddings(), self.module.scorer, is_tied=is_tied)
         self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
+        if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
+            for layer in layers:
+                parallel.cast_when_computed_again(layer, compute_dtype)
         self.parts = parts_of(units, self.layers) if units else []
         in_parts = {parameter for part in self.parts for parameter in part.first.parameters()}
         materialize(self.module, self._device, empty=in_parts)

@@ -312,6 +312,14 @@ def wait_for_gradients(unit: FSDPModule) -> None:
         group._wait_for_post_backward()
 
 
+def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a checkpointed layer is given in backward too: there FSDP's own hook does not.
+
+    Rotary angles of OLMo 2 and ERNIE 4.5 are float32, whatever the hidden states are.
+    """
+    layer.register_forward_pre_hook(lambda _layer, args, kwargs: cast_inputs((args, kwargs), dtype), with_kwargs=True)
+
+
 # -- a unit without its hooks, for one rank
 
 
