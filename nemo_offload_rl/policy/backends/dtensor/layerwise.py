@@ -231,7 +231,8 @@ class LayerwisePasses:
     def _backward_of_layers(self, group: Sequence[_OnItsWay[Any]], *, measures: bool) -> None:
         for index in reversed(range(self._num_layers)):
             part = index + 1
-            following = part - 1 if index or self._is_tied else None
+            # An embedding of its own needs no weights now, but with the next group.
+            following = part - 1 if index or self._is_tied or not measures else None
             with self._present(part, following=following, with_gradients=part - 1):
                 self._passing.bring_gradients(part)
                 for it in group:
