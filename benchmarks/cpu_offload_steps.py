@@ -24,9 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo"))  # for the tokenizer
 from megatron_runs import GIB, Run, Variant, add_arguments, random_batch, run_children, worker_of
-from qwen3_shapes import shape_of, write_model
 from residency_overlap import NLL
 
 KEY = "policy.dtensor_cfg"
@@ -38,12 +36,6 @@ VARIANTS = (
     Variant("cpu_offload", (HOST, RECOMPUTE)),
     Variant("cpu_offload, one micro-batch at a time", (HOST, f"{KEY}.activation_checkpointing=false")),
 )
-
-
-def write_untied(shape: str, folder: str, device: str) -> dict[str, Any]:
-    """A model whose output layer is a matrix of its own."""
-    write_model(Path(folder), shape_of(shape), device)
-    return {}
 
 
 def run_variant(run: Run, variant: Variant, cap_gib: float | None) -> dict[str, Any]:
@@ -134,9 +126,10 @@ def main() -> None:
     if args.deterministic:
         args.overrides = (*args.overrides, "policy.deterministic=true")
     target = partial(run_variant, cap_gib=args.gpu_cap_gib)
-    write = None if args.tied else write_untied
-    options: dict[str, Any] = {"may_share_process": True, "needs_megatron": False, "write": write}
-    print(table(run_children(args, VARIANTS, target, **options)))
+    results = run_children(
+        args, VARIANTS, target, may_share_process=True, needs_megatron=False, ties_embeddings=args.tied
+    )
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from qwen3_shapes import MOE_SHAPES, SHAPES, shape_of
-from qwen3_shapes import write_model as write_mixture
+from qwen3_shapes import write_model as write_untied
 from residency_overlap import NLL, write_model
 from residency_peers import grow_host_memory, probe_link
 
@@ -103,7 +103,7 @@ def run_children(
     target: Callable[[Run, Variant], dict[str, Any]],
     may_share_process: bool = False,
     needs_megatron: bool = True,
-    write: Callable[[str, str, str], dict[str, Any]] | None = None,
+    ties_embeddings: bool = True,
 ) -> dict[str, Any]:
     """`target` for every variant in turn; what failed has `error` instead of numbers.
 
@@ -113,7 +113,7 @@ def run_children(
         target: Runs a variant and returns what goes into its row.
         may_share_process: It lets go of all device memory, so that one process can run one variant after another.
         needs_megatron: It is imported before the children are forked.
-        write: Writes the model of a shape to a folder, making it on a device; one with tied embeddings without it.
+        ties_embeddings: A dense model's output layer is its embedding.
     """
     unknown = set(args.only or ()) - {variant.name for variant in variants}
     if unknown:
@@ -134,7 +134,7 @@ def run_children(
         "rows": rows,
     }
     with tempfile.TemporaryDirectory() as folder:
-        run_child(write or _write_model, args.shape, folder, args.device)
+        run_child(_write_model, args.shape, folder, args.device, ties_embeddings)
         lengths = tuple(int(length) for length in args.lengths.split(","))
         counts = (args.rows, args.steps, args.warmup_steps)
         run = Run(args.shape, folder, args.device, lengths, *counts, tuple(args.overrides))
@@ -349,10 +349,10 @@ def memory_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _write_model(shape: str, folder: str, device: str) -> dict[str, Any]:
-    if shape in MOE_SHAPES:
+def _write_model(shape: str, folder: str, device: str, ties_embeddings: bool) -> dict[str, Any]:
+    if shape in MOE_SHAPES or not ties_embeddings:
         sys.path.insert(0, str(ROOT / "examples" / "demo"))  # for its tokenizer
-        write_mixture(Path(folder), MOE_SHAPES[shape], device)
+        write_untied(Path(folder), shape_of(shape), device)
     else:
         write_model(shape, Path(folder), device)
     return {}

@@ -46,8 +46,8 @@ def assert_same_steps(left, right):
 class Watched:
     """A device that looks, whenever something moves, at how many bytes of parts are on it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
         self.worker = None
         self.seen = []  # (phase, bytes of parameters, of gradients, of optimizer states)
 

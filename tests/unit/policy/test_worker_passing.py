@@ -54,7 +54,7 @@ def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_devi
     folder, _ = folders(family)
     with one_rank_worker(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker)
-    for device in (CpuDevice(), DeferredDevice()):
+    for device in (CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)):
         use_device(device)
         with in_parts(folder, keep_reference=True, **changes) as worker:
             assert_same_steps(steps(worker), expected)
@@ -72,7 +72,7 @@ def test_other_families_too(folders, family):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate()], ids=["", "overlapped"])
+@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate(free_bytes=0)], ids=["", "overlapped"])
 def test_of_ten_parts_one_passes_through_the_device_at_a_time_and_two_in_the_update(eight_layers, use_device, device):
     """A part has 4 bytes a parameter, as many of gradients, and twice as many of optimizer states."""
     path, part_bytes, all_bytes = eight_layers
