@@ -315,6 +315,12 @@ def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_
         assert_equal(full_params(hurt), full_params(clean))
         params_in, *_ = crossings(hurt, lambda: hurt.forward_backward(make_batch(), NLL()))
         assert params_in[1] > 4  # both directions of more groups than two
+        hurt.zero_grad()
+        num_calls = 4  # memory runs out in the second micro-batch
+        hook = forward_hook_on_layer(hurt, 1, runs_out)
+        assert torch.equal(hurt.get_logprobs(make_batch()), clean.get_logprobs(make_batch()))
+        hook.remove()
+        assert num_calls == 4 + 2 + 3
 
 
 def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_old_state(folders, use_device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -115,6 +116,7 @@ class PassOrder:
                     "Out of memory (%s); micro-batches pass in smaller groups.", str(error).split("\n")[0][:200]
                 )
             # Outside of the handler: the error's traceback holds the failed pass's tensors.
+            gc.collect()
             self._built.reshard()
             if after_failure is not None:
                 after_failure()
