@@ -60,6 +60,7 @@ test-fast: setup
 test-models: setup
 	ONLY="$(ONLY)" MODELS_RESULTS=benchmarks/results/models.json $(PYTEST) tests/unit/models/test_matrix.py \
 		-k "split or (served and ($(or $(ONLY),family)))"
+	$(PYTEST) tests/unit/policy/test_worker_layerwise.py -m models -k "$(or $(ONLY),family)"
 	$(PYTHON) -m nemo_offload_rl.models.page
 
 test-gpu:

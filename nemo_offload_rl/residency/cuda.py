@@ -199,7 +199,11 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)[1]
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] + self.cached_bytes()
+        free, total = torch.cuda.mem_get_info(self.device)
+        if (share := torch.cuda.get_per_process_memory_fraction(self.device)) < 1:
+            # torch refuses more than that, though it is free.
+            free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(self.device)))
+        return free + self.cached_bytes()
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)

@@ -91,7 +91,7 @@ class ResidencyManager:
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
-        self.passing = PassingParts(params, grads, device, self._overlap, self._ledger.add) if params else None
+        self.passing = PassingParts(self._groups, params, grads, self._overlap, self._ledger.add) if params else None
         updated = [self._parts, params, grads] if params else [self._parts]
         layers = self._of_row(TEACHER_LAYER)
         bundles = list(zip(*updated, strict=True))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_offload_rl.residency.device import Copy, Device, Room
+from nemo_offload_rl.residency.device import Copy, Room
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_bytes, storage_key
@@ -21,15 +21,16 @@ from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Phase, Placement
 from nemo_offload_rl.residency.streaming import records_of
+from nemo_offload_rl.residency.transaction import GroupSet
 
 
 class PassingParts:
     """Moves the parts of one worker; a backend says when it reads and writes what. One rank's, on one thread.
 
     Args:
+        groups: All groups of the worker.
         params: The parameters of each part, in the order of a forward pass.
         grads: Their gradients, likewise.
-        device: Where they go.
         overlap: Bring what is read next beside what is computed now.
         charge: Gets the report of each pass.
 
@@ -39,15 +40,16 @@ class PassingParts:
 
     def __init__(
         self,
+        groups: GroupSet,
         params: Sequence[GroupState],
         grads: Sequence[GroupState],
-        device: Device,
         overlap: bool,
         charge: Callable[[TransitionReport], None],
     ) -> None:
+        self._groups = groups
         self._params = params
         self._grads = grads
-        self._device = device
+        self._device = groups.device
         self._overlap = overlap
         self._charge = charge
         self.phase = Phase.TRAINING
@@ -58,6 +60,11 @@ class PassingParts:
 
     def __len__(self) -> int:
         return len(self._params)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that could be allocated once everything has left that is leaving."""
+        leaving = (state.held_bytes for state in self._groups.states.values() if state.is_leaving)
+        return self._device.free_bytes() + sum(leaving)
 
     # -- passes
 
@@ -80,6 +87,7 @@ class PassingParts:
         Raises:
             DeviceOutOfMemoryError: There is no room; they are on the host as before.
         """
+        self._groups.release_finished(release_cache=False)
         self._arrive(self._params[index], self._source(index))
 
     def bring_gradients(self, index: int) -> None:
@@ -200,12 +208,7 @@ class PassingParts:
     def _arrive(self, state: GroupState, source: HostMirror | None = None) -> None:
         with self._report.held_up():
             if state.location is not Placement.DEVICE:
-                records = self._records(state)
-                try:
-                    state.arrive(records, self._report, source)
-                except BaseException:
-                    state.undo_arrival(records)
-                    raise
+                state.arrive_alone(self._records(state), self._report, source)
         state.wait_arrival()
 
     def _prefetch(self, state: GroupState, source: HostMirror | None = None) -> None:

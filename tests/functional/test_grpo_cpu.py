@@ -124,7 +124,11 @@ def test_the_report_is_written(run, folder):
     "residency_keys",
     [
         ["policy.use_pinned_optimizer_offload=true", "policy.offload_optimizer_states_for_logprob=true"],
-        ["policy.dtensor_cfg.cpu_offload=true", "checkpointing.save_consolidated=true"],
+        [
+            "policy.dtensor_cfg.cpu_offload=true",
+            "policy.dtensor_cfg.activation_checkpointing=true",
+            "checkpointing.save_consolidated=true",
+        ],
     ],
     ids=["", "in parts"],
 )

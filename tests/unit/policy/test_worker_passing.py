@@ -6,8 +6,16 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
-import torch
 from deferred_device import DeferredDevice
+from passing_cases import (
+    FailingDevice,
+    WatchedCpu,
+    WatchedLate,
+    assert_same_steps,
+    in_parts,
+    results,
+    steps,
+)
 from policy_cases import (
     NLL,
     Poisoned,
@@ -22,48 +30,11 @@ from policy_cases import (
 )
 from resume_cases import goes_on_bitwise, train_steps
 from simulated_device import SimulatedDevice
-from tiny_models import qwen3_config, save_model_folder
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Placement, ResidencyError
-
-in_parts = partial(one_rank_worker, cpu_offload=True)
-PART_ROWS = ("params/part.", "grads/part.", "optimizer/part.")
-
-
-def results(worker, num_steps=3):
-    """What all passes of some steps gave, with every phase of a step and a reference."""
-    seen = []
-    worker.prepare_for_training()
-    for seed in range(num_steps):
-        batch = make_batch(seed=seed)
-        cycle(worker, batch)
-        worker.prepare_for_lp_inference()
-        seen += [worker.get_logprobs(batch), worker.get_reference_logprobs(batch)]
-        worker.prepare_for_training()
-        seen.append(torch.tensor(worker.evaluate(batch, NLL()).loss))
-        result = worker.train(batch, NLL())
-        seen.append(torch.tensor([*result.loss, *result.grad_norm, *result.metrics["logprob_min"]]))
-    return seen
-
-
-def steps(worker, num_steps=3):
-    """The same, and the state at the end."""
-    return results(worker, num_steps), full_params(worker), full_optimizer(worker)
-
-
-def assert_same_steps(left, right):
-    assert all(torch.equal(mine, other) for mine, other in zip(left[0], right[0], strict=True))
-    assert_equal(left[1], right[1])
-    assert_equal(left[2], right[2])
-
-
-@pytest.fixture
-def use_device(monkeypatch):
-    """From here on, workers have this device."""
-    return lambda device: monkeypatch.setattr(worker_module, "make_device", lambda _: device)
 
 
 @pytest.mark.parametrize(
@@ -99,47 +70,6 @@ def test_other_families_too(folders, family):
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class Watched:
-    """A device that looks, whenever something moves, at how many bytes of parts are on it."""
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.worker = None
-        self.seen = []  # (phase, bytes of parameters, of gradients, of optimizer states)
-
-    def look(self):
-        if self.worker is not None:
-            sizes = self.worker.residency.device_bytes()
-            sums = [sum(size for name, size in sizes.items() if name.startswith(row)) for row in PART_ROWS]
-            self.seen.append((self.worker.residency.phase, *sums))
-
-    def allocate(self, wanted):
-        super().allocate(wanted)
-        self.look()
-
-    def copy_out(self, copies):
-        self.look()
-        return super().copy_out(copies)
-
-
-class WatchedCpu(Watched, CpuDevice):
-    """Copies are waited for."""
-
-
-class WatchedLate(Watched, DeferredDevice):
-    """Copies overlap."""
-
-
-@pytest.fixture(scope="module")
-def eight_layers(tmp_path_factory):
-    """A folder, and the bytes of the parameters of its largest part and of all parts."""
-    path = tmp_path_factory.mktemp("eight_layers")
-    model = save_model_folder(path, 0, qwen3_config(num_layers=8))
-    parts = [model.model.embed_tokens, *model.model.layers, model.lm_head]
-    sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
-    return path, max(sizes), sum(sizes)
 
 
 @pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate(free_bytes=0)], ids=["", "overlapped"])
@@ -210,41 +140,6 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
-
-
-class FailingDevice(CpuDevice):
-    """A device whose `countdown`-th copy from now on fails half-way."""
-
-    def __init__(self) -> None:
-        self.countdown = 0
-
-    def _counted(self, copies):
-        copies = list(copies)
-        self.countdown -= 1
-        if self.countdown == 0:
-            for copy in copies[: len(copies) // 2]:
-                copy.device.fill_(0xEE)
-                yield copy
-            raise OSError("the link is gone")
-        yield from copies
-
-    def copy_out(self, copies):
-        return super().copy_out(self._counted(copies))
-
-    def copy_in(self, copies):
-        return super().copy_in(self._counted(copies))
-
-
-@pytest.fixture(scope="module")
-def two_steps(eight_layers):
-    """The state after none, one and two steps, by a worker that nothing happens to."""
-    with one_rank_worker(eight_layers[0]) as worker:
-        worker.prepare_for_training()
-        states = [full_params(worker)]
-        for seed in range(2):
-            worker.train(make_batch(seed=seed), NLL())
-            states.append(full_params(worker))
-    return states
 
 
 @pytest.mark.parametrize("countdown", [1, 2, 10, 15, 24, 29, 40, 57])

@@ -132,6 +132,7 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> C
         "current_device": lambda: 0,
         "empty_cache": empty_cache,
         "mem_get_info": lambda device=None: (6 << 30, 8 << 30),
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
         "memory_reserved": lambda device=None: 3 << 30,
         "memory_allocated": lambda device=None: 1 << 30,
         "max_memory_allocated": lambda device=None: 2 << 30,

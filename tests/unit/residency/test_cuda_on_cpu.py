@@ -304,3 +304,5 @@ def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_
     assert device.free_bytes() == 8 * gib  # six free, two cached by this process
     assert device.drain_peak_bytes() == 2 * gib
     assert device.allocated_bytes() == gib
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 0.5)
+    assert device.free_bytes() == 3 * gib  # of four that this process may have, three are reserved, two of them cached

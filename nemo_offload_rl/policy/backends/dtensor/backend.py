@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -21,16 +22,16 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
-from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, parallel, torch_optim
+from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, torch_optim
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.policy.backends.dtensor.parts import PassHooks
+from nemo_offload_rl.policy.backends.dtensor.pass_order import PassOrder
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
-from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead, read_loss, reader_for
+from nemo_offload_rl.policy.backends.readers import Reader, ReadScores, TeacherHead, read_loss, reader_for
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
 from nemo_offload_rl.policy.interfaces import LossFn
@@ -139,7 +140,7 @@ class DTensorBackend:
         self._scheduler = torch_optim.build_scheduler(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None
-        self._hooks: PassHooks | None = None
+        self._order = PassOrder(self._built, settings.dtensor_cfg)
 
     @property
     def rank_info(self) -> RankInfo:
@@ -216,7 +217,7 @@ class DTensorBackend:
             with passing.filled(index):
                 self._built.read_part(part)
         self._passing = passing
-        self._hooks = PassHooks(self._built.parts, passing)
+        self._order.use_parts(passing)
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -230,16 +231,8 @@ class DTensorBackend:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._built.module.train()
         totals = Totals(self._device)
-        for index, micro_batch in enumerate(micro_batches):
-            before_micro_batch(index)
-            is_last = index == len(micro_batches) - 1
-            if self._rank_info.world_size == 1 and self._hooks is None:
-                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
-                # end. With more ranks they would.
-                self._built.fsdp_root.set_requires_gradient_sync(is_last)
-            with nullcontext() if self._hooks is None else self._hooks.training(measures=is_last):
-                loss, metrics = self._loss(micro_batch, loss_fn, norm)
-                loss.backward()
+        measure = partial(read_loss, loss_fn, norm=norm)
+        for loss, metrics in self._order.train(micro_batches, self._reader(loss_fn), measure, before_micro_batch):
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
 
@@ -251,17 +244,14 @@ class DTensorBackend:
         self._built.module.eval()
         totals = Totals(self._device)
         try:
-            for micro_batch in micro_batches:
-                with self._reading():
-                    loss, metrics = self._loss(micro_batch, loss_fn, norm)
-                totals.add(loss, metrics)
+            for scores_BS, batch in self._order.read(micro_batches, self._reader(loss_fn)):
+                totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
         finally:
             self._built.reshard()
         return totals.reduce(self._dp_group)
 
-    def _loss(self, micro_batch: TrainBatch, loss_fn: LossFn, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-        scores_BS, batch = self._built.read(micro_batch, lambda batch: reader_for(loss_fn, batch, self._teacher_head))
-        return read_loss(loss_fn, scores_BS, batch, norm)
+    def _reader(self, loss_fn: LossFn) -> Callable[[TrainBatch], Reader]:
+        return lambda batch: reader_for(loss_fn, batch, self._teacher_head)
 
     def use_teacher_head(self, head: TeacherHead) -> None:
         """See `PolicyBackend`."""
@@ -279,25 +269,16 @@ class DTensorBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._reading)
+        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._order.read)
         return [scores_BS.logprobs for scores_BS in found]
-
-    def _reading(self) -> AbstractContextManager[None]:
-        """Around each pass without backward."""
-        return nullcontext() if self._hooks is None else self._hooks.reading()
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
-        self._built.reshard()
-        parallel.drop_unreduced_grads(self._built.fsdp_root)
-        if self._hooks is not None:
-            self._hooks.drop()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._order.drop()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""
-        known = {} if self._hooks is None else self._hooks.norms
-        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, known)
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, self._order.norms)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.policy.backends.dtensor.context_parallel import share_rows
 from nemo_offload_rl.policy.backends.dtensor.experts import divide_experts, expert_modules
-from nemo_offload_rl.policy.backends.dtensor.layout import packed_rows, padded_rows, shared_rows
+from nemo_offload_rl.policy.backends.dtensor.layout import ModelRows, packed_rows, padded_rows, shared_rows
 from nemo_offload_rl.policy.backends.dtensor.loading import (
     build_causal_lm,
     find_weights,
@@ -48,6 +48,7 @@ class BuiltModel:
         dp_group: Ranks with different data.
         tp_rank: This rank among those that share each layer.
         rank_info: Where this process stands.
+        compute_dtype: Of passes.
         head: How logits are read; it has this rank's vocabulary columns.
         module: What FSDP wraps.
         fsdp_root: The same as FSDP's.
@@ -67,7 +68,7 @@ class BuiltModel:
         splits_sequence = settings.dtensor_cfg.sequence_parallel and tp_size > 1
         parallel.check_model(self.config, settings.dtensor_cfg, settings.max_total_sequence_length)
         self._device = torch.device(process.device)
-        self._compute_dtype = COMPUTE_DTYPES[settings.precision]
+        self.compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._packs = settings.sequence_packing.enabled
         self._multiple = tp_size if splits_sequence else 1
         cp_size = settings.dtensor_cfg.context_parallel_size
@@ -78,7 +79,7 @@ class BuiltModel:
         if not is_frozen:
             torch.manual_seed(settings.seed + meshes.fsdp.get_local_rank())
 
-        on_gpu, compute_dtype = self._device.type == "cuda", self._compute_dtype
+        on_gpu, compute_dtype = self._device.type == "cuda", self.compute_dtype
         attention = choose_attention(
             self.config, self._device, compute_dtype, packs=self._packs, shares_rows=cp_size > 1
         )
@@ -113,6 +114,9 @@ class BuiltModel:
             is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
             units = outer_units(causal_lm.get_input_embeddings(), self.module.scorer, is_tied=is_tied)
         self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
+        if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
+            for layer in layers:
+                parallel.cast_when_computed_again(layer, compute_dtype)
         self.parts = parts_of(units, self.layers) if units else []
         in_parts = {parameter for part in self.parts for parameter in part.first.parameters()}
         materialize(self.module, self._device, empty=in_parts)
@@ -133,7 +137,7 @@ class BuiltModel:
             prepare=self.reshard,
             layers=self.layers,
             layer_arrived=self.gather,
-            read_dtype=self._compute_dtype,
+            read_dtype=self.compute_dtype,
         )
 
     def read_part(self, part: Part) -> None:
@@ -155,6 +159,11 @@ class BuiltModel:
             micro_batch: On the host.
             reader_of: The reader, given the micro-batch on the device.
         """
+        batch, rows = self.on_device(micro_batch)
+        return self.module(batch.input_ids, rows, reader_of(batch)), batch
+
+    def on_device[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Batch, ModelRows]:
+        """A micro-batch of the host on the device, and what of it the model gets."""
         # Looked at where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
         is_scored_BS = micro_batch.is_scored()
         if self._packs:
@@ -163,23 +172,31 @@ class BuiltModel:
             rows = shared_rows(is_scored_BS, self._multiple, self._cp_mesh.get_local_rank(), self._cp_mesh.size())
         else:
             rows = padded_rows(is_scored_BS, self._multiple)
-        batch = micro_batch.to(self._device)
-        return self.module(batch.input_ids, rows.to(self._device), reader_of(batch)), batch
+        return micro_batch.to(self._device), rows.to(self._device)
+
+    def read_each[Batch: TokenBatch](
+        self,
+        micro_batches: Sequence[Batch],
+        reader_of: Callable[[Batch], Reader],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[tuple[Any, Batch]]:
+        """`read` of each micro-batch in turn, inside of an `around` each."""
+        for micro_batch in micro_batches:
+            with around():
+                found = self.read(micro_batch, reader_of)
+            yield found
 
     @torch.no_grad()
     def read_all(
         self,
-        micro_batches: Iterable[TokenBatch],
+        micro_batches: Sequence[TokenBatch],
         reader: Reader,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        read_each: Callable[..., Iterable[tuple[Any, TokenBatch]]] | None = None,
     ) -> list[Any]:
-        """What a reader gives of each micro-batch, on the CPU, dropout off; each is read inside of an `around`."""
+        """What a reader gives of each micro-batch, on the CPU, dropout off; `read_each` reads them, or this model's."""
         self.module.eval()
-        found = []
         try:
-            for micro_batch in micro_batches:
-                with around():
-                    found.append(self.read(micro_batch, lambda _: reader)[0])
+            found = [scores for scores, _ in (read_each or self.read_each)(micro_batches, lambda _: reader)]
         finally:
             self.reshard()
         return [to_cpu(scores_BS) for scores_BS in found]  # at the end: each of these waits for the device

@@ -96,7 +96,9 @@ class DTensorConfig:
         doc(
             "For models larger than the GPU: parameters, gradients and optimizer states are on the host, and pass "
             "through the device part by part (a layer, the embedding, the output layer), in every pass and in the "
-            "update, which the device computes. For one policy worker, without `lora_cfg`. Not run on a GPU yet."
+            "update, which the device computes. With `activation_checkpointing`, without `activation_offload`, "
+            "training passes go layer by layer over many micro-batches, so that a part crosses once in each direction; "
+            "else once for every micro-batch. For one policy worker, without `lora_cfg`. Not run on a GPU yet."
         ),
     ]
     offload_optimizer_states: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class FrozenDTensor:
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
         """See `FrozenModel`; with layers that are streamed, all of them come once for each micro-batch."""
-        return self._built.read_all(micro_batches, reader, self._pass)
+        return self._built.read_all(micro_batches, reader, partial(self._built.read_each, around=self._pass))
 
     @contextmanager
     def _pass(self) -> Iterator[None]:

@@ -83,7 +83,11 @@ class LogprobModel(nn.Module):
             rows: What of them the model gets, and which tokens are scored.
             reader: What to make of the hidden states before the scored tokens.
         """
-        before_NH = self._hidden(input_ids_BS, rows).flatten(0, 1).index_select(0, rows.before_N)
+        return self.read(self.hidden_states(input_ids_BS, rows), input_ids_BS, rows, reader)
+
+    def read(self, hidden_RLH: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
+        """What `forward` gives, of the last hidden states."""
+        before_NH = hidden_RLH.flatten(0, 1).index_select(0, rows.before_N)
         targets_N = input_ids_BS.flatten().index_select(0, rows.scored_N)
         found = self.scorer(before_NH, targets_N, rows.scored_N, reader)
 
@@ -96,8 +100,14 @@ class LogprobModel(nn.Module):
 
         return type(found)(*map(at_their_places, found))
 
-    def _hidden(self, input_ids_BS: Tensor, rows: ModelRows) -> Tensor:
-        """[R, L, H] last hidden states."""
+    def hidden_states(self, input_ids_BS: Tensor, rows: ModelRows, embedded_RLH: Tensor | None = None) -> Tensor:
+        """[R, L, H] last hidden states.
+
+        Args:
+            input_ids_BS: As for `forward`.
+            rows: As for `forward`.
+            embedded_RLH: In the place of what the embedding makes of the tokens.
+        """
         ids_RL = input_ids_BS
         inputs: dict[str, Any] = {}
         if rows.tokens_RL is not None:
@@ -107,7 +117,8 @@ class LogprobModel(nn.Module):
         if self.causal_lm.config._attn_implementation in TAKES_BOUNDS:
             inputs |= {"cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": rows.bounds}
             inputs |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
-        return self.causal_lm.base_model(input_ids=ids_RL, use_cache=False, **inputs).last_hidden_state
+        inputs |= {"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH}
+        return self.causal_lm.base_model(use_cache=False, **inputs).last_hidden_state
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names; a tied one once, under its first name."""

@@ -10,7 +10,8 @@ everything else over all of `dp`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -19,9 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.utils import _apply_to_tensors
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
@@ -308,3 +310,52 @@ def wait_for_gradients(unit: FSDPModule) -> None:
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
         group._wait_for_post_backward()
+
+
+def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a checkpointed layer is given in backward too: there FSDP's own hook does not.
+
+    Rotary angles of OLMo 2 and ERNIE 4.5 are float32, whatever the hidden states are.
+    """
+    layer.register_forward_pre_hook(lambda _layer, args, kwargs: cast_inputs((args, kwargs), dtype), with_kwargs=True)
+
+
+# -- a unit without its hooks, for one rank
+
+
+@contextmanager
+def gathered(unit: FSDPModule) -> Iterator[None]:
+    """A unit's parameters in the compute type, cast once for all that the body does, which calls no hook of FSDP."""
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
+    """Floating tensors anywhere in `values` in another type, as FSDP casts what a unit is given."""
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
+
+
+@torch.no_grad()
+def add_gradients(unit: FSDPModule) -> None:
+    """Add the gradients that autograd has left in the compute type to those of a unit's parameters, in float32.
+
+    New ones are made in one storage, as FSDP does. Unlike FSDP's reduction it takes no memory beside.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    ready = [parameter for parameter in group.fsdp_params if parameter.unsharded_param.grad is not None]
+    new = [parameter for parameter in ready if parameter.sharded_param.grad is None]
+    flat = torch.empty(sum(it.unsharded_param.numel() for it in new), dtype=torch.float32, device=group.device)
+    pieces = iter(flat.split([it.unsharded_param.numel() for it in new]))
+    for parameter in ready:
+        grad, sharded = parameter.unsharded_grad_data, parameter.sharded_param
+        parameter.unsharded_param.grad = None
+        if sharded.grad is None:
+            piece = next(pieces).view(parameter.sharded_size).copy_(grad)
+            sharded.grad = parameter.to_sharded_dtensor(piece)
+        else:
+            cast(DTensor, sharded.grad)._local_tensor.add_(grad)

@@ -1,0 +1,384 @@
+"""Passes that go layer by layer over many micro-batches, against training that stays on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from deferred_device import DeferredDevice
+from model_families import FAMILIES, save_family_folder, trained_by
+from passing_cases import FailingDevice, WatchedCpu, WatchedLate, assert_same_steps, in_parts, results, steps
+from policy_cases import (
+    NLL,
+    Poisoned,
+    RaisesAt,
+    assert_equal,
+    forward_hook_on_layer,
+    full_params,
+    make_batch,
+    one_rank_worker,
+)
+from simulated_device import SimulatedDevice
+from transformers import Qwen3Model
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.models.families import DTENSOR
+from nemo_offload_rl.policy.config import BatchingConfig
+from nemo_offload_rl.policy.interfaces import TokenStat
+from nemo_offload_rl.policy.settings import TokenFilter
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, ResidencyError
+
+PACKED = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)
+recomputed = partial(one_rank_worker, activation_checkpointing=True)
+layerwise = partial(in_parts, activation_checkpointing=True)
+
+
+@dataclass
+class Counted:
+    """NLL that counts its calls."""
+
+    token_stat: TokenStat | None
+    num_calls: int = 0
+
+    def __call__(self, *args):
+        self.num_calls += 1
+        return NLL(self.token_stat)(*args)
+
+
+def crossings(worker, run):
+    """How often `run` had each part of the parameters and of the gradients come, and leave by a copy."""
+    worker.residency.settle()  # what is still leaving might stay
+    worker.residency_reports()
+    run()
+    num_in, num_out = Counter(), Counter()
+    sizes = [sum(parameter.nbytes for _, parameter in part.parameters) for part in worker._backend._built.parts]
+    for report in worker.residency_reports():
+        for name, move in report.groups.items():
+            row, _, index = name.partition(".")
+            if row in ("params/part", "grads/part"):
+                num_in[name] += move.bytes_in / sizes[int(index)]
+                num_out[name] += move.bytes_out / sizes[int(index)]
+    return [
+        [found[f"{row}.{i}"] for i in range(len(sizes))]
+        for row in ("params/part", "grads/part")
+        for found in (num_in, num_out)
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprob_chunk_size": 3, "max_grad_norm": 0.1},
+        {"precision": "bfloat16"},
+        {"precision": "bfloat16", "sequence_packing": PACKED},
+    ],
+    ids=["float32", "bfloat16", "packed"],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "gemma2-tied", "qwen3-moe", "olmo2"])
+def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(folders, family, changes):
+    folder, _ = folders(family)
+    with recomputed(folder, keep_reference=True, **changes) as worker:
+        expected = steps(worker, 2)
+    with layerwise(folder, keep_reference=True, **changes) as worker:
+        assert worker._backend._order._trains_layerwise
+        assert_same_steps(steps(worker, 2), expected)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", [name for name in FAMILIES if DTENSOR in trained_by(name)])
+def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(tmp_path, family):
+    save_family_folder(tmp_path, family)
+    with recomputed(tmp_path, keep_reference=True, precision="bfloat16") as worker:
+        expected = steps(worker, 2)
+    with layerwise(tmp_path, keep_reference=True, precision="bfloat16") as worker:
+        assert worker._backend._order._trains_layerwise
+        assert_same_steps(steps(worker, 2), expected)
+
+
+def test_a_filter_and_a_stat_of_the_scores_are_the_same_too(folders):
+    """With tied embeddings the output layer is computed twice, and the loss is asked once."""
+    folder, _ = folders("qwen3-tied")
+    changes = {"logprob_filter": TokenFilter(top_k=50, top_p=0.9), "logprob_temperature": 0.7, "logprob_chunk_size": 4}
+    found = []
+    for make in (recomputed, layerwise):
+        with make(folder, **changes) as worker:
+            worker.prepare_for_training()
+            loss = Counted(TokenStat.ENTROPY)
+            result = worker.train(make_batch(), loss)
+            evaluated = worker.evaluate(make_batch(seed=1), loss)
+            assert loss.num_calls == 8
+            found.append((result.loss, result.metrics, result.grad_norm, evaluated.loss, evaluated.metrics))
+    assert found[0] == found[1]
+
+
+# -- the link ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), DeferredDevice()], ids=["", "overlapped"])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_part_crosses_once_in_each_direction_of_a_pass_whatever_the_number_of_micro_batches(
+    eight_layers, use_device, rows, device
+):
+    use_device(device)
+    once, never = [1] * 10, [0] * 10
+    with layerwise(eight_layers[0], train_micro_batch_size=rows, logprob_batch_size=rows) as worker:
+        worker.prepare_for_training()
+        for seed in range(2):
+            passed = crossings(worker, lambda seed=seed: worker.forward_backward(make_batch(seed=seed), NLL()))
+            assert passed == [[1, *[2] * 8, 1], never, never, once]
+            worker.optim_step()
+        assert crossings(worker, lambda: worker.get_logprobs(make_batch())) == [once, never, never, never]
+        assert crossings(worker, lambda: worker.evaluate(make_batch(), NLL())) == [once, never, never, never]
+
+
+def test_tied_embeddings_come_once_more_for_the_gradient_that_is_the_sum_of_both(folders):
+    with layerwise(folders("qwen3-tied")[0]) as worker:
+        worker.prepare_for_training()
+        passed = crossings(worker, lambda: worker.forward_backward(make_batch(), NLL()))
+        assert passed == [[3, 2, 2], [0] * 3, [0] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_the_same_numbers(
+    folders, use_device, family
+):
+    folder, _ = folders(family)
+    changes = {"precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
+    with recomputed(folder, keep_reference=True, **changes) as worker:
+        expected = steps(worker, 2)
+    counts = set()
+    for free_bytes in (0, 830_000):
+        use_device(DeferredDevice(free_bytes))
+        with layerwise(folder, keep_reference=True, **changes) as worker:
+            assert_same_steps(steps(worker, 2), expected)
+            params_in, _, grads_in, grads_out = crossings(
+                worker, lambda worker=worker: worker.forward_backward(make_batch(), NLL())
+            )
+            assert params_in[1] == 2 * grads_out[1]
+            assert grads_in[1] < grads_out[1]  # nothing comes for the first group
+            counts.add(grads_out[1])
+            worker.zero_grad()
+    assert max(counts) == 8 and 1 < min(counts) < 8
+
+
+def test_layers_that_are_not_computed_again_or_that_drop_at_random_take_one_micro_batch_after_the_other(folders):
+    folder, _ = folders("qwen3")
+    dropout = {"hf_config_overrides": {"attention_dropout": 0.2}}
+    for make, changes in ((in_parts, {}), (layerwise, dropout), (layerwise, {"activation_offload": True})):
+        with one_rank_worker(
+            folder, keep_reference=True, activation_checkpointing=make is layerwise, **changes
+        ) as worker:
+            torch.manual_seed(0)
+            expected = steps(worker, 1)
+        with make(folder, keep_reference=True, **changes) as worker:
+            torch.manual_seed(0)
+            assert_same_steps(steps(worker, 1), expected)
+            params_in, *_ = crossings(worker, lambda worker=worker: worker.forward_backward(make_batch(), NLL()))
+            assert params_in == [4, 8, 8, 4]
+            params_in, *_ = crossings(worker, lambda worker=worker: worker.evaluate(make_batch(), NLL()))
+            assert params_in == [1, 1, 1, 1]
+
+
+def test_a_model_that_computes_between_its_layers_takes_one_micro_batch_after_the_other_and_says_so(
+    folders, monkeypatch, caplog
+):
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        embedded = hidden = self.embed_tokens(input_ids)
+        angles = self.rotary_emb(hidden, torch.arange(hidden.shape[1]).unsqueeze(0))
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=angles, **kwargs) + embedded
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    monkeypatch.setattr(Qwen3Model, "forward", forward)
+    folder, _ = folders("qwen3")
+    with recomputed(folder, keep_reference=True) as worker:
+        expected = steps(worker, 1)
+    with caplog.at_level(logging.WARNING), layerwise(folder, keep_reference=True) as worker:
+        assert_same_steps(steps(worker, 1), expected)
+    assert "does not run layer by layer, since it computes something between its layers" in caplog.text
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate()], ids=["", "overlapped"])
+def test_one_part_is_on_the_device_at_a_time(eight_layers, use_device, device):
+    path, part_bytes, _ = eight_layers
+    use_device(device)
+    with layerwise(path) as worker:
+        device.worker = worker
+        worker.prepare_for_training()
+        worker.forward_backward(make_batch(), NLL())
+        device.worker = None
+    most = [max(sizes) / part_bytes for sizes in list(zip(*device.seen, strict=True))[1:]]
+    # While copies overlap, the gradients of the part before are still leaving.
+    assert most == ([1, 2, 0] if device.asynchronous else [1, 1, 0])
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_a_device_for_one_whole_part_and_what_is_in_none_is_enough_and_a_byte_less_is_not(
+    eight_layers, use_device, missing_bytes
+):
+    path, part_bytes, _ = eight_layers
+    norm_bytes = 64 * 4
+    with layerwise(path) as worker:
+        rest_bytes = worker.residency.device_bytes()["params"] + 3 * norm_bytes  # gradient and states of the last norm
+    use_device(SimulatedDevice(rest_bytes + 4 * part_bytes - missing_bytes))
+    with layerwise(path, keep_reference=True) as worker:
+        results(worker, 1)  # states are made in the first update, by the optimizer
+        worker.prepare_for_training()
+        with pytest.raises(DeviceOutOfMemoryError) if missing_bytes else nullcontext():
+            worker.train(make_batch(), NLL())
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("countdown", [1, 2, 9, 10, 11, 12, 20, 30, 37])
+def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
+    eight_layers, two_steps, use_device, countdown
+):
+    device = FailingDevice()
+    use_device(device)
+    with layerwise(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLL())
+        device.countdown = countdown
+        with pytest.raises(OSError, match="link is gone"):
+            worker.forward_backward(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[1])
+        worker.train(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[2])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders, family):
+    folder, _ = folders(family)
+    batch = make_batch()
+    num_calls = 0
+
+    def fail_at(call):
+        def fail(*_):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == call:
+                raise ArithmeticError("in the middle of a layer")
+
+        return fail
+
+    with recomputed(folder, keep_reference=True) as clean, layerwise(folder, keep_reference=True) as hurt:
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+        with pytest.raises(ArithmeticError):
+            hurt.train(batch, RaisesAt(call=3))
+        for call in (3, 6):  # in forward, and when it is computed again
+            num_calls = 0
+            hook = forward_hook_on_layer(hurt, 1, fail_at(call))
+            with pytest.raises(ArithmeticError):
+                hurt.train(batch, NLL())
+            hook.remove()
+        assert hurt.train(batch, Poisoned(factor=float("nan"))).is_skipped == [True]
+        hurt.prepare_for_lp_inference()
+        for get in (hurt.get_logprobs, hurt.get_reference_logprobs):
+            num_calls = 0
+            hook = forward_hook_on_layer(hurt, 1, fail_at(2))
+            with pytest.raises(ArithmeticError):
+                get(batch)
+            hook.remove()
+        assert all(not size for name, size in hurt.residency.device_bytes().items() if "part" in name)
+        assert_same_steps(steps(hurt), steps(clean))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_batches(folders, family):
+    folder, _ = folders(family)
+    num_calls = 0
+
+    def runs_out(*_):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (6, 17):  # in backward of a group of four micro-batches, and of two
+            raise torch.OutOfMemoryError("no memory\nfor it")
+
+    with recomputed(folder) as clean, layerwise(folder) as hurt:
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+        hook = forward_hook_on_layer(hurt, 1, runs_out)
+        found = [worker.train(make_batch(), NLL()) for worker in (clean, hurt)]
+        hook.remove()
+        assert found[0] == found[1]
+        assert_equal(full_params(hurt), full_params(clean))
+        params_in, *_ = crossings(hurt, lambda: hurt.forward_backward(make_batch(), NLL()))
+        assert params_in[1] > 4  # both directions of more groups than two
+        hurt.zero_grad()
+        num_calls = 4  # memory runs out in the second micro-batch
+        hook = forward_hook_on_layer(hurt, 1, runs_out)
+        assert torch.equal(hurt.get_logprobs(make_batch()), clean.get_logprobs(make_batch()))
+        hook.remove()
+        assert num_calls == 4 + 2 + 3
+
+
+def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_old_state(folders, use_device):
+    folder, _ = folders("qwen3")
+
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    use_device(DeferredDevice(free_bytes=0))
+    with layerwise(folder) as worker:
+        worker.prepare_for_training()
+        before = full_params(worker)
+        hook = forward_hook_on_layer(worker, 1, runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.train(make_batch(), NLL())
+        hook.remove()
+        assert_equal(full_params(worker), before)
+        assert not worker.train(make_batch(), NLL()).is_skipped[0]
+
+
+@pytest.mark.parametrize("raised", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", [1, 4, 10])
+def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_work(
+    eight_layers, two_steps, tmp_path, part, raised
+):
+    """Nothing can use a state of which some parts are new; the last checkpoint is whole."""
+    num_updates = 0
+
+    def break_off(*_):
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == part:
+            raise raised("in the middle of an update")
+
+    with layerwise(eight_layers[0]) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(seed=0), NLL())
+        worker.save_checkpoint(tmp_path / "saved")
+        worker.forward_backward(make_batch(seed=1), NLL())
+        hook = worker._backend._optimizer.register_step_post_hook(break_off)
+        with pytest.raises(raised):
+            worker.optim_step()
+        hook.remove()
+        uses = {
+            "logprobs": worker.prepare_for_lp_inference,
+            "refit": worker.offload_before_refit,
+            "save": lambda: worker.save_checkpoint(tmp_path / "broken"),
+            "export": lambda: worker.export_hf(tmp_path / "hf"),
+        }
+        for use in uses.values():
+            with pytest.raises((ResidencyError, CheckpointError), match=f"broke off in part {part} of 10"):
+                use()
+        assert not (tmp_path / "broken").exists()
+    with layerwise(eight_layers[0]) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        worker.prepare_for_training()
+        assert_equal(full_params(worker), two_steps[1])
+        worker.train(make_batch(seed=1), NLL())
+        assert_equal(full_params(worker), two_steps[2])
