@@ -47,5 +47,8 @@ def write(row: Row, facts: Sequence[str], machine: str = "CPU") -> None:
 
 def versions() -> dict[str, str]:
     """Of the libraries beside which rows were checked; that of vLLM for CPUs has another name."""
-    installed = {found.name.removesuffix("-cpu").lower(): found.version for found in distributions()}
+    installed: dict[str, str] = {}
+    for found in distributions():
+        # The first on the path is the one that is imported.
+        installed.setdefault(found.name.removesuffix("-cpu").replace("_", "-").lower(), found.version)
     return {name: installed[name] for name in LIBRARIES if name in installed}

@@ -106,6 +106,7 @@ class ModelFamily:
         logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
         attention_softcap: The same for attention scores before the softmax.
         has_sinks: Whether the softmax of attention scores has a learned score more for each head.
+        tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
         refused: By backend, settings with which it does not train the family.
     """
 
@@ -124,6 +125,7 @@ class ModelFamily:
     logits_softcap: str | None = None
     attention_softcap: str | None = None
     has_sinks: bool = False
+    tells_attention_bounds: bool = True
     refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=dict)
 
 
@@ -293,6 +295,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "stablelm",
             "StableLM 2",
             (DTENSOR,),
+            tells_attention_bounds=False,
             refused={
                 DTENSOR: tuple(
                     Refusal(key, (None, False), _NOT_IN_ENGINE) for key in ("qk_layernorm", "use_parallel_residual")
@@ -377,6 +380,12 @@ def has_attention_sinks(config: ModelConfig) -> bool:
     """Whether the softmax of attention scores has a learned score more for each head."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.has_sinks
+
+
+def tells_attention_bounds(config: ModelConfig) -> bool:
+    """Whether transformers' model tells its attention where the rows of a packed row begin."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is None or family.tells_attention_bounds
 
 
 def logits_divisor(config: ModelConfig) -> float:

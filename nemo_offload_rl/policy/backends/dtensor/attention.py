@@ -16,7 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nemo_offload_rl.models.families import attention_softcap, has_attention_sinks, has_sliding_window
+from nemo_offload_rl.models.families import (
+    attention_softcap,
+    has_attention_sinks,
+    has_sliding_window,
+    tells_attention_bounds,
+)
 from nemo_offload_rl.policy.backends.dtensor.context_parallel import context_attention
 
 MASKED = "sdpa"
@@ -41,7 +46,8 @@ def choose_attention(
             sinks what is here.
         device: Where it runs.
         compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
-        packs: Whether rows are packed, else they are padded on the right.
+        packs: Whether rows are packed, else they are padded on the right. A model that does not tell its attention
+            where packed rows begin gets Hugging Face's masks, which are made of positions.
         shares_rows: Whether ranks share each row, which excludes soft-caps, sinks and packed rows.
     """
     if shares_rows:
@@ -58,7 +64,7 @@ def choose_attention(
     if not packs:
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)
         return CAUSAL
-    if device.type == "cuda" and compute_dtype != torch.float32:
+    if device.type == "cuda" and compute_dtype != torch.float32 and tells_attention_bounds(contents):
         AttentionInterface.register(PACKED, _packed_attention)
         return PACKED
     return MASKED

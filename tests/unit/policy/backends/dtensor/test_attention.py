@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close
-from model_families import save_family_folder
+from model_families import FAMILIES, family_config, save_family_folder, trained_by
 from policy_cases import NLL, full_grads, hf_logprobs, hf_loss_and_grads, make_batch, one_rank_worker, save_family
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, masking_utils
 
+from nemo_offload_rl.models.families import DTENSOR, tells_attention_bounds
 from nemo_offload_rl.policy.backends.dtensor.attention import (
+    CAPPED,
     CAUSAL,
     MASKED,
     PACKED,
@@ -94,7 +96,28 @@ def test_packed_rows_have_a_kernel_of_their_own_on_a_gpu_in_half_precision(tmp_p
     assert {choose_attention(windowed, cuda, torch.bfloat16, packs=packs) for packs in (True, False)} == {MASKED}
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if DTENSOR in trained_by(name)])
+def test_the_kernel_for_packed_rows_is_for_models_that_tell_it_where_rows_begin(name: str) -> None:
+    """A GPU's kernel, in the place of which something looks at what the model hands over."""
+    config = family_config(name)
+    if choose_attention(config, torch.device("cuda"), torch.bfloat16, packs=True) == CAPPED:
+        return
+    told = []
+
+    def look(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        told.append("cu_seq_lens_q" in kwargs)
+        return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], args[1].shape[-1]), None
+
+    AttentionInterface.register("looks", look)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="looks")
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    where = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
+    model(input_ids=torch.arange(8)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), **where)
+    assert set(told) == {tells_attention_bounds(config.to_dict())}
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("value_dim", [32, 64])
 def test_values_of_packed_rows_may_be_narrower_than_keys(value_dim: int) -> None:
     lengths = [5, 1, 12]
