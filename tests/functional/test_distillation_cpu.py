@@ -91,7 +91,7 @@ def test_the_student_comes_nearer_to_the_teacher(metrics: dict[int, dict[str, fl
     for step in range(1, LAST_STEP + 1):
         record = metrics[step]
         assert all(value is not None and math.isfinite(value) for value in record.values())
-        assert 1 <= record["train/token_mult_prob_error"] < 1.001
+        assert 1 - 1e-6 < record["train/token_mult_prob_error"] < 1.001  # a mean in float32
         assert 0 < record["train/teacher_topk_mass"] < 1
 
 
