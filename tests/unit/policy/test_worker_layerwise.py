@@ -29,6 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.models.families import DTENSOR
+from nemo_offload_rl.policy.backends.dtensor.stand_ins import LayerInputs, SteppedModel
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import TokenFilter
@@ -341,6 +342,52 @@ def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_
         hook.remove()
         assert_equal(full_params(worker), before)
         assert not worker.train(make_batch(), NLL()).is_skipped[0]
+
+
+def test_memory_that_runs_out_before_any_layer_is_an_error_also_after_passes_over_many_micro_batches(
+    folders, monkeypatch
+):
+    num_calls = 0
+
+    def runs_out(*_):
+        nonlocal num_calls
+        num_calls += 1
+        assert num_calls < 9, "the same pass is run again and again"
+        raise torch.OutOfMemoryError("no memory")
+
+    with layerwise(folders("qwen3")[0]) as worker:
+        worker.prepare_for_training()
+        worker.get_logprobs(make_batch())
+        monkeypatch.setattr(SteppedModel, "embed", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.get_logprobs(make_batch())
+        monkeypatch.undo()
+        assert not worker.train(make_batch(), NLL()).is_skipped[0]
+
+
+def test_groups_get_smaller_where_later_micro_batches_take_more_than_the_first_ones_tell(folders, monkeypatch):
+    """As masks do, which grow with the square of a row's length."""
+    num_tries, places = 0, {}
+
+    def others_bytes(given):
+        return 1000 ** (2 + places.setdefault(float(given.hidden.sum()), len(places)))
+
+    def runs_out(*_):
+        nonlocal num_tries
+        if hurt._backend._order._layerwise._last_group[2] > 1:
+            num_tries += 1
+            assert num_tries < 99, "the same group is tried again and again"
+            raise torch.OutOfMemoryError("no memory")
+
+    folder, _ = folders("qwen3")
+    monkeypatch.setattr(LayerInputs, "others_bytes", others_bytes)
+    with recomputed(folder) as clean, layerwise(folder, logprob_batch_size=2) as hurt:
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+        hook = forward_hook_on_layer(hurt, 1, runs_out)
+        assert torch.equal(hurt.get_logprobs(make_batch()), clean.get_logprobs(make_batch()))
+        hook.remove()
+        assert num_tries
 
 
 @pytest.mark.parametrize("raised", [ArithmeticError, KeyboardInterrupt])

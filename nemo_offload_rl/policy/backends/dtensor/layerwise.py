@@ -109,7 +109,9 @@ class LayerwisePasses:
     def make_groups_smaller(self) -> bool:
         """After memory has run out: groups like the last one are half as large. False if it was one micro-batch."""
         num_kept, num_bytes, num_together = self._last_group
-        self._most_bytes[num_kept] = num_bytes // 2
+        self._last_group = (0, 0, 0)  # a pass that fails before it has a group of its own has none to divide
+        # What a group takes was foreseen from its first micro-batches, and may be more than the limit already.
+        self._most_bytes[num_kept] = min(num_bytes, self._most_bytes.get(num_kept, num_bytes)) // 2
         return num_together > 1
 
     # -- passes
@@ -177,7 +179,7 @@ class LayerwisePasses:
                 given = group[-1].given
                 used_bytes += num_kept * given.hidden.nbytes + given.others_bytes()
                 tokens += num_tokens
-        self._last_group = (num_kept, used_bytes, len(group))
+                self._last_group = (num_kept, used_bytes, len(group))
         return group
 
     def _forward(self, group: Sequence[_OnItsWay[Any]], *, keeps_inputs: bool) -> None:
