@@ -133,14 +133,20 @@ class PassingParts:
 
     @contextmanager
     def on_device(self, index: int) -> Iterator[None]:
-        """A part's parameters on the device inside the body, to be read; where they are already they stay."""
+        """A part's parameters on the device inside the body, to be read outside of passes; an entry of the ledger.
+
+        Where they are already they stay.
+        """
         was_there = self._params[index].location is Placement.DEVICE
+        report = self._report = TransitionReport(self.phase, self.phase)
         self.bring(index)
         try:
             yield
         finally:
             if not was_there:
                 self._leave(self._params[index])
+            if report.groups:
+                self._charge(report)
 
     @contextmanager
     def filled(self, index: int) -> Iterator[None]:

@@ -138,6 +138,19 @@ def test_a_part_crosses_once_in_each_direction_of_a_pass_whatever_the_number_of_
         assert crossings(worker, lambda: worker.evaluate(make_batch(), NLL())) == [once, never, never, never]
 
 
+def test_a_refit_is_charged_to_entries_of_its_own_and_not_to_the_pass_before(eight_layers):
+    with layerwise(eight_layers[0]) as worker:
+        worker.prepare_for_lp_inference()
+        once, never = [1] * 10, [0] * 10
+        assert crossings(worker, lambda: worker.get_logprobs(make_batch()))[0] == once
+        worker.get_logprobs(make_batch())
+        worker.offload_before_refit()
+        of_pass = worker.residency_reports()
+        before = [sum(move.bytes_in for move in report.groups.values()) for report in of_pass]
+        assert crossings(worker, lambda: list(worker.named_weights())) == [once, never, never, never]
+        assert [sum(move.bytes_in for move in report.groups.values()) for report in of_pass] == before
+
+
 def test_tied_embeddings_come_once_more_for_the_gradient_that_is_the_sum_of_both(folders):
     with layerwise(folders("qwen3-tied")[0]) as worker:
         worker.prepare_for_training()
