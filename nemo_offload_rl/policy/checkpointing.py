@@ -26,23 +26,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.residency import (
-    BASE,
-    OPTIMIZER,
-    OPTIMIZER_PART,
-    PARAMS,
-    PARAMS_PART,
-    HostShare,
-    ResidencyManager,
-    local_tensor,
-    reserve_host_memory,
-    row_of,
-)
+from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
 
 logger = logging.getLogger(__name__)
 
 PARTIAL, REPLACED = ".partial", ".replaced"
-_SAVED_ROWS = {BASE, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART}
 
 # How a writer fails: torch's zip writer hides the system's error in a RuntimeError.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
@@ -75,13 +63,20 @@ class HostCopies:
         """Bytes held."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    def missing_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes that copies of these would take beyond what is held under their names."""
+        return sum(tensor.nbytes for name, tensor in tensors.items() if self._fitting(name, tensor) is None)
+
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of `tensor` on the CPU, in the memory that the last copy under this name had if it fits."""
-        held = self._tensors.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = tensor.new_empty(tensor.shape, device="cpu")
-            self._tensors[name] = held
+        held = self._fitting(name, tensor)
+        if held is None:
+            held = self._tensors[name] = tensor.new_empty(tensor.shape, device="cpu")
         return held.copy_(tensor)
+
+    def _fitting(self, name: str, tensor: Tensor) -> Tensor | None:
+        held = self._tensors.get(name)
+        return held if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype else None
 
 
 class StateReader:
@@ -89,17 +84,15 @@ class StateReader:
 
     Args:
         residency: Knows which tensors are on the host.
-        copies: Where a save in the background keeps what it reads from the device; None reads that when the staged
-            state is written.
 
     Attributes:
         reads_host_copies: Something that was fetched is residency's own host copy, which later writes of the state
             overwrite.
     """
 
-    def __init__(self, residency: ResidencyManager, copies: HostCopies | None) -> None:
+    def __init__(self, residency: ResidencyManager) -> None:
         self._residency = residency
-        self._copies = copies
+        self._tensors: dict[str, Tensor] = {}
         self.reads_host_copies = False
 
     def fetch(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
@@ -115,11 +108,17 @@ class StateReader:
         if view is not None:
             self.reads_host_copies = True
             return lambda: view
-        local = local_tensor(tensor.detach())
-        if self._copies is None:
-            return lambda: local.cpu()
-        copied = self._copies.copy(name, local)
-        return lambda: copied
+        self._tensors[name] = local_tensor(tensor.detach())
+        return lambda: self._tensors[name].cpu()
+
+    def missing_bytes(self, copies: HostCopies) -> int:
+        """Bytes that `copies` would grow by in `copy_to`."""
+        return copies.missing_bytes(self._tensors)
+
+    def copy_to(self, copies: HostCopies) -> None:
+        """Copy what residency has no host copy of: from now on, that is read in the place of the tensors."""
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = copies.copy(name, tensor)
 
 
 class _Job:
@@ -168,12 +167,12 @@ class CheckpointSaver:
             CheckpointError: The folder cannot be made, or the save before this one failed.
         """
         self.finish()
-        in_background = in_background and self._has_room()
         _new_partial(path)
-        reader = StateReader(self._residency, self._copies if in_background else None)
+        reader = StateReader(self._residency)
         job = self._job = _Job(path, stage(partial_of(path), reader))
         job.reads_host_copies = reader.reads_host_copies
-        if in_background:
+        if in_background and self._has_room(reader.missing_bytes(self._copies)):
+            reader.copy_to(self._copies)
             job.thread = threading.Thread(target=job.write, name=f"save {path.name}", daemon=True)
             job.thread.start()
         else:
@@ -215,10 +214,9 @@ class CheckpointSaver:
             job.staged.finish()
         _publish(job.path)
 
-    def _has_room(self) -> bool:
-        """Whether the ranks of this host can all copy what of their state is on the device."""
-        missing = max(0, self._copied_bytes() - self._copies.num_bytes)
-        verdict = reserve_host_memory({"copies for a save": missing})
+    def _has_room(self, missing_bytes: int) -> bool:
+        """Whether the ranks of this host can all copy what of their state residency has no host copy of."""
+        verdict = reserve_host_memory({"copies for a save": missing_bytes})
         if isinstance(verdict, HostShare):
             return True
         logger.warning(
@@ -229,10 +227,6 @@ class CheckpointSaver:
             verdict.limit.name,
         )
         return False
-
-    def _copied_bytes(self) -> int:
-        """What a save in the background would copy now."""
-        return sum(size for name, size in self._residency.device_bytes().items() if row_of(name) in _SAVED_ROWS)
 
 
 @contextmanager

@@ -29,14 +29,17 @@ from tiny_models import qwen3_config, save_model_folder
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy import checkpointing
+from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends import dcp
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dcp import state_tensors
 from nemo_offload_rl.policy.backends.dtensor import parallel
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import DTensorState
+from nemo_offload_rl.policy.checkpointing import HostCopies
 from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.residency import CpuDevice, local_tensor, storage_key
 
 NUM_STEPS = 8
 WARM_UP = SchedulerPhaseConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6})
@@ -206,6 +209,37 @@ def test_what_is_on_the_host_is_written_from_there_and_the_next_step_waits_for_i
         assert_equal(full_optimizer(worker), optimizer)
 
 
+def test_a_save_in_the_background_asks_for_all_that_it_copies_and_once_for_what_it_keeps(folder, tmp_path, monkeypatch):
+    """States of an optimizer on the host too: residency neither moves them nor has a copy."""
+
+    class WithoutOptimizer(CpuDevice):
+        others = frozenset()
+
+        def owns(self, storage):
+            return storage_key(storage) not in self.others
+
+    device = WithoutOptimizer()
+    monkeypatch.setattr(worker_module, "make_device", lambda _: device)
+    with make_worker(folder) as worker:
+        train_steps(worker, 1, 1)
+        worker.prepare_for_training()
+        states = [state for each in worker._backend._optimizer.state.values() for state in each.values()]
+        device.others = frozenset(storage_key(local_tensor(state).untyped_storage()) for state in states)
+        reserve, reserved = checkpointing.reserve_host_memory, []
+
+        def noticing(parts):
+            reserved.append(sum(parts.values()))
+            return reserve(parts)
+
+        monkeypatch.setattr(checkpointing, "reserve_host_memory", noticing)
+        for number in range(2):
+            worker.start_save(tmp_path / f"saved{number}", in_background=True)
+            worker.finish_save()
+        held_bytes = worker._saver._copies.num_bytes
+        assert reserved == [held_bytes, 0]
+        assert held_bytes > sum(worker.residency.device_bytes().values())
+
+
 def test_a_worker_that_ends_waits_for_a_save_of_its_host_memory(folder, tmp_path):
     with make_worker(folder) as worker:
         train_steps(worker, 1, 1)
@@ -241,10 +275,10 @@ def test_a_writer_that_fails_is_told_with_its_cause_and_leaves_nothing(folder, t
         worker.save_checkpoint(tmp_path / "saved")
 
 
-def test_without_host_memory_for_a_copy_a_save_is_waited_for(folder, tmp_path, caplog):
+def test_without_host_memory_for_a_copy_a_save_is_waited_for(folder, tmp_path, caplog, monkeypatch):
     with make_worker(folder) as worker:
         worker.prepare_for_training()
-        worker._saver._copied_bytes = lambda: 1 << 60
+        monkeypatch.setattr(HostCopies, "missing_bytes", lambda *_: 1 << 60)
         worker.start_save(tmp_path / "saved", in_background=True)
         assert worker.save_is_done()
         worker.finish_save()
