@@ -149,6 +149,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
         while worker.next_bucket() is not None:
             worker.release_memory()
         gathered_s = now_s()
+        worker.abandon_refit()  # no engine has opened the buffers, so they would stay allocated
         worker.offload_after_refit()
         ended_s = now_s()
         worker.prepare_for_training()

@@ -98,7 +98,7 @@ class DTensorConfig:
             "through the device part by part (a layer, the embedding, the output layer), in every pass and in the "
             "update, which the device computes. With `activation_checkpointing`, without `activation_offload`, "
             "training passes go layer by layer over many micro-batches, so that a part crosses once in each direction; "
-            "else once for every micro-batch. For one policy worker, without `lora_cfg`. Not run on a GPU yet."
+            "else once for every micro-batch. For one policy worker, without `lora_cfg`."
         ),
     ]
     offload_optimizer_states: Annotated[
