@@ -199,14 +199,21 @@ def test_layers_that_are_not_computed_again_or_that_drop_at_random_take_one_micr
             assert params_in == [1, 1, 1, 1]
 
 
-def test_a_model_that_computes_between_its_layers_takes_one_micro_batch_after_the_other_and_says_so(
-    folders, monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("learns_angles", "reason"),
+    [(False, "it computes something between its layers"), (True, "its layers hand something on beside hidden states")],
+)
+def test_a_model_that_is_more_than_its_layers_takes_one_micro_batch_after_the_other_and_says_so(
+    folders, monkeypatch, caplog, learns_angles, reason
 ):
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        embedded = hidden = self.embed_tokens(input_ids)
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
+        embedded = hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         angles = self.rotary_emb(hidden, torch.arange(hidden.shape[1]).unsqueeze(0))
+        if learns_angles:
+            angles = tuple(angle * self.norm.weight.mean() for angle in angles)
         for layer in self.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=angles, **kwargs) + embedded
+            hidden = layer(hidden, attention_mask=None, position_embeddings=angles, **kwargs)
+            hidden = hidden if learns_angles else hidden + embedded
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
     monkeypatch.setattr(Qwen3Model, "forward", forward)
@@ -215,7 +222,7 @@ def test_a_model_that_computes_between_its_layers_takes_one_micro_batch_after_th
         expected = steps(worker, 1)
     with caplog.at_level(logging.WARNING), layerwise(folder, keep_reference=True) as worker:
         assert_same_steps(steps(worker, 1), expected)
-    assert "does not run layer by layer, since it computes something between its layers" in caplog.text
+    assert f"does not run layer by layer, since {reason}" in caplog.text
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class LayerwisePasses:
             micro_batch: Any, on the host.
         """
         try:
-            with self._ready(), self._passing.on_device(0), gathered(self._unit(0)):
+            # With gradients, as in training: nothing but hidden states may have one.
+            with self._ready(), self._passing.on_device(0), gathered(self._unit(0)), torch.enable_grad():
                 given = self._embedded(micro_batch).given
             # Compiled for this size, it would be compiled again for others.
             with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
