@@ -298,6 +298,9 @@ class CudaDevice:
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         start = time.perf_counter()
         num_bytes = num_copies = 0
+        if not to_host:
+            # What is written may have been handed over (`follow`), and still be read by copies out.
+            torch.cuda.current_stream(self.device).wait_stream(self._in)
         for copy in copies:
             (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
             num_bytes += copy.host.numel()

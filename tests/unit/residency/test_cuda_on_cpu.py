@@ -126,6 +126,24 @@ def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_
     assert len(blocks) == 2
 
 
+def test_a_copy_from_pageable_memory_follows_copies_out_whose_memory_it_uses_again_too(monkeypatch):
+    """As states that are not page-locked do, in the memory of parameters that are."""
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    pinned, pageable = (device.new_arena(is_pinned, HostAllowance()) for is_pinned in (True, False))
+    (leaving,), (coming,) = make_copies(pinned, [100]), make_copies(pageable, [100])
+    leaving.device.fill_(7)
+    coming.host.fill_(9)
+    transfer = device.copy_out([leaving])
+    # On a GPU the stream only waits once it gets there.
+    monkeypatch.setattr(device._in, "wait_event", lambda event: device._in.queue.append((event.synchronize, ())))
+    device.follow(transfer)
+    assert not transfer.finished
+    device.copy_in([Copy(leaving.device, coming.host)])
+    transfer.wait_host()
+    assert leaving.device.eq(9).all()
+    assert leaving.host.eq(7).all()
+
+
 def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden(monkeypatch):
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = device.new_arena(True, HostAllowance())
