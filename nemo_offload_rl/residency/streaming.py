@@ -27,8 +27,8 @@ from nemo_offload_rl.residency.window import Bundle, Window
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
 
-# Parts that are started at a time in a step. Starting the copies of one takes the host a millisecond or two. Starting all
-# that fit would hold up the first update, and with it the first copy out.
+# Parts that are started at a time in a step. Starting the copies of one takes the host a millisecond or two. Starting
+# all that fit would hold up the first update, and with it the first copy out.
 STARTED_AT_ONCE = 2
 
 
@@ -248,17 +248,18 @@ class Streams:
         self._add_held = add_held
         self._num_written = 0
 
-    def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool, begins_now: bool) -> Iterator[str]:
+    def optimizer(self, phase: Phase | None, limit_bytes: int, release_cache: bool) -> Iterator[str]:
         """See `ResidencyManager.streamed`.
 
         Args:
-            phase: The present one.
+            phase: The present one. In OPTIM_STEP the first parts start to come now; the caller may yet ask for none.
             limit_bytes: As of `Window`.
             release_cache: Release cached memory to the driver first, if that has to wait for no copy.
-            begins_now: Start to bring the first parts before they are asked for. The caller may ask for none.
         """
         open_stream = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
-        if not self._updated or not begins_now:
+        # Parameters come when they are asked for: passes would find those that a skipped update has left there.
+        is_of_states = bool(self._updated) and len(self._updated[0]) == 1
+        if not (self._overlap and phase is Phase.OPTIM_STEP and is_of_states):
             return self._updates(open_stream)
         stream = open_stream()
         with stream.report.held_up():
