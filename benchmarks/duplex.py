@@ -15,13 +15,14 @@ Of each way: seconds of passes and of the optimizer step (medians after the firs
 copy has left where nothing else follows, GB in and out with the step, GB/s each way from its begin to that end as a
 share of the link both ways, exposed seconds by transition, peak GiB, and calls of the driver for memory in a step.
 Each call of cudaFree waits for all copies, so more than a few calls in a step are to be explained; the file says how
-often cached memory was released to find room (`alloc_retries`), and for how much of the step's exposed seconds memory
-was released to the driver (`give_back_s`). Beside a variant with resident states, whose step is the update alone,
-`unaccounted` is what a step took beyond that and its exposed seconds: a wait that no report knows of.
+often cached memory was released to find room (`alloc_retries`). Of the exposed seconds of a step those of releasing its
+memory to the driver (`give_back_s`) come before the step and, where a refit follows, after the last copy out, for the
+engine. Beside a variant with resident states, whose step is the update alone, `unaccounted` is what a step took beyond
+that and its other exposed seconds: a wait that no report knows of.
 
-`--trace` then profiles a step in each of the first two ways, in the first with the passes after it: busy time by
-stream, the largest gaps of the stream that computes, long calls of the host with their Python frames. It also probes
-whether a kernel, or the read of a number, has to stand behind copies out on another stream.
+`--trace` then profiles a step and what follows it, in each of the first two ways: busy time by stream, the largest gaps
+of the stream that computes, long calls of the host with their Python frames. It also probes whether a kernel, or the
+read of a number, has to stand behind copies out on another stream.
 
 Needs a GPU with Transformer Engine; `--device cpu --shape tiny --lengths 32` shows that the script works: there copies
 do not overlap.
@@ -119,16 +120,17 @@ def run_variant(run: Run, variant: Variant, *, with_trace: bool = False) -> dict
 
 
 def trace_step(worker: Any, batch: Any, way: str, traces: dict[str, list[str]]) -> None:
-    """Profile an optimizer step, and where passes follow it, those too: its copies may hold them up."""
+    """Profile an optimizer step and what follows it, which its copies may hold up."""
     is_refit = way == "refit after each"
     worker.forward_backward(batch, NLL())
     with traced(way, traces):
         worker.optim_step(before_refit=is_refit)
-        if not is_refit:
+        if is_refit:
+            gather(worker)
+            worker.offload_after_refit()
+        else:
             worker.forward_backward(batch, NLL())
     if is_refit:
-        gather(worker)
-        worker.offload_after_refit()
         worker.prepare_for_training()
     else:
         worker.zero_grad()
@@ -230,6 +232,7 @@ def unaccounted_s(found: dict[str, Any], rows: list[dict[str, Any]]) -> float | 
     if not resident:
         return None
     exposed_s = sum(value for name, value in found["exposed_s"].items() if "optim_step" in name)
+    exposed_s -= found["give_back_s"]  # most of it after the step
     return found["optim_step_s"] - exposed_s - resident[0]["ways"][WAYS[0]]["optim_step_s"]
 
 
