@@ -15,7 +15,14 @@ Of each way: seconds of passes and of the optimizer step (medians after the firs
 copy has left where nothing else follows, GB in and out with the step, GB/s each way from its begin to that end as a
 share of the link both ways, exposed seconds by transition, peak GiB, and calls of the driver for memory in a step.
 Each call of cudaFree waits for all copies, so more than a few calls in a step are to be explained; the file says how
-often cached memory was released to find room (`alloc_retries`).
+often cached memory was released to find room (`alloc_retries`). Of the exposed seconds of a step those of releasing its
+memory to the driver (`give_back_s`) come before the step and, where a refit follows, after the last copy out, for the
+engine. Beside a variant with resident states, whose step is the update alone, `unaccounted` is what a step took beyond
+that and its other exposed seconds: a wait that no report knows of.
+
+`--trace` then profiles a step and what follows it, in each of the first two ways: busy time by stream, the largest gaps
+of the stream that computes, long calls of the host with their Python frames. It also probes whether a kernel, or the
+read of a number, has to stand behind copies out on another stream.
 
 Needs a GPU with Transformer Engine; `--device cpu --shape tiny --lengths 32` shows that the script works: there copies
 do not overlap.
@@ -27,6 +34,7 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from megatron_runs import GIB, KEY, Run, Variant, add_arguments, make_worker, on_device, random_batch, run_children
 from residency_overlap import NLL
+from step_trace import probe_beside_copies, traced
 
 GB = 1e9
 OPTIMIZER = f"{KEY}.optimizer"
@@ -87,9 +96,11 @@ def probe(device: str, num_bytes: int = 1 << 30, times: int = 8) -> dict[str, fl
     return {**rates(("out",)), **rates(("in",)), "out_beside_in": both["out"], "in_beside_out": both["in"]}
 
 
-def run_variant(run: Run, variant: Variant) -> dict[str, Any]:
+def run_variant(run: Run, variant: Variant, *, with_trace: bool = False) -> dict[str, Any]:
     """The link, and the variant's steps in each way."""
     link = probe(run.device)
+    traces: dict[str, list[str]] = {}
+    beside_ms = probe_beside_copies() if with_trace and run.device == "cuda" else {}
     with on_device(run.device):
         worker = make_worker(run, variant)
         worker.prepare_for_training()
@@ -97,11 +108,40 @@ def run_variant(run: Run, variant: Variant) -> dict[str, Any]:
         for _ in range(run.warmup_steps):
             worker.train(batch, NLL())
         is_streamed = any("offload_optimizer_states=true" in override for override in variant.overrides)
-        ways = {way: steps_of(worker, batch, run, way) for way in (WAYS if is_streamed else WAYS[:2])}
+        ways = {}
+        for way in WAYS if is_streamed else WAYS[:2]:
+            ways[way] = steps_of(worker, batch, run, way)
+            if with_trace and way not in DRAINED:
+                trace_step(worker, batch, way, traces)
         worker.offload_before_refit()
         worker.offload_after_refit()
         worker.shutdown()
-    return {"link": link, "ways": ways}
+    return {"link": link, "ways": ways, "beside_copies_ms": beside_ms, "traces": traces}
+
+
+def trace_step(worker: Any, batch: Any, way: str, traces: dict[str, list[str]]) -> None:
+    """Profile an optimizer step and what follows it, which its copies may hold up."""
+    is_refit = way == "refit after each"
+    worker.forward_backward(batch, NLL())
+    with traced(way, traces):
+        worker.optim_step(before_refit=is_refit)
+        if is_refit:
+            gather(worker)
+            worker.offload_after_refit()
+        else:
+            worker.forward_backward(batch, NLL())
+    if is_refit:
+        worker.prepare_for_training()
+    else:
+        worker.zero_grad()
+
+
+def gather(worker: Any) -> None:
+    """What a refit does to the worker, without an engine."""
+    worker.offload_before_refit()
+    worker.start_refit()
+    while worker.next_bucket() is not None:
+        worker.release_memory()
 
 
 def steps_of(worker: Any, batch: Any, run: Run, way: str) -> dict[str, Any]:
@@ -144,10 +184,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
     worker.optim_step(before_refit=way == "refit after each")
     stepped_s = now_s()
     if way == "refit after each":
-        worker.offload_before_refit()
-        worker.start_refit()
-        while worker.next_bucket() is not None:
-            worker.release_memory()
+        gather(worker)
         gathered_s = now_s()
         worker.abandon_refit()  # no engine has opened the buffers, so they would stay allocated
         worker.offload_after_refit()
@@ -175,6 +212,7 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
         "gb_in_step": sum(move.bytes_in for r, move in parts if r.source == r.target) / GB,
         "gb_out": sum(move.bytes_out for _, move in parts) / GB,
         "exposed_s": exposed_s,
+        "give_back_s": sum(r.give_back_s for r in reports if r.source == r.target),
         "peak_gib": peak_bytes / GIB,
         "driver_calls": calls_after - calls,
         "alloc_retries": retries_after - retries,
@@ -187,6 +225,16 @@ def driver_calls(device: str) -> tuple[int, int]:
         return 0, 0
     stats = torch.cuda.memory_stats()
     return stats["num_device_alloc"] + stats["num_device_free"], stats["num_alloc_retries"]
+
+
+def unaccounted_s(found: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Seconds of a step beyond what reports have of it and the update's own time; None where that was not measured."""
+    resident = [row for row in rows if row["variant"].endswith("resident") and "ways" in row]
+    if not resident:
+        return None
+    exposed_s = sum(value for name, value in found["exposed_s"].items() if "optim_step" in name)
+    exposed_s -= found["give_back_s"]  # most of it after the step
+    return found["optim_step_s"] - exposed_s - resident[0]["ways"][WAYS[0]]["optim_step_s"]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -214,7 +262,14 @@ def table(results: dict[str, Any]) -> str:
                 cells += f"{'-':>9}{'-':>7}{'-':>7}"
             cells += f"{found['peak_gib']:8.1f}{found['driver_calls']:7.0f}  "
             exposed = ", ".join(f"{name} {value:.3f}" for name, value in found["exposed_s"].items() if value >= 5e-4)
+            hidden_s = unaccounted_s(found, results["rows"])
+            if hidden_s is not None:
+                exposed += f"; unaccounted {hidden_s:.3f}"
             lines.append(f"{row['variant']:24}{way:22}{cells}{exposed or '-'}")
+        if row["beside_copies_ms"]:
+            lines.append("ms beside copies: " + ", ".join(f"{k} {v:.1f}" for k, v in row["beside_copies_ms"].items()))
+        for way, trace in row["traces"].items():
+            lines += [f"{row['variant']}, {way}, traced:", *trace]
     return "\n".join(lines)
 
 
@@ -222,12 +277,14 @@ def main() -> None:
     """Run every variant and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "4096", shape="8B", rows=4)
+    parser.add_argument("--trace", action="store_true", help="profile a step, and probe what stands behind copies")
     args = parser.parse_args()
     args.overrides = [f"{KEY}.activation_checkpointing=true", *args.overrides]
     variants = VARIANTS
     if args.device == "cpu":  # the optimizer of a CPU has no other moments
         variants = tuple(Variant(v.name, tuple(o for o in v.overrides if o not in BF16_MOMENTS)) for v in VARIANTS)
-    print(table(run_children(args, variants, run_variant, may_share_process=True, ties_embeddings=False)))
+    target = partial(run_variant, with_trace=args.trace)
+    print(table(run_children(args, variants, target, may_share_process=True, ties_embeddings=False)))
 
 
 if __name__ == "__main__":

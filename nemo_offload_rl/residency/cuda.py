@@ -123,8 +123,11 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self._out = torch.cuda.Stream(self.device)
-        self._in = torch.cuda.Stream(self.device)
+        # Streams share a few hardware queues, in which a kernel waits for those before it, whatever stream they are of.
+        # The kernel that gathers small pieces waits for the copies before it, and work of a pass must not stand behind
+        # it: priorities of their own are to keep the streams apart. Not run on a GPU yet.
+        self._out = torch.cuda.Stream(self.device, priority=-1)
+        self._in = torch.cuda.Stream(self.device, priority=-2)
         # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
         # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
         torch.cuda.empty_cache()

@@ -223,9 +223,9 @@ class ResidencyManager:
     def streamed(self, *, before_refit: bool = False) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
 
-        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). Parameters
-        and gradients that pass through the device part by part come with their states. `before_refit`: what is cached
-        goes to the driver now, for an engine that wakes next. After the step that would wait for all copies out.
+        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). The first
+        come at once in OPTIM_STEP. Parameters and gradients that pass through the device part by part come with their
+        states. `before_refit`: what is cached goes to the driver now, not after the step: that waits for all copies.
         """
         release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
         return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes, release_cache)

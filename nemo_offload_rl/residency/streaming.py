@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from nemo_offload_rl.residency.transaction import GroupSet
 from nemo_offload_rl.residency.window import Bundle, Window
 
 type NamedTensors = Sequence[tuple[str, Tensor]]
+
+# Parts that are started at a time in a step. Starting the copies of one takes the host a millisecond or two. Starting
+# all that fit would hold up the first update, and with it the first copy out.
+STARTED_AT_ONCE = 2
 
 
 def _nothing(members: NamedTensors) -> None:
@@ -137,7 +142,7 @@ def stream_through(
                 window.settle()
             window.bring(index)
             if ahead:
-                window.fill(index + 1, at_least=1)
+                window.fill(index + 1, at_least=1, most_new=STARTED_AT_ONCE)
         yield bundle
         used = bundle
         with nullcontext() if any(state.is_awaited for state in used) else report.held_up():
@@ -197,6 +202,23 @@ def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]
             group["params"] = parameters
 
 
+@dataclass
+class _Stream:
+    """Groups that come in turn.
+
+    Attributes:
+        window: Of these groups.
+        report: What they are charged to.
+        target: The phase that they are for.
+        counted_bytes: Of the window's most memory, what is known to be held.
+    """
+
+    window: Window
+    report: TransitionReport
+    target: Phase
+    counted_bytes: int
+
+
 class Streams:
     """The groups of a worker that are on the device for one use only, one after the other.
 
@@ -230,11 +252,23 @@ class Streams:
         """See `ResidencyManager.streamed`.
 
         Args:
-            phase: The present one.
+            phase: The present one. In OPTIM_STEP the first parts start to come now; the caller may yet ask for none.
             limit_bytes: As of `Window`.
             release_cache: Release cached memory to the driver first, if that has to wait for no copy.
         """
-        for states, *beside in self._stream(self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache):
+        open_stream = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
+        # Parameters come when they are asked for: passes would find those that a skipped update has left there.
+        is_of_states = bool(self._updated) and len(self._updated[0]) == 1
+        if not (self._overlap and phase is Phase.OPTIM_STEP and is_of_states):
+            return self._updates(open_stream)
+        stream = open_stream()
+        with stream.report.held_up():
+            stream.window.fill(0, at_least=STARTED_AT_ONCE, most_new=STARTED_AT_ONCE)
+        self._count_held(stream)
+        return self._updates(lambda: stream)
+
+    def _updates(self, open_stream: Callable[[], _Stream]) -> Iterator[str]:
+        for states, *beside in self._through(self._updated, open_stream):
             for state in beside:
                 state.version += 1
             self._num_written += 1
@@ -242,7 +276,8 @@ class Streams:
 
     def teacher(self, phase: Phase | None) -> Iterator[str]:
         """See `ResidencyManager.streamed_layers`."""
-        for (layer,) in self._stream(self._teacher_layers, phase, Phase.TEACHER_INFERENCE):
+        open_stream = partial(self._open, self._teacher_layers, phase, Phase.TEACHER_INFERENCE)
+        for (layer,) in self._through(self._teacher_layers, open_stream):
             yield layer.group.name
 
     @contextmanager
@@ -259,17 +294,16 @@ class Streams:
                 )
             raise
 
-    def _stream(
+    def _open(
         self,
         bundles: Sequence[Bundle],
         phase: Phase | None,
         target: Phase,
         limit_bytes: int = 0,
         release_cache: bool = False,
-    ) -> Iterator[Bundle]:
-        if not bundles:
-            return
+    ) -> _Stream:
         report = TransitionReport(phase, phase or target)
+        self._ledger.add(report)
         if release_cache and not any(state.is_moving for state in self._groups.states.values()):
             self._groups.release_cache_for(report)
         streamed = {state.group.name for bundle in bundles for state in bundle}
@@ -281,10 +315,18 @@ class Streams:
             for key, record in found.items()
         }
         window = Window(bundles, lambda state: records_of(state, self._groups.device, others), limit_bytes, report)
-        begun_bytes = window.held_bytes
+        return _Stream(window, report, target, window.held_bytes)
+
+    def _through(self, bundles: Sequence[Bundle], open_stream: Callable[[], _Stream]) -> Iterator[Bundle]:
+        if not bundles:
+            return
+        stream = open_stream()
         try:
-            yield from stream_through(bundles, window, self._overlap, report)
+            yield from stream_through(bundles, stream.window, self._overlap, stream.report)
         finally:
-            if target is Phase.OPTIM_STEP:  # a teacher's layers are what its pass needs
-                self._add_held(window.most_held_bytes - begun_bytes)
-        self._ledger.add(report)
+            self._count_held(stream)
+
+    def _count_held(self, stream: _Stream) -> None:
+        if stream.target is Phase.OPTIM_STEP:  # a teacher's layers are what its pass needs
+            self._add_held(stream.window.most_held_bytes - stream.counted_bytes)
+            stream.counted_bytes = stream.window.most_held_bytes

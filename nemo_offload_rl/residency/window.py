@@ -67,19 +67,25 @@ class Window:
         for state in bundle:
             state.wait_arrival()
 
-    def fill(self, first: int, at_least: int = 0) -> int:
+    def fill(self, first: int, at_least: int = 0, most_new: int | None = None) -> int:
         """Start to bring bundles from `first` on, as many as fit.
 
         Args:
             first: The first that is wanted.
             at_least: So many are tried even beyond the limit.
+            most_new: Start no more than these now; None for no limit.
 
         Returns:
             How many of them are on the device or on their way.
         """
         wanted = self._within_limit(first, at_least)
         kept = list(itertools.chain(*wanted))
+        num_new = 0
         for num_ahead, bundle in enumerate(wanted):
+            if any(state.location is Placement.HOST for state in bundle):
+                if num_new == most_new:
+                    return num_ahead
+                num_new += 1
             for state in bundle:
                 if state.location is Placement.HOST and not self._try_bring(state, first, kept):
                     # Free memory may be in pieces. Each try costs a wait for the whole device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,24 @@ def join_process_group(process: ProcessInfo) -> bool:
         kwargs["init_method"] = process.init_method
     dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)
     return True
+
+
+def sum_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Sums over the ranks of a group, through `device`; a rank alone reads nothing from its device."""
+    if group.size() == 1:
+        return [float(value) for value in values]
+    total = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def max_over_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The largest value over the ranks of a group, through `device`; a rank alone reads nothing from its device."""
+    if group.size() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 class Totals:

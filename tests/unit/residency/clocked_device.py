@@ -54,7 +54,8 @@ class ClockedDevice(CpuDevice):
         free_bytes: What is free now.
 
     Attributes:
-        host: When the host is; starting things takes it no time.
+        host: When the host is.
+        start_cost: What the host needs to start copies.
         compute: When what runs on the device so far has run.
         host_waited: How long the host has waited for copies.
     """
@@ -62,7 +63,7 @@ class ClockedDevice(CpuDevice):
     asynchronous = True
 
     def __init__(self, unit_bytes: int, free_bytes: Callable[[], int]) -> None:
-        self.host = self.compute = self.host_waited = 0.0
+        self.host = self.compute = self.host_waited = self.start_cost = 0.0
         self.free_bytes = free_bytes
         self._unit_bytes = unit_bytes
         self._until = {"in": 0.0, "out": 0.0}
@@ -81,6 +82,10 @@ class ClockedDevice(CpuDevice):
     def copy_in(self, copies: Iterable[Copy]) -> ClockedTransfer:
         return self._start("in", copies)
 
+    def idle_from(self) -> float:
+        """When the last copy in either direction has ended."""
+        return max(self._until.values())
+
     def follow(self, transfer: ClockedTransfer) -> None:
         self._until["in"] = max(self._until["in"], transfer.end)
 
@@ -93,6 +98,7 @@ class ClockedDevice(CpuDevice):
         if not copies:
             return ClockedTransfer(self, copies, self.host, self.host)
         start = max(self._until[way], self.compute)
+        self.host += self.start_cost
         transfer = ClockedTransfer(self, copies, start, start)
         transfer.end = self._until[way] = start + transfer.num_bytes / self._unit_bytes
         return transfer

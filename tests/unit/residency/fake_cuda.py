@@ -26,8 +26,9 @@ COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 class FakeStream:
     clock_ms = 0
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = device
+        self.priority = priority
         self.queue: list[tuple[Any, tuple[Any, ...]]] = []
         self.events: list[FakeEvent] = []
         self.num_done = 0

@@ -79,6 +79,13 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
     held.manager.close()
 
 
+def test_no_stream_of_copies_shares_its_priority_and_so_a_hardware_queue_with_another_or_with_passes(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    priorities = {stream.priority for stream in (device._out, device._in, torch.cuda.current_stream())}
+    assert len(priorities) == 3
+    assert max(priorities) == torch.cuda.current_stream().priority
+
+
 def make_copies(arena, sizes):
     arena.reserve(sum(size + 512 for size in sizes))
     return [

@@ -165,6 +165,33 @@ def test_before_a_refit_no_memory_goes_to_the_driver_beside_copies_which_that_wo
     assert "release_cache" not in training.device.events
 
 
+@pytest.mark.parametrize("room", [0, 4])
+def test_a_skipped_update_leaves_parts_that_were_on_their_way_to_the_step_after_it(room):
+    training, plain = after(2, RoomyDevice(room)), after(3, streamed=False)
+    training.manager.settle()
+    training.backward()
+    with training.manager.during(Phase.OPTIM_STEP), training.manager.writing_state():
+        training.manager.streamed()
+        assert len(training.on_device()) >= 2
+    training.manager.step_closed()
+    needed = training.manager._work._needed_bytes[Phase.OPTIM_STEP]
+    training.step()
+    assert training.manager._work._needed_bytes[Phase.OPTIM_STEP] == needed
+    assert training.most_held <= max(2, room)
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+def test_a_checkpoint_that_is_read_brings_no_part_before_it_is_asked_for():
+    training = after(2, RoomyDevice(4))
+    training.manager.settle()
+    training.device.events.clear()
+    with training.manager.checkpoint_view("params", "optimizer"), training.manager.writing_state():
+        streamed = training.manager.streamed()
+        assert "in" not in training.device.events
+        next(streamed)
+        assert "in" in training.device.events
+
+
 def test_an_engine_finds_nothing_of_the_parts():
     training = after(3, RoomyDevice(5))
     assert training.held_parts() == 5

@@ -63,6 +63,29 @@ def test_where_passes_are_too_short_for_the_copies_the_link_is_busy_both_ways_al
     assert per_step <= NUM_PARTS + 1 + NUM_PARTS * UPDATE
 
 
+@pytest.mark.parametrize("room", [4, NUM_PARTS])
+def test_the_link_is_busy_both_ways_from_before_the_norm_is_known_though_starting_copies_takes_time(room):
+    training = Clocked(room)
+    training.manager._prefetcher._parts_come_ahead = False
+    clock = training.device
+    clock.start_cost = 0.07  # 1.5 ms beside parts of 1 GiB
+    norm = 1.5
+
+    def compute_norm():
+        clock.run(norm)
+        clock.synchronize()
+
+    for _ in range(3):
+        training.manager.settle()
+        training.backward()
+        clock.run(NUM_PARTS)
+        clock.synchronize()
+        begin = clock.host
+        training.optim_step(lambda members: clock.run(UPDATE), before_update=compute_norm)
+    # The first part has come when the norm is known, and from then on one leaves after the other.
+    assert clock.idle_from() - begin <= norm + NUM_PARTS + 0.4
+
+
 def test_what_a_step_waits_for_is_in_the_ledger():
     training = Clocked(10)
     for _ in range(3):

@@ -73,13 +73,17 @@ class PartsTraining:
         self.manager.prefetch(Phase.OPTIM_STEP)
         self.manager.release_finished()
 
-    def optim_step(self, after_each=lambda members: None, *, before_refit: bool = False) -> None:
+    def optim_step(
+        self, after_each=lambda members: None, *, before_refit: bool = False, before_update=lambda: None
+    ) -> None:
         def look(members) -> None:
             self.most_held = max(self.most_held, self.held_parts())
             after_each(members)
 
         with self.manager.during(Phase.OPTIM_STEP), self.manager.writing_state():
-            self.parts.step(self.optimizer, self.manager.streamed(before_refit=before_refit), look)
+            streamed = self.manager.streamed(before_refit=before_refit)
+            before_update()
+            self.parts.step(self.optimizer, streamed, look)
             self.optimizer.zero_grad(set_to_none=False)
         self.manager.step_closed()
         self.num_steps += 1

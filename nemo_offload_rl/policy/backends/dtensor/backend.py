@@ -30,7 +30,7 @@ from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes, p
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
-from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.policy.backends.readers import Reader, ReadScores, TeacherHead, read_loss, reader_for
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
@@ -305,15 +305,11 @@ class DTensorBackend:
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
-        total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._dp_group)
-        return total.tolist()
+        return sum_over_ranks(values, self._dp_group, self._device)
 
     def all_reduce_max(self, value: int) -> int:
         """The largest value over the data-parallel ranks."""
-        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._dp_group)
-        return int(largest)
+        return max_over_ranks(value, self._dp_group, self._device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_sp
 from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
-from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group
+from nemo_offload_rl.policy.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
 from nemo_offload_rl.policy.backends.readers import ReadScores, TeacherHead
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.checkpointing import StagedSave, StateReader
@@ -207,7 +207,7 @@ class MegatronBackend:
         if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return StepResult(
-            float(self._optimizer.grad_norm),
+            self._optimizer.grad_norm,
             learning_rate,
             is_skipped=not is_updated,
             lowers_loss_scale=self._optimizer.lowers_loss_scale,
@@ -219,15 +219,11 @@ class MegatronBackend:
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
-        total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=parallel.data_parallel_group())
-        return total.tolist()
+        return sum_over_ranks(values, parallel.data_parallel_group(), self._device)
 
     def all_reduce_max(self, value: int) -> int:
         """The largest value over the data-parallel ranks."""
-        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.data_parallel_group())
-        return int(largest)
+        return max_over_ranks(value, parallel.data_parallel_group(), self._device)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

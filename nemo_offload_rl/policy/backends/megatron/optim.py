@@ -33,21 +33,24 @@ class GuardedOptimizer(ChainedOptimizer):
         device: Where the ranks' findings are reduced.
 
     Attributes:
-        grad_norm: Of the last step, before clipping; a float, or a 0-dim tensor.
+        grad_norm: Of the last step, before clipping. Read before the update: a read after it would wait for the copies
+            of what the update has sent on its way out, which use the same copy engine.
         lowers_loss_scale: The last step was skipped because float16 gradients overflowed, and the scale was lowered.
     """
 
     def __init__(self, optimizers: Sequence[Any], device: torch.device) -> None:
         super().__init__(list(optimizers))
         self._device = device
-        self.grad_norm: Any = 0.0
+        self.grad_norm = 0.0
+        self._norm: Any = 0.0  # as Megatron has it: a float, or a tensor of the device
         self.lowers_loss_scale = False
 
     def prepare_grads(self) -> bool:
         """Unscale the gradients and compute their norm; whether any rank's are not finite."""
         has_overflown = super().prepare_grads()
-        self.grad_norm = super().get_grad_norm()
-        is_bad = has_overflown or not math.isfinite(float(self.grad_norm))
+        self._norm = super().get_grad_norm()
+        self.grad_norm = float(self._norm)
+        is_bad = has_overflown or not math.isfinite(self.grad_norm)
         # The norms' own reductions may leave ranks out, and the loss scales' do.
         found = torch.tensor([is_bad, has_overflown], dtype=torch.int32, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -57,7 +60,7 @@ class GuardedOptimizer(ChainedOptimizer):
 
     def get_grad_norm(self) -> Any:
         """What `prepare_grads` found, which comes first in a step."""
-        return self.grad_norm
+        return self._norm
 
     def _scale_is_above_its_minimum(self) -> bool:
         scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]

@@ -6,6 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -18,14 +19,17 @@ from policy_cases import (
     save_family,
     worker_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.megatron.optimizer_spec import OPTIMIZERS, optimizer_spec
 from nemo_offload_rl.policy.backends.megatron.streaming import StreamedStates
+from nemo_offload_rl.policy.backends.ranks import max_over_ranks, sum_over_ranks
 from nemo_offload_rl.residency.groups import storage_key
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
@@ -116,6 +120,54 @@ def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, 
         parts = [size for name, size in on_device.items() if "part" in name]
         assert len(parts) > 1 and set(parts) == {0}
         assert (on_device["optimizer"] > 0) == (fraction < 1.0)
+
+
+class _Reads(TorchDispatchMode):
+    """Which tensors the host reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.addresses.add(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def test_once_states_are_leaving_the_norm_is_not_read_from_the_device_behind_their_copies(folder, monkeypatch):
+    """With Transformer Engine Megatron's norm is a tensor of the device, and so it is here."""
+
+    def scale(chunk_size, overflow, lists, factor):
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source * factor)
+
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", scale)
+    streamed = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.25}
+    with make_worker(folder, **streamed) as worker:
+        worker.prepare_for_training()
+        worker.train(make_batch(), NLL())
+        worker.forward_backward(make_batch(seed=1), NLL())
+        reads, copy_out = _Reads(), worker.residency._device.copy_out
+
+        def watched(copies):
+            reads.addresses.clear()
+            return copy_out(copies)
+
+        monkeypatch.setattr(worker.residency._device, "copy_out", watched)
+        with reads:
+            result = worker.optim_step()
+        norm = worker._backend._optimizer.get_grad_norm()
+        assert isinstance(norm, torch.Tensor)
+        assert result.grad_norm == float(norm) > 0
+        assert norm.data_ptr() not in reads.addresses
+
+
+def test_a_rank_alone_reads_nothing_from_its_device_for_sums_over_ranks(folder):
+    with make_worker(folder):
+        group, device = parallel.data_parallel_group(), torch.device("meta")  # which has nothing to read
+        assert sum_over_ranks([1, 2.5], group, device) == [1.0, 2.5]
+        assert max_over_ranks(3, group, device) == 3
 
 
 def test_an_optimizer_whose_update_of_a_part_needs_the_others_does_not_stream(folder):
