@@ -142,6 +142,7 @@ def gather(worker: Any) -> None:
     worker.start_refit()
     while worker.next_bucket() is not None:
         worker.release_memory()
+    worker.abandon_refit()  # no engine has opened the buffers, so they would stay allocated
 
 
 def steps_of(worker: Any, batch: Any, run: Run, way: str) -> dict[str, Any]:
@@ -186,7 +187,6 @@ def one_step(worker: Any, batch: Any, device: str, way: str) -> dict[str, Any]:
     if way == "refit after each":
         gather(worker)
         gathered_s = now_s()
-        worker.abandon_refit()  # no engine has opened the buffers, so they would stay allocated
         worker.offload_after_refit()
         ended_s = now_s()
         worker.prepare_for_training()
