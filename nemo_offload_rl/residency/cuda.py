@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -129,6 +130,7 @@ class CudaDevice:
         # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
+        self._staging_lock = threading.Lock()  # `beside_work` has two threads copy to the device
         self._load_kernels()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
@@ -235,6 +237,11 @@ class CudaDevice:
             transfer.hold_up(self._in)
             self._hands_over = True
 
+    def beside_work(self) -> AbstractContextManager[object]:
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        # Where the present stream is that of the copies, `_copy` has it wait for nothing else.
+        return torch.cuda.stream(self._in)
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
 
@@ -288,12 +295,13 @@ class CudaDevice:
         base = piece.host.data_ptr()
         slots = [staging[c.host.data_ptr() - base :][: c.host.numel()] for c in piece.copies]
         tensors = [copy.device for copy in piece.copies]
-        if to_host:
-            torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
-            piece.host.copy_(staging, non_blocking=True)
-        else:
-            staging.copy_(piece.host, non_blocking=True)
-            torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
+        with self._staging_lock:
+            if to_host:
+                torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+                piece.host.copy_(staging, non_blocking=True)
+            else:
+                staging.copy_(piece.host, non_blocking=True)
+                torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
 
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         start = time.perf_counter()

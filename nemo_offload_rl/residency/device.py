@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -148,6 +149,13 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
+    def beside_work(self) -> AbstractContextManager[object]:
+        """What another thread enters to start copies to the device, one after another.
+
+        They wait for the work that was started before this call, and for no later work. Does not block.
+        """
+        ...
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
         ...
@@ -238,6 +246,9 @@ class CpuDevice:
 
     def follow(self, transfer: Transfer) -> None:
         transfer.wait_device()
+
+    def beside_work(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.frozen import FrozenCopy, HostCopy
 from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, storage_key, unique_storages
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
@@ -81,7 +82,7 @@ class GroupState:
         move.bytes_freed += freed
 
     def arrive(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
         """Come to the device from the host copy, or anew after having been freed.
 
@@ -94,17 +95,17 @@ class GroupState:
             self._stay()
             return
         self.settle()
-        mirror = source or self.mirror
+        kept = source or HostCopy(self.mirror)
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
-            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}
-            self._start_arriving(absent, mirror, report)
+            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and kept.has(key)}
+            self._start_arriving(absent, kept, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
 
     def arrive_alone(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
         """`arrive` outside of a transaction, which would undo one that fails."""
         try:
@@ -114,7 +115,7 @@ class GroupState:
             raise
 
     def try_arrive(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> bool:
         """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
         try:
@@ -259,11 +260,11 @@ class GroupState:
 
     def restore(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Overwrite the device contents with the host copy's."""
-        self.overwrite((_copy(record, self.mirror) for record in records.values()), report, self.group.name)
+        transfer = self._device.copy_in(_copy(record, self.mirror) for record in records.values())
+        self.overwrite(transfer, report, self.group.name)
 
-    def overwrite(self, copies: Iterable[Copy], report: TransitionReport, charged_to: str) -> None:
-        """Copy bytes of the host over device contents."""
-        transfer = self._device.copy_in(copies)
+    def overwrite(self, transfer: Transfer, report: TransitionReport, charged_to: str) -> None:
+        """Have the device run nothing more before contents have been overwritten by a transfer that has started."""
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
@@ -306,13 +307,12 @@ class GroupState:
         if self.release_finished():
             self._finish()
 
-    def _start_arriving(
-        self, absent: Mapping[int, StorageRecord], mirror: HostMirror, report: TransitionReport
-    ) -> None:
+    def _start_arriving(self, absent: Mapping[int, StorageRecord], kept: FrozenCopy, report: TransitionReport) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        self._device.allocate([Room(r.storage, mirror.bytes_of(r.key).numel()) for r in ordered])
+        self._device.allocate([Room(r.storage, kept.size_bytes(r.key)) for r in ordered])
         self._brought = {record.key: record.weak_ref for record in ordered}
-        transfer = self._device.copy_in(_copy(record, mirror) for record in ordered)
+        places = ((r.key, storage_bytes(r.storage, kept.size_bytes(r.key))) for r in ordered)
+        transfer = kept.copy_in(self._device, places)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:

@@ -14,6 +14,7 @@ from nemo_offload_rl.residency import (
     Phase,
     ResidencyError,
     exchange,
+    frozen,
     snapshot,
     snapshot_bytes,
     storage_key,
@@ -49,6 +50,7 @@ def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
     free_bytes, resident, read_dtype, monkeypatch
 ):
     monkeypatch.setattr(snapshot, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(frozen, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
