@@ -261,7 +261,7 @@ class DiskCopy(FrozenCopy):
     def _failure(self, what: str, error: OSError) -> ResidencyError:
         return ResidencyError(
             f"the file of {self._name!r} in {self._folder} could not be {what}: {error.strerror or error}; choose "
-            "another policy.reference_dir, or keep it in host memory with policy.reference_storage=host"
+            "another policy.reference_dir, or null to keep it in host memory"
         )
 
 

@@ -288,12 +288,7 @@ class ResidencyManager:
     # -- snapshots
 
     def snapshot(self, group: str, name: str, folder: Path | None = None) -> None:
-        """Keep a frozen copy of a group's present contents (the reference policy's parameters).
-
-        Args:
-            group: The group.
-            name: What the snapshot is called.
-            folder: Keep it in a file there that has no name; None keeps it on the host.
+        """Keep a frozen copy of a group's present contents, in a file in `folder` or, with None, on the host.
 
         Raises:
             ResidencyError: The group is not on the device, the name is taken, or the file cannot be written.
@@ -308,8 +303,7 @@ class ResidencyManager:
         the plan has a host copy of them, which is needed and out of date. They are back after an exception too.
 
         Raises:
-            ResidencyError: The group is not on the device, the snapshot could not be read, or the group's own bytes
-                could not be brought back.
+            ResidencyError: The group is not on the device, or a file or the group's own bytes could not be read.
         """
         if self.phase is None:
             raise ResidencyError(f"swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")

@@ -198,7 +198,7 @@ class Snapshot:
             raise DeviceOutOfMemoryError(
                 f"{self.name!r} is on disk and group {self.state.group.name!r} has no host copy, so both have to be on "
                 f"the device at once, which has no room for {self.device_bytes / 2**30:.2f} GiB more; set "
-                "policy.reference_storage=host, or have the group leave the device in generation"
+                "policy.reference_dir=null, or have the group leave the device in generation"
             )
         if self._transfer is not None:
             self._widen_staged(self._transfer)

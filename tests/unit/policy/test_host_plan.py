@@ -145,7 +145,9 @@ def obey(need, message):
     policy = need.settings
     for override in re.search(r"; use (.*), which needs", message)[1].split():
         key, _, value = override.lstrip("+").partition("=")
-        if key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
+        if key == "policy.reference_dir":
+            policy = replace(policy, reference_dir=value)
+        elif key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
             has_engine = policy.colocated or policy.engine_memory_share > 0
             assert key.startswith("loss_fn" if has_engine else "dpo")
             need = replace(need, reference_bytes=0)
