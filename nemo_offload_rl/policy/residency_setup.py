@@ -70,12 +70,13 @@ def begin_host_memory(
             reference_is_cast=expected.reference_is_cast,
         )
         arenas.limit(claim_host_memory(need))
-        if keep_reference and settings.reference_dir is not None:
-            problem = disk_problem(Path(settings.reference_dir), need.reference_bytes)
-            if problem is not None:
-                raise ConfigError(f"policy.reference_dir cannot hold a worker's reference: {problem}; {CHOOSE_ANOTHER}")
         plan = need.resolve()
         arenas.begin_reserve(plan.plan.host_bytes(plan.arena))
+    if keep_reference and settings.reference_dir is not None:
+        problem = disk_problem(Path(settings.reference_dir), expected.reference)
+        if problem is not None:
+            arenas.close()
+            raise ConfigError(f"policy.reference_dir cannot hold a worker's reference: {problem}; {CHOOSE_ANOTHER}")
     return arenas
 
 

@@ -217,27 +217,6 @@ def reference_fits_its_folder(cfg: RunConfig) -> str | None:
     return None if problem is None else f"policy.reference_dir cannot hold the reference: {problem}; {CHOOSE_ANOTHER}"
 
 
-def reference_on_disk_fits_beside_the_policy(cfg: RunConfig) -> str | None:
-    """Where parameters never leave the GPU, a reference on disk comes beside them, and both fit."""
-    known = _known_bytes(cfg)
-    if cfg.policy.reference_dir is None or known is None:
-        return None
-    total_bytes, groups = known
-    need = _host_need(cfg, groups)
-    if need.resolve().plan.leaves_the_device(PARAMS):
-        return None
-    beside_bytes = groups["params"] + _awake_bytes(cfg, total_bytes) + (RESTING_BYTES if _shares_its_gpu(cfg) else 0)
-    # As wide as the parameters, whatever it is on disk.
-    needed_bytes = groups["params"] + beside_bytes
-    if not need.reference_bytes or needed_bytes <= total_bytes:
-        return None
-    return (
-        f"policy.reference_dir needs {needed_bytes / _GIB:.1f} GiB of each GPU in reference passes, where the "
-        f"parameters are twice, but it has {total_bytes / _GIB:.1f}; set it to null, or have the parameters leave with "
-        "policy.residency_overrides.params=host"
-    )
-
-
 def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
     """Of one worker's part of the teacher; None for a model that is no local folder."""
     if (sizes := read_model_sizes(cfg.teacher.model_name)) is None:
@@ -253,6 +232,5 @@ RULES: tuple[Rule[RunConfig], ...] = (
     training_state_fits_the_gpu,
     host_memory_holds_the_state,
     reference_fits_its_folder,
-    reference_on_disk_fits_beside_the_policy,
 )
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (engine_leaves_room_for_the_policy,)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deferred_device import DeferredDevice
 from fake_cuda import FakeRuntime, make_cuda_device
+from open_files import open_files
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import (
@@ -28,12 +29,6 @@ from nemo_offload_rl.residency.device import Room
 from nemo_offload_rl.residency.disk_copy import DiskCopy
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
-
-
-def open_files(folder: Path) -> list[Path]:
-    """Descriptors of this process whose files are, or were, in a folder."""
-    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [path for path in descriptors if os.readlink(path).startswith(str(folder))]
 
 
 def with_reference(folder: Path, device: CpuDevice, **changes) -> tuple[Training, dict[str, torch.Tensor]]:
