@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -126,11 +125,11 @@ class CudaDevice:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._out = torch.cuda.Stream(self.device)
         self._in = torch.cuda.Stream(self.device)
+        self._beside = torch.cuda.Stream(self.device)  # of copies that another thread starts; they have no staging
         # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
         # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
-        self._staging_lock = threading.Lock()  # `beside_work` has two threads copy to the device
         self._load_kernels()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
@@ -237,10 +236,15 @@ class CudaDevice:
             transfer.hold_up(self._in)
             self._hands_over = True
 
-    def beside_work(self) -> AbstractContextManager[object]:
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        self._beside.wait_stream(self._in)  # memory that was handed over
+        return self._copy_beside
+
+    def _copy_beside(self, copies: Iterable[Copy]) -> Transfer:
         # Where the present stream is that of the copies, `_copy` has it wait for nothing else.
-        return torch.cuda.stream(self._in)
+        with torch.cuda.stream(self._beside):
+            return self._copy(copies, self._beside, to_host=False)
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
@@ -271,7 +275,8 @@ class CudaDevice:
         unmarked_bytes = 0
         try:
             with torch.cuda.stream(stream):
-                for piece in pieces_of(copies):
+                pieces = pieces_of(copies) if stream in self._staging else (_Piece((it,), it.host) for it in copies)
+                for piece in pieces:
                     self._cross(piece, stream, to_host)
                     transfer.add(piece)
                     unmarked_bytes += piece.host.numel()
@@ -295,13 +300,12 @@ class CudaDevice:
         base = piece.host.data_ptr()
         slots = [staging[c.host.data_ptr() - base :][: c.host.numel()] for c in piece.copies]
         tensors = [copy.device for copy in piece.copies]
-        with self._staging_lock:
-            if to_host:
-                torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
-                piece.host.copy_(staging, non_blocking=True)
-            else:
-                staging.copy_(piece.host, non_blocking=True)
-                torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
+        if to_host:
+            torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            piece.host.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(piece.host, non_blocking=True)
+            torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
 
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
         start = time.perf_counter()

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,10 +148,11 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
-    def beside_work(self) -> AbstractContextManager[object]:
-        """What another thread enters to start copies to the device, one after another.
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        """`copy_in` for another thread.
 
-        They wait for the work that was started before this call, and for no later work. Does not block.
+        Its copies wait for the work and the copies to the device that were started before this call, and for no later
+        ones. Does not block.
         """
         ...
 
@@ -247,8 +247,8 @@ class CpuDevice:
     def follow(self, transfer: Transfer) -> None:
         transfer.wait_device()
 
-    def beside_work(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        return self.copy_in
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,7 +188,7 @@ class DiskCopy(FrozenCopy):
         pieces = self._pieces(places)
         if not pieces:
             return FinishedTransfer(0, 0, 0.0)
-        future = self._copier.submit(self._bring, device, device.beside_work(), pieces)
+        future = self._copier.submit(self._bring, device.copier_in(), pieces)
         num_bytes = sum(target.numel() for piece in pieces for target, _ in piece.targets)
         reading = Reading(future, num_bytes, sum(len(piece.targets) for piece in pieces))
         if not behind:
@@ -225,18 +224,17 @@ class DiskCopy(FrozenCopy):
                 offset = end
         return pieces
 
-    def _bring(self, device: Device, beside_work: AbstractContextManager[object], pieces: Sequence[_Piece]) -> float:
+    def _bring(self, copy_in: Callable[[Iterable[Copy]], Transfer], pieces: Sequence[_Piece]) -> float:
         """Read and copy all pieces, on the copier's thread; returns the seconds."""
         start = time.perf_counter()
         started: list[Transfer] = []
         try:
-            with beside_work:
-                for index, piece in enumerate(pieces):
-                    if index >= _NUM_BUFFERS:
-                        started[index - _NUM_BUFFERS].wait_host()
-                    buffer = self._buffers[index % _NUM_BUFFERS]
-                    self._read(piece, buffer)
-                    started.append(device.copy_in(Copy(it, buffer[at : at + it.numel()]) for it, at in piece.targets))
+            for index, piece in enumerate(pieces):
+                if index >= _NUM_BUFFERS:
+                    started[index - _NUM_BUFFERS].wait_host()
+                buffer = self._buffers[index % _NUM_BUFFERS]
+                self._read(piece, buffer)
+                started.append(copy_in([Copy(it, buffer[at : at + it.numel()]) for it, at in piece.targets]))
         finally:
             for transfer in started[-_NUM_BUFFERS:]:
                 transfer.wait_host()

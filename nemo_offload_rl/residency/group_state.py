@@ -70,7 +70,7 @@ class GroupState:
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
-        self.settle()
+        self._settle()
         move = report.group(self.group.name)
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
         freed = sum(record.storage.nbytes() for record in on_device.values())
@@ -126,7 +126,7 @@ class GroupState:
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
-        self.settle()  # of a group that is leaving, copies still read it
+        self._settle()  # of a group that is leaving, copies still read it
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
@@ -195,7 +195,18 @@ class GroupState:
                 self._finish()
 
     def settle(self) -> float:
-        """Wait for copies under way and release the memory of those that left; returns the seconds waited."""
+        """Wait for copies under way and release the memory of those that left; returns the seconds waited.
+
+        Raises:
+            ResidencyError: What was to arrive could not be read from disk.
+        """
+        waited = 0.0
+        if self._flight is not None and self.is_arriving:
+            waited = self._flight.transfer.wait_host()
+            self._flight.transfer.wait_device()
+        return waited + self._settle()
+
+    def _settle(self) -> float:
         if self._flight is None:
             return 0.0
         start = time.perf_counter()
@@ -312,10 +323,11 @@ class GroupState:
         self._device.allocate([Room(r.storage, kept.size_bytes(r.key)) for r in ordered])
         self._brought = {record.key: record.weak_ref for record in ordered}
         places = ((r.key, storage_bytes(r.storage, kept.size_bytes(r.key))) for r in ordered)
-        transfer = kept.copy_in(self._device, places)
+        transfer = kept.copy_in(self._device, places, behind=True)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
+            transfer.wait_device()  # raises what went wrong
             self._finish()
 
     @property

@@ -196,7 +196,7 @@ class PassingParts:
         with self._report.held_up():
             if state.location is not Placement.DEVICE:
                 state.arrive_alone(self._records(state), self._report, source)
-        state.wait_arrival()
+            state.wait_arrival()  # of what is read from disk, this blocks
 
     def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> None:
         """Where there is room; without it, it comes when it is asked for."""

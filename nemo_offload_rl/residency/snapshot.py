@@ -6,7 +6,7 @@ Three ways to swap, the same bits:
 2. Without room, and where the plan has a host copy of the group, the snapshot's bytes are written over the group's,
    which come back from that copy: two crossings that are waited for.
 3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
-   change places piece by piece, there and back.
+   change places piece by piece, there and back. What is on disk cannot: it comes beside the group, as in the first way.
 
 Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
 give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
@@ -198,7 +198,7 @@ class Snapshot:
             raise DeviceOutOfMemoryError(
                 f"{self.name!r} is on disk and group {self.state.group.name!r} has no host copy, so both have to be on "
                 f"the device at once, which has no room for {self.device_bytes / 2**30:.2f} GiB more; set "
-                "policy.reference_dir=null, or have the group leave the device in generation"
+                "policy.reference_dir=null, with which they change places through host memory"
             )
         if self._transfer is not None:
             self._widen_staged(self._transfer)
