@@ -184,7 +184,7 @@ def measure_lengths(worker: Any, run: Run) -> dict[str, Any]:
     return {"lengths": measured}
 
 
-def make_worker(run: Run, variant: Variant) -> Any:
+def make_worker(run: Run, variant: Variant, *, keep_reference: bool = False) -> Any:
     """A Megatron policy worker with the variant's settings on one device."""
     overrides = [f"{KEY}.empty_unused_memory_level=0"]
     if run.device == "cpu":
@@ -193,10 +193,12 @@ def make_worker(run: Run, variant: Variant) -> Any:
             f"{KEY}.optimizer.use_precision_aware_optimizer=false",
             f"{KEY}.optimizer.bf16=false",
         ]
-    return worker_of(run, variant, "grpo_math_1B_megatron.yaml", overrides)
+    return worker_of(run, variant, "grpo_math_1B_megatron.yaml", overrides, keep_reference=keep_reference)
 
 
-def worker_of(run: Run, variant: Variant, config: str, overrides: Sequence[str] = ()) -> Any:
+def worker_of(
+    run: Run, variant: Variant, config: str, overrides: Sequence[str] = (), *, keep_reference: bool = False
+) -> Any:
     """A policy worker on one device, of a file of examples/configs, `overrides` and those of the variant."""
     from nemo_offload_rl.config.convert import to_grpo_config
     from nemo_offload_rl.config.schema import GrpoMasterConfig
@@ -229,7 +231,7 @@ def worker_of(run: Run, variant: Variant, config: str, overrides: Sequence[str] 
         init_method=f"file://{run.folder}/rendezvous-{os.getpid()}",
         device="cuda:0" if run.device == "cuda" else "cpu",
     )
-    return PolicyWorker(to_grpo_config(cfg, resolved).worker, process, keep_reference=False)
+    return PolicyWorker(to_grpo_config(cfg, resolved).worker, process, keep_reference=keep_reference)
 
 
 def random_batch(run: Run, length: int, generator: torch.Generator) -> Any:

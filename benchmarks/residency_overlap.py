@@ -150,6 +150,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         residency_verify=False,
         host_memory_budget_gib=None,
         memory_snapshot_dir=None,
+        reference_dir=None,
         engine_memory_share=0.0,
         engine_kv_cache_gib=None,
         use_pinned_optimizer_offload=changes.pop("use_pinned_optimizer_offload", True),

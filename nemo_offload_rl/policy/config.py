@@ -140,6 +140,14 @@ class TrainedPolicyConfig:
         str | None,
         doc("Folder for a snapshot of the CUDA allocator, one file a rank, when memory runs out; null for none."),
     ]
+    reference_dir: Annotated[
+        str | None,
+        doc(
+            "Folder for the frozen reference of GRPO and DPO, on a disk of each host: every worker writes its part "
+            "once, into a file that has no name and is gone with it, and reads it for each pass. Takes 0.125 GiB of "
+            "a worker's host memory. null keeps the reference in host memory."
+        ),
+    ]
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(

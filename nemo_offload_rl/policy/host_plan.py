@@ -32,6 +32,7 @@ from nemo_offload_rl.residency import (
     read_host_limits,
     reserve_host_memory,
     resolve_plan,
+    staging_bytes,
 )
 
 _GIB = 2**30
@@ -72,7 +73,7 @@ class HostNeed:
     Attributes:
         settings: The policy's settings.
         sizes: Bytes of the state groups by row of the plan.
-        reference_bytes: What a frozen reference takes; 0 without one.
+        reference_bytes: What a frozen reference takes, on the host or on disk; 0 without one.
         device_bytes: Memory of the worker's device.
         other: Bytes by name of what is no offloaded state, offloaded activations aside.
         activation_bytes: What offloaded activations can take.
@@ -100,6 +101,9 @@ class HostNeed:
         held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
         if not self.reference_bytes:
             return HostPlan(plan, dict(sizes), held)
+        if settings.reference_dir is not None:
+            sizes = {**sizes, REFERENCE: self.reference_bytes}
+            return HostPlan(plan, sizes, {**held, REFERENCE: staging_bytes(self.reference_bytes)})
         if self.reference_is_cast:
             # Swapped in without room beside them, it pushes the policy's own parameters to the host.
             held[PARAMS] = sizes[PARAMS]
@@ -180,10 +184,11 @@ def refusal(need: HostNeed, parts: Mapping[str, int], where: str, budget_bytes: 
 
 @dataclass(frozen=True)
 class Change:
-    """An override and what it does to a need."""
+    """An override and what it does to a need; of as many changes those of the lowest rank come first."""
 
     override: str
     apply: Callable[[HostNeed], HostNeed]
+    rank: int = 0
 
 
 def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
@@ -194,18 +199,19 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
     # Parts outside of the state are what was counted beside it, on whichever rank.
     beside_bytes = needed_bytes - sum(need.state_parts().values())
-    best: tuple[int, int, str] | None = None
+    best: tuple[int, int, int, str] | None = None
     for chosen in _subsets(_changes(need)):
         changed = need
         for change in chosen:
             changed = change.apply(changed)
         rest = sum(changed.state_parts().values()) + beside_bytes
-        found = (-len(chosen), rest, " ".join(change.override for change in chosen))
-        if rest <= budget_bytes and (best is None or found[:2] > best[:2]):
+        rank = max(change.rank for change in chosen)
+        found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
+        if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
             best = found
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
-    return f"use {best[2]}, which needs {best[1] / _GIB:.2f} GiB, or raise the limit"
+    return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
 
 
 def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
@@ -228,11 +234,15 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
     if settings.colocated:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
-    # Last: of equal changes one that leaves the numbers of a run as they are comes first.
+    if need.reference_bytes and settings.reference_dir is None:
+        # Passes wait for a disk.
+        on_disk = Change("policy.reference_dir=DIR", lambda need: _with_settings(need, reference_dir="DIR"), rank=1)
+        changes.append(on_disk)
+    # The numbers of a run become others.
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, reference_bytes=0)))
+        changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=2))
     return changes
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
@@ -29,9 +31,12 @@ from nemo_offload_rl.residency import (
     Device,
     HostArenas,
     ResidencyManager,
+    disk_problem,
     snapshot_bytes,
     snapshot_is_cast,
 )
+
+CHOOSE_ANOTHER = "choose a folder on a local disk with enough room, or null to keep the reference in host memory"
 
 
 def begin_host_memory(
@@ -51,7 +56,7 @@ def begin_host_memory(
         device: Where the groups will live.
 
     Raises:
-        ConfigError: The state will not fit into host memory.
+        ConfigError: The state will not fit into host memory, or the reference not into its folder.
     """
     arenas = HostArenas(device.new_arena)
     if sizes := expected.state:
@@ -67,6 +72,11 @@ def begin_host_memory(
         arenas.limit(claim_host_memory(need))
         plan = need.resolve()
         arenas.begin_reserve(plan.plan.host_bytes(plan.arena))
+    if keep_reference and settings.reference_dir is not None:
+        problem = disk_problem(Path(settings.reference_dir), expected.reference)
+        if problem is not None:
+            arenas.close()
+            raise ConfigError(f"policy.reference_dir cannot hold a worker's reference: {problem}; {CHOOSE_ANOTHER}")
     return arenas
 
 
@@ -116,7 +126,8 @@ def build_manager(
         if manager.passing is not None:
             backend.use_parts(manager.passing)
         if keep_reference:
-            manager.snapshot(PARAMS, REFERENCE)
+            folder = None if settings.reference_dir is None else Path(settings.reference_dir)
+            manager.snapshot(PARAMS, REFERENCE, folder)
         unless_done.pop_all()
     return manager, need
 

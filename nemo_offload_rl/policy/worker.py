@@ -59,7 +59,7 @@ class PolicyWorker:
     Args:
         settings: The policy's settings.
         process: This rank and how it joins the others.
-        keep_reference: Keep a frozen copy of the initial parameters on the host for `get_reference_logprobs`.
+        keep_reference: Keep a frozen copy of the initial parameters for `get_reference_logprobs`.
         teacher: A frozen model of its own beside the policy, for `read_teacher`.
     """
 

@@ -4,6 +4,7 @@ Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
 from nemo_offload_rl.residency.device import CpuDevice, Device, make_device
+from nemo_offload_rl.residency.disk_copy import disk_problem, staging_bytes
 from nemo_offload_rl.residency.errors import (
     DeviceOutOfMemoryError,
     HostBudgetError,
@@ -96,6 +97,7 @@ __all__ = [
     "TransitionReport",
     "aligned",
     "choose_resident",
+    "disk_problem",
     "divide_optimizer",
     "judge_host_memory",
     "local_tensor",
@@ -109,6 +111,7 @@ __all__ = [
     "row_of",
     "snapshot_bytes",
     "snapshot_is_cast",
+    "staging_bytes",
     "storage_bytes",
     "storage_key",
     "totals",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -128,6 +128,7 @@ class CudaDevice:
         # it: priorities of their own are to keep the streams apart. Not run on a GPU yet.
         self._out = torch.cuda.Stream(self.device, priority=-1)
         self._in = torch.cuda.Stream(self.device, priority=-2)
+        self._beside = torch.cuda.Stream(self.device, priority=-2)  # of copies that another thread starts, unstaged
         # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
         # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
         torch.cuda.empty_cache()
@@ -238,6 +239,16 @@ class CudaDevice:
             transfer.hold_up(self._in)
             self._hands_over = True
 
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        self._beside.wait_stream(self._in)  # memory that was handed over
+        return self._copy_beside
+
+    def _copy_beside(self, copies: Iterable[Copy]) -> Transfer:
+        # Where the present stream is that of the copies, `_copy` has it wait for nothing else.
+        with torch.cuda.stream(self._beside):
+            return self._copy(copies, self._beside, to_host=False)
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
 
@@ -267,7 +278,8 @@ class CudaDevice:
         unmarked_bytes = 0
         try:
             with torch.cuda.stream(stream):
-                for piece in pieces_of(copies):
+                pieces = pieces_of(copies) if stream in self._staging else (_Piece((it,), it.host) for it in copies)
+                for piece in pieces:
                     self._cross(piece, stream, to_host)
                     transfer.add(piece)
                     unmarked_bytes += piece.host.numel()

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -148,6 +148,14 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        """`copy_in` for another thread.
+
+        Its copies wait for the work and the copies to the device that were started before this call, and for no later
+        ones. Does not block.
+        """
+        ...
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
         ...
@@ -238,6 +246,9 @@ class CpuDevice:
 
     def follow(self, transfer: Transfer) -> None:
         transfer.wait_device()
+
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        return self.copy_in
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.

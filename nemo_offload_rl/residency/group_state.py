@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.frozen import FrozenCopy, HostCopy
 from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, storage_key, unique_storages
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
@@ -69,7 +70,7 @@ class GroupState:
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
-        self.settle()
+        self._settle()
         move = report.group(self.group.name)
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
         freed = sum(record.storage.nbytes() for record in on_device.values())
@@ -81,7 +82,7 @@ class GroupState:
         move.bytes_freed += freed
 
     def arrive(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
         """Come to the device from the host copy, or anew after having been freed.
 
@@ -94,17 +95,17 @@ class GroupState:
             self._stay()
             return
         self.settle()
-        mirror = source or self.mirror
+        kept = source or HostCopy(self.mirror)
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
-            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and mirror.has(key)}
-            self._start_arriving(absent, mirror, report)
+            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and kept.has(key)}
+            self._start_arriving(absent, kept, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
 
     def arrive_alone(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
         """`arrive` outside of a transaction, which would undo one that fails."""
         try:
@@ -114,7 +115,7 @@ class GroupState:
             raise
 
     def try_arrive(
-        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: HostMirror | None = None
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> bool:
         """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
         try:
@@ -125,7 +126,7 @@ class GroupState:
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
-        self.settle()  # of a group that is leaving, copies still read it
+        self._settle()  # of a group that is leaving, copies still read it
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
@@ -194,7 +195,18 @@ class GroupState:
                 self._finish()
 
     def settle(self) -> float:
-        """Wait for copies under way and release the memory of those that left; returns the seconds waited."""
+        """Wait for copies under way and release the memory of those that left; returns the seconds waited.
+
+        Raises:
+            ResidencyError: What was to arrive could not be read from disk.
+        """
+        waited = 0.0
+        if self._flight is not None and self.is_arriving:
+            waited = self._flight.transfer.wait_host()
+            self._flight.transfer.wait_device()
+        return waited + self._settle()
+
+    def _settle(self) -> float:
         if self._flight is None:
             return 0.0
         start = time.perf_counter()
@@ -259,11 +271,11 @@ class GroupState:
 
     def restore(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Overwrite the device contents with the host copy's."""
-        self.overwrite((_copy(record, self.mirror) for record in records.values()), report, self.group.name)
+        transfer = self._device.copy_in(_copy(record, self.mirror) for record in records.values())
+        self.overwrite(transfer, report, self.group.name)
 
-    def overwrite(self, copies: Iterable[Copy], report: TransitionReport, charged_to: str) -> None:
-        """Copy bytes of the host over device contents."""
-        transfer = self._device.copy_in(copies)
+    def overwrite(self, transfer: Transfer, report: TransitionReport, charged_to: str) -> None:
+        """Have the device run nothing more before contents have been overwritten by a transfer that has started."""
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
@@ -306,16 +318,16 @@ class GroupState:
         if self.release_finished():
             self._finish()
 
-    def _start_arriving(
-        self, absent: Mapping[int, StorageRecord], mirror: HostMirror, report: TransitionReport
-    ) -> None:
+    def _start_arriving(self, absent: Mapping[int, StorageRecord], kept: FrozenCopy, report: TransitionReport) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        self._device.allocate([Room(r.storage, mirror.bytes_of(r.key).numel()) for r in ordered])
+        self._device.allocate([Room(r.storage, kept.size_bytes(r.key)) for r in ordered])
         self._brought = {record.key: record.weak_ref for record in ordered}
-        transfer = self._device.copy_in(_copy(record, mirror) for record in ordered)
+        places = ((r.key, storage_bytes(r.storage, kept.size_bytes(r.key))) for r in ordered)
+        transfer = kept.copy_in(self._device, places, behind=True)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
+            transfer.wait_device()  # raises what went wrong
             self._finish()
 
     @property

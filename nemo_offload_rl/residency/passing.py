@@ -8,16 +8,16 @@ both in the update, which `streaming.py` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from nemo_offload_rl.residency.device import Copy, Room
+from nemo_offload_rl.residency.device import Room
 from nemo_offload_rl.residency.errors import ResidencyError
+from nemo_offload_rl.residency.frozen import Content, FrozenCopy
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_bytes, storage_key
-from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Phase, Placement
 from nemo_offload_rl.residency.streaming import records_of
@@ -54,8 +54,7 @@ class PassingParts:
         self._charge = charge
         self.phase = Phase.TRAINING
         self._report = TransitionReport(None, self.phase)
-        self._copies: dict[str, list[HostMirror]] = {}
-        self._shown: str | None = None
+        self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
 
     def __len__(self) -> int:
@@ -88,7 +87,7 @@ class PassingParts:
             DeviceOutOfMemoryError: There is no room; they are on the host as before.
         """
         self._groups.release_finished(release_cache=False)
-        self._arrive(self._params[index], self._source(index))
+        self._arrive(self._params[index], self._shown)
 
     def bring_gradients(self, index: int) -> None:
         """Have what a part's gradients are so far on the device; nothing where there are none yet."""
@@ -110,7 +109,7 @@ class PassingParts:
         with self._report.held_up():
             self._leave(self._params[index])
             if self._overlap and following is not None:
-                self._prefetch(self._params[following], self._source(following))
+                self._prefetch(self._params[following], self._shown)
             if self._overlap and with_gradients is not None:
                 self._prefetch(self._grads[with_gradients])
 
@@ -164,21 +163,23 @@ class PassingParts:
         self._leave(state)
         state.settle()
 
-    def take_copy(self, name: str, arena: HostArena) -> None:
-        """Keep a frozen host copy of all parts as they are now."""
-        self._copies[name] = made = []
+    @property
+    def params_bytes(self) -> int:
+        """Bytes of all parts' parameters, which are on the host."""
+        return sum(state.mirror.num_bytes for state in self._params)
+
+    def keep_in(self, copy: FrozenCopy) -> None:
+        """Keep all parts in a frozen copy as they are now."""
         for index, state in enumerate(self._params):
-            mirror = HostMirror(f"{name}/part.{index}", arena)
-            made.append(mirror)
             with self.on_device(index):
-                records = self._records(state)
-                mirror.cover(records)
-                copies = [(record.storage, mirror.bytes_of(key)) for key, record in records.items()]
-                self._device.copy_out(Copy(storage_bytes(it, host.numel()), host) for it, host in copies).wait_host()
-                mirror.mark_clean(records, 0)
+                storages = [
+                    (record, storage_bytes(it := record.storage, it.nbytes()))
+                    for record in self._records(state).values()
+                ]
+                copy.keep(self._device, [Content(record, whole, torch.uint8) for record, whole in storages])
 
     @contextmanager
-    def showing_copy(self, name: str) -> Iterator[None]:
+    def showing(self, copy: FrozenCopy) -> Iterator[None]:
         """Passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
 
         Raises:
@@ -186,8 +187,8 @@ class PassingParts:
         """
         present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
         if present:
-            raise ResidencyError(f"cannot show {name!r} while {present[0]!r} is on the device; leave it first")
-        self._shown = name
+            raise ResidencyError(f"cannot show a frozen copy while {present[0]!r} is on the device; leave it first")
+        self._shown = copy
         try:
             yield
         finally:
@@ -195,29 +196,15 @@ class PassingParts:
             for state in self._params:
                 self._leave(state)
 
-    def copies_bytes(self) -> Mapping[str, int]:
-        """Host bytes of each frozen copy."""
-        return {name: sum(mirror.num_bytes for mirror in mirrors) for name, mirrors in self._copies.items()}
-
-    def close(self) -> None:
-        """Free the frozen copies."""
-        for mirrors in self._copies.values():
-            for mirror in mirrors:
-                mirror.close()
-        self._copies.clear()
-
     # -- inside
 
-    def _source(self, index: int) -> HostMirror | None:
-        return None if self._shown is None else self._copies[self._shown][index]
-
-    def _arrive(self, state: GroupState, source: HostMirror | None = None) -> None:
+    def _arrive(self, state: GroupState, source: FrozenCopy | None = None) -> None:
         with self._report.held_up():
             if state.location is not Placement.DEVICE:
                 state.arrive_alone(self._records(state), self._report, source)
-        state.wait_arrival()
+            state.wait_arrival()  # of what is read from disk, this blocks
 
-    def _prefetch(self, state: GroupState, source: HostMirror | None = None) -> None:
+    def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> None:
         """Where there is room; without it, it comes when it is asked for."""
         if state.location is not Placement.DEVICE:
             state.try_arrive(self._records(state), self._report, source)

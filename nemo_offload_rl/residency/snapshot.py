@@ -6,7 +6,7 @@ Three ways to swap, the same bits:
 2. Without room, and where the plan has a host copy of the group, the snapshot's bytes are written over the group's,
    which come back from that copy: two crossings that are waited for.
 3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
-   change places piece by piece, there and back.
+   change places piece by piece, there and back. What is on disk cannot: it comes beside the group, as in the first way.
 
 Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
 give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
@@ -18,13 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
+from nemo_offload_rl.residency.device import Device, Room, Transfer
+from nemo_offload_rl.residency.disk_copy import DiskCopy
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.exchange import DeviceExchange, Exchange, HostExchange, copy_at_once, in_batches
+from nemo_offload_rl.residency.frozen import CAST_AT_ONCE_BYTES, Content, FrozenCopy, HostCopy
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import (
     StateGroup,
@@ -39,8 +42,6 @@ from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import Placement, ResidencyPlan
 from nemo_offload_rl.residency.transaction import GroupSet
-
-CAST_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,15 @@ class Snapshot:
     Args:
         name: What it is called in reports.
         state: Its group.
-        mirror: Where its bytes are kept on the host.
+        copy: Where its bytes are kept.
         device: Where its group lives.
         has_host_copy: The plan has host memory for a copy of the group itself.
     """
 
-    def __init__(
-        self, name: str, state: GroupState, mirror: HostMirror, device: Device, *, has_host_copy: bool
-    ) -> None:
+    def __init__(self, name: str, state: GroupState, copy: FrozenCopy, device: Device, *, has_host_copy: bool) -> None:
         self.name = name
         self.state = state
-        self.mirror = mirror
+        self.copy = copy
         self._device = device
         self._has_host_copy = has_host_copy
         self._forms: dict[int, _Form] = {}
@@ -121,17 +120,11 @@ class Snapshot:
         """Copy the group's present contents, once."""
         self.state.wait_arrival()
         self._forms = _forms(self.state.group, records)
-        self.mirror.cover(
-            {key: records[key] for key in self._forms}, {key: form.kept_bytes for key, form in self._forms.items()}
-        )
-        pairs = (
-            (_whole(records[key].storage).view(form.own), self.mirror.bytes_of(key).view(form.kept))
+        contents = [
+            Content(records[key], _whole(records[key].storage).view(form.own), form.kept)
             for key, form in self._forms.items()
-        )
-        for batch in in_batches(pairs, CAST_AT_ONCE_BYTES):
-            kept = [(own.to(host.dtype), host) for own, host in batch]
-            self._device.copy_out(Copy(a.view(torch.uint8), b.view(torch.uint8)) for a, b in kept).wait_host()
-        self.mirror.mark_clean(self._forms, 0)
+        ]
+        self.copy.keep(self._device, contents)
 
     @property
     def device_bytes(self) -> int:
@@ -150,7 +143,7 @@ class Snapshot:
         found = {
             key: record
             for key, record in records.items()
-            if self.mirror.has(key) and self._forms[key].num_bytes == record.storage.nbytes()
+            if key in self._forms and self._forms[key].num_bytes == record.storage.nbytes()
         }
         others = {name for key, r in records.items() if key not in found and r.storage.nbytes() for name in r.names}
         if others:
@@ -180,7 +173,7 @@ class Snapshot:
             return False
         self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in places.items()}
         self._is_widened = False
-        self._transfer = self._device.copy_in(self._copies(self._staged))
+        self._transfer = self._start_copies(self._staged, behind=True)
         self.state.track(self._transfer, report)
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True
@@ -198,8 +191,15 @@ class Snapshot:
 
         Raises:
             DeviceOutOfMemoryError: There is no room for what an exchange needs.
+            ResidencyError: The snapshot cannot be read from disk.
         """
         self.state.wait_arrival()
+        if not self._has_host_copy and isinstance(self.copy, DiskCopy) and not self.stage(records, report):
+            raise DeviceOutOfMemoryError(
+                f"{self.name!r} is on disk and group {self.state.group.name!r} has no host copy, so both have to be on "
+                f"the device at once, which has no room for {self.device_bytes / 2**30:.2f} GiB more; set "
+                "policy.reference_dir=null, with which they change places through host memory"
+            )
         if self._transfer is not None:
             self._widen_staged(self._transfer)
         elif self._has_host_copy or _are_cast(self._forms):
@@ -213,12 +213,13 @@ class Snapshot:
         """Have the snapshot's bytes in the group's storages; `prepare` came before."""
         if self._exchange is None:
             places = {key: _whole(record.storage) for key, record in records.items()}
-            self.state.overwrite(self._copies(places), report, self.name)
+            self.state.overwrite(self._start_copies(places), report, self.name)
             self._widen(places)
             return
-        # Of a copy on the device what was made after it came is no part.
-        on_host = {key: self.mirror.bytes_of(key) for key in records}
-        others = on_host if self._transfer is None else self._staged
+        others = self._staged  # what was made after it came is no part of it
+        if self._transfer is None:
+            assert isinstance(self.copy, HostCopy), "`prepare` has staged it"
+            others = {key: self.copy.bytes_of(key) for key in records}
         pairs = ((_whole(record.storage), others[key]) for key, record in records.items() if key in others)
         self._exchange.run(pairs, self._charged_to(report, coming=self.name, going=self.state.group.name))
 
@@ -248,19 +249,18 @@ class Snapshot:
     def _widen_staged(self, transfer: Transfer) -> None:
         if self._is_widened:
             return
-        transfer.wait_device()
         try:
+            transfer.wait_device()
             self._widen(self._staged)
         except BaseException:
-            self.release()  # some of it is neither
+            self.release()  # some of it is missing, or neither wide nor narrow
             raise
         self._is_widened = True
 
-    def _copies(self, places: Mapping[int, Tensor]) -> Iterator[Copy]:
-        """From the host to the last bytes of each place."""
-        for key, place in places.items():
-            host = self.mirror.bytes_of(key)
-            yield Copy(place[place.numel() - host.numel() :], host)
+    def _start_copies(self, places: Mapping[int, Tensor], *, behind: bool = False) -> Transfer:
+        """To the last bytes of each place."""
+        ends = ((key, place[place.numel() - self._forms[key].kept_bytes :]) for key, place in places.items())
+        return self.copy.copy_in(self._device, ends, behind=behind)
 
     def _widen(self, places: Mapping[int, Tensor]) -> None:
         """Have what came to the last bytes of each place fill it, from the front: a piece covers what was read before.
@@ -277,11 +277,11 @@ class Snapshot:
             copy_at_once([wide for wide, _ in batch], [narrow.clone() for _, narrow in batch])
 
     def close(self) -> None:
-        """Free host and device memory."""
+        """Free host and device memory, and the file."""
         try:
             self.release()
         finally:
-            self.mirror.close()
+            self.copy.close()
 
 
 class Snapshots:
@@ -312,21 +312,28 @@ class Snapshots:
         self._plan = plan
         self._arena_for = arena_for
 
-    def take(self, group: str, name: str) -> None:
+    def take(self, group: str, name: str, folder: Path | None) -> None:
         """Copy a group's present contents; see `ResidencyManager.snapshot`."""
         if name in self.all:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        mirror = HostMirror(name, self._arena_for(name))
-        made = Snapshot(name, state, mirror, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
+        copy = self._new_copy(state.group, name, folder)
+        made = Snapshot(name, state, copy, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
         try:
             made.take(self._groups.records()[group])
+            if self._passing is not None:
+                self._passing.keep_in(copy)
         except BaseException:
             made.close()  # else `close` would raise for its host memory, and hide this error
             raise
         self.all[name] = made
-        if self._passing is not None:
-            self._passing.take_copy(name, self._arena_for(name))
+
+    def _new_copy(self, group: StateGroup, name: str, folder: Path | None) -> FrozenCopy:
+        arena = self._arena_for(name)
+        if folder is None:
+            return HostCopy(HostMirror(name, arena))
+        parts_bytes = 0 if self._passing is None else self._passing.params_bytes
+        return DiskCopy(name, folder, snapshot_bytes(group) + parts_bytes, arena)
 
     @contextmanager
     def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
@@ -342,7 +349,7 @@ class Snapshots:
             self.present = name
             with report.held_up():
                 snapshot.swap_in(records, report)
-            with nullcontext() if self._passing is None else self._passing.showing_copy(name):
+            with nullcontext() if self._passing is None else self._passing.showing(snapshot.copy):
                 yield
         finally:
             with report.held_up():
@@ -353,17 +360,14 @@ class Snapshots:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of all snapshots."""
-        of_parts = {} if self._passing is None else self._passing.copies_bytes()
-        return {name: snapshot.mirror.num_bytes + of_parts.get(name, 0) for name, snapshot in self.all.items()}
+        return {name: snapshot.copy.num_bytes for name, snapshot in self.all.items()}
 
     def release_staged(self) -> int:
         """Release all copies on the device that are not swapped in; returns their bytes."""
         return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
 
     def close(self) -> None:
-        """Free host and device memory."""
-        if self._passing is not None:
-            self._passing.close()
+        """Free host and device memory, and files."""
         for snapshot in self.all.values():
             snapshot.close()
         self.all.clear()

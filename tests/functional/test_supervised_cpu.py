@@ -55,7 +55,8 @@ def sft_output(folder):
 @pytest.fixture(scope="module")
 def dpo_keys(folder, sft_output):
     model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
-    return [model, "policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
+    return [model, *packing, f"policy.reference_dir={folder}"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,9 @@ def test_a_person_sees_what_is_learned_and_each_step(sft_output):
     assert re.search(r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
 
 
-def test_dpo_with_packing_on_two_workers_that_goes_on_with_one_equals_dpo_on_one(folder, dpo_keys, resumed_dpo):
+def test_dpo_with_packing_on_two_workers_and_a_reference_on_disk_that_goes_on_with_one_equals_dpo_on_one(
+    folder, dpo_keys, resumed_dpo
+):
     model, *_ = dpo_keys
     alone = dpo(folder, "alone-dpo", model, "checkpointing.enabled=false")
     for ours, theirs in zip(results(resumed_dpo), results(alone), strict=True):

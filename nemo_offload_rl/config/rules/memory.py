@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
 from nemo_offload_rl.config.schema import (
@@ -25,6 +26,7 @@ from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
+from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
     BASE,
@@ -37,6 +39,7 @@ from nemo_offload_rl.residency import (
     Phase,
     ResidencyPlan,
     ResidencySettings,
+    disk_problem,
     memory_total_bytes,
     resolve_plan,
 )
@@ -165,12 +168,10 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     """The least that a worker takes: neither loading nor activations nor an engine are counted."""
     if isinstance(cfg, WITH_ROLLOUTS):
         settings = grpo_worker(cfg.policy, cfg.algorithm[1].seed)
-        keep_reference = isinstance(cfg, GrpoMasterConfig) and cfg.loss_fn.reference_policy_kl_penalty != 0
     else:
         settings = supervised_worker(cfg.policy, cfg.algorithm[1].seed)
-        keep_reference = isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
     has_adapters = not groups["grads"]
-    reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
+    reference_bytes = 0 if has_adapters or not _keeps_reference(cfg) else groups["params"]
     read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
     is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
     if is_cast and not settings.backend.streams_parameters:
@@ -196,6 +197,26 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     )
 
 
+def _keeps_reference(cfg: RunConfig) -> bool:
+    if isinstance(cfg, GrpoMasterConfig):
+        return cfg.loss_fn.reference_policy_kl_penalty != 0
+    return isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
+
+
+def reference_fits_its_folder(cfg: RunConfig) -> str | None:
+    """The folder of the reference is on a disk with room for it, and there is a reference."""
+    if (name := cfg.policy.reference_dir) is None:
+        return None
+    if not _keeps_reference(cfg):
+        return f"policy.reference_dir {name} is for a reference, and this run keeps none; set it to null"
+    if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:
+        return None  # each worker looks at its own disk
+    groups = _group_bytes(cfg)
+    worker_bytes = 0 if groups is None else _host_need(cfg, groups).reference_bytes
+    problem = disk_problem(Path(name), worker_bytes * cfg.cluster.world_size)
+    return None if problem is None else f"policy.reference_dir cannot hold the reference: {problem}; {CHOOSE_ANOTHER}"
+
+
 def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
     """Of one worker's part of the teacher; None for a model that is no local folder."""
     if (sizes := read_model_sizes(cfg.teacher.model_name)) is None:
@@ -207,5 +228,9 @@ def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
     return COMPUTE_DTYPES[cfg.teacher.precision].itemsize * sizes.num_parameters // num_ranks
 
 
-RULES: tuple[Rule[RunConfig], ...] = (training_state_fits_the_gpu, host_memory_holds_the_state)
+RULES: tuple[Rule[RunConfig], ...] = (
+    training_state_fits_the_gpu,
+    host_memory_holds_the_state,
+    reference_fits_its_folder,
+)
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (engine_leaves_room_for_the_policy,)

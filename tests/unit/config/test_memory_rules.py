@@ -9,7 +9,7 @@ from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_c
 from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy import host_plan
-from nemo_offload_rl.residency import HostLimit
+from nemo_offload_rl.residency import HostLimit, disk_problem
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 
@@ -19,6 +19,7 @@ ONE_GPU = ["policy.model_name=a-folder", "cluster.gpus_per_node=1"]
 HOST_BYTES = 1000 * GIB
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 EXEMPLAR = CONFIGS / "grpo_math_1B.yaml"
+PRECOMPUTED = "dpo.precompute_reference_logprobs=true"
 SUPERVISED = {"sft.yaml": load_sft_config, "dpo.yaml": load_dpo_config}
 
 
@@ -218,3 +219,21 @@ def test_without_anything_that_leaves_the_gpu_no_host_memory_is_asked_for(load, 
     load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 0\.00"):
         load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="dpo.yaml")
+
+
+def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tmp_path, monkeypatch):
+    on_disk, kl = f"policy.reference_dir={tmp_path}", "loss_fn.reference_policy_kl_penalty"
+    asked = []
+
+    def problem_of(folder, num_bytes):
+        asked.append(num_bytes)
+        return None if folder == tmp_path else disk_problem(folder, num_bytes)
+
+    monkeypatch.setattr(memory, "disk_problem", problem_of)
+    load([on_disk, f"{kl}=0.01", "cluster.gpus_per_node=2"], parameters=GIB, gpu_gib=80)
+    assert asked == [2 * GIB]  # bfloat16, over both workers
+    with pytest.raises(ConfigError, match=r"reference_dir cannot hold the reference: .* is no folder; choose a folder"):
+        load([f"{on_disk}/nowhere", f"{kl}=0.01"], parameters=GIB, gpu_gib=80)
+    for overrides, name in (([f"{kl}=0"], None), ([], "sft.yaml"), ([PRECOMPUTED], "dpo.yaml")):
+        with pytest.raises(ConfigError, match=r"is for a reference, and this run keeps none; set it to null"):
+            load([on_disk, *overrides], parameters=GIB, gpu_gib=80, name=name)

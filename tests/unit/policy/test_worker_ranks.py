@@ -12,6 +12,7 @@ import pytest
 import torch
 from cgroups import joined, make_cgroup, remove
 from closeness import assert_close
+from open_files import open_files
 from policy_cases import (
     NLL,
     RaisesAt,
@@ -185,6 +186,26 @@ def keeps_the_reference_as_it_is_read(process, folder, **changes):
         assert not torch.equal(trained, first)
 
 
+def has_the_reference_on_disk(process, folder, disk, **changes):
+    """Each rank has a part of it in a file of its own, and the logprobs are those of one in host memory."""
+    seen = []
+    for reference_dir in (None, str(disk)):
+        with make_worker(process, folder, keep_reference=True, reference_dir=reference_dir, **changes) as worker:
+            batch = shard(make_batch(), worker)
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.prepare_for_lp_inference()
+            own = worker.get_logprobs(batch)
+            seen.append(worker.get_reference_logprobs(batch))
+            assert torch.equal(worker.get_logprobs(batch), own)
+            assert not torch.equal(seen[-1], own)
+            assert len(open_files(disk)) == (reference_dir is not None)
+    assert torch.equal(*seen)
+    assert open_files(disk) == [] and not list(disk.iterdir())
+
+
 def loads_under_other_layouts(process, folder, saved, key, sizes, **changes):
     """What ranks of one layout wrote, read by those of others."""
     states = []
@@ -337,6 +358,12 @@ def check_megatron(process, root):
         worker.load_checkpoint(Path(root) / "saved-2")
 
 
+def check_reference_on_disk(process, root, disk):
+    for changes in ({}, {"tensor_parallel_size": 2}, {"precision": "bfloat16"}):
+        has_the_reference_on_disk(process, f"{root}/qwen3-tied", disk, **changes)
+        has_the_reference_on_disk(process, f"{root}/qwen3-tied", disk, backend="megatron", **changes)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
@@ -378,3 +405,8 @@ def test_ranks_with_different_experts_equal_hugging_face_and_offloading_changes_
 
 def test_two_ranks_of_megatron_equal_hugging_face_and_offloading_changes_no_bit(root, tmp_path):
     run_ranks(2, tmp_path, check_megatron, str(root))
+
+
+def test_ranks_with_their_references_on_disk_have_the_logprobs_of_those_in_host_memory(root, tmp_path):
+    (disk := tmp_path / "disk").mkdir()
+    run_ranks(2, tmp_path, check_reference_on_disk, str(root), disk)

@@ -7,6 +7,7 @@ copy takes a millisecond of a common clock. Everything else is CPU memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nemo_offload_rl.residency import cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
@@ -25,6 +26,7 @@ COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 
 class FakeStream:
     clock_ms = 0
+    lock = threading.RLock()
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = device
@@ -34,14 +36,16 @@ class FakeStream:
         self.num_done = 0
 
     def run_to(self, position: int) -> None:
-        while self.num_done < position:
-            func, args = self.queue[self.num_done]
-            func(*args)
-            self.num_done += 1
-            FakeStream.clock_ms += 1
-            for event in self.events:
-                if event.position == self.num_done:
-                    event.time_ms = FakeStream.clock_ms
+        # A thread that waits may itself be in the body of a stream, and two may wait at once.
+        with FakeStream.lock, _disable_current_modes():
+            while self.num_done < position:
+                func, args = self.queue[self.num_done]
+                func(*args)
+                self.num_done += 1
+                FakeStream.clock_ms += 1
+                for event in self.events:
+                    if event.position == self.num_done:
+                        event.time_ms = FakeStream.clock_ms
 
     def synchronize(self) -> None:
         self.run_to(len(self.queue))

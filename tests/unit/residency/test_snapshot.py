@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
     ResidencyError,
+    disk_copy,
     exchange,
+    frozen,
     snapshot,
     snapshot_bytes,
     storage_key,
@@ -28,12 +31,13 @@ def with_reference(
     free_bytes: int = 1 << 40,
     read_dtype: torch.dtype = torch.float32,
     resident_groups: frozenset[str] = frozenset(),
+    folder: Path | None = None,
 ) -> tuple[Training, dict[str, torch.Tensor]]:
     """Training that has passed through a logprob phase once, and its first parameters as passes read them."""
     device = DeferredDevice(free_bytes)
     training = Training(device=device, read_dtype=read_dtype, verify=True, resident_groups=resident_groups)
     training.manager.enter(Phase.LP_INFERENCE)
-    training.manager.snapshot("params", "reference")
+    training.manager.snapshot("params", "reference", folder)
     initial = training.state_as_read(read_dtype)
     training.step()
     training.manager.enter(Phase.REFIT)
@@ -45,14 +49,18 @@ def with_reference(
 @pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("resident", [frozenset(), RESIDENT], ids=["leaves", "stays"])
 @pytest.mark.parametrize("free_bytes", [1 << 40, NO_ROOM], ids=["staged", "without room"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
-    free_bytes, resident, read_dtype, monkeypatch
+    on_disk, free_bytes, resident, read_dtype, monkeypatch, tmp_path
 ):
+    monkeypatch.setattr(disk_copy, "PIECE_BYTES", 200)
+    monkeypatch.setattr(disk_copy, "_READ_BYTES", 64)
     monkeypatch.setattr(snapshot, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(frozen, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
-    training, initial = with_reference(free_bytes, read_dtype, resident)
+    training, initial = with_reference(free_bytes, read_dtype, resident, tmp_path if on_disk else None)
     training.manager.enter(Phase.LP_INFERENCE)
     for _ in range(2):
         with training.manager.swapped_in("reference"):
@@ -64,6 +72,7 @@ def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
     plain.step()
     with training.manager.checkpoint_view():
         assert_bitwise_equal(training.contents(), plain.contents())
+    training.manager.close()
 
 
 def test_with_room_the_reference_crosses_once_and_ahead_and_without_room_twice_when_it_is_used():
