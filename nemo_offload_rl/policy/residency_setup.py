@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend
+import torch
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
     ENGINE,
@@ -15,6 +18,7 @@ from nemo_offload_rl.policy.host_plan import (
     PROCESS,
     HostNeed,
     claim_host_memory,
+    gpu_limit_refusal,
 )
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.teacher import Teacher
@@ -32,6 +36,25 @@ from nemo_offload_rl.residency import (
     snapshot_bytes,
     snapshot_is_cast,
 )
+
+
+def limit_gpu_memory(limit_gib: float | None, device: Device, process: ProcessInfo) -> None:
+    """Have torch's allocator refuse more than a part of the GPU to this process from now on.
+
+    Args:
+        limit_gib: `policy.gpu_memory_limit_gib`; None for no limit.
+        device: Where the groups will live.
+        process: This rank.
+
+    Raises:
+        ConfigError: The device is main memory, or smaller than the limit.
+    """
+    if limit_gib is None:
+        return
+    total_gib = device.total_bytes() / 2**30
+    if device.is_host_memory or limit_gib > total_gib:
+        raise ConfigError(gpu_limit_refusal(limit_gib, None if device.is_host_memory else total_gib))
+    torch.cuda.set_per_process_memory_fraction(limit_gib / total_gib, torch.device(process.device))
 
 
 def begin_host_memory(

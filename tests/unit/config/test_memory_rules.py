@@ -204,6 +204,22 @@ def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_th
         load(on_host, parameters=20 * GIB, gpu_gib=80)
 
 
+def test_a_limit_of_gpu_memory_bounds_the_policy_s_state_alone_and_is_refused_where_it_means_nothing(load):
+    key = "policy.gpu_memory_limit_gib"
+    load([f"{key}=64"], parameters=4 * GIB, gpu_gib=80)
+    with pytest.raises(
+        ConfigError, match=r"needs 64\.0 GiB .*params 16\.0, grads 16\.0, optimizer 32\.0\) .* has 63\.0 within"
+    ):
+        load([f"{key}=63"], parameters=4 * GIB, gpu_gib=80)
+    load([f"{key}=8", "policy.dtensor_cfg.cpu_offload=true"], parameters=20 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"gpu_memory_limit_gib is 81.0, but the GPU has 80.0 GiB; set it to less"):
+        load([f"{key}=81"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"is 8.0, but the policy trains on a CPU"):
+        load([f"{key}=8", "cluster.gpus_per_node=0"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"gpu_memory_limit_gib"):
+        load([f"{key}=0"], parameters=GIB, gpu_gib=80)
+
+
 def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkeypatch):
     monkeypatch.setitem(globals(), "HOST_BYTES", GIB)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
