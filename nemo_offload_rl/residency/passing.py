@@ -3,7 +3,8 @@
 A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
 the device from just before they are read until they have been, while the part before computes at the earliest; its
 gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
-both in the update, which `streaming.py` does.
+both in the update, which `streaming.py` does. Those that are updated first are those whose gradients are there last:
+where there is room, they stay for it, and their states come behind the backward pass of what is before them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Phase, Placement
 from nemo_offload_rl.residency.streaming import records_of
 from nemo_offload_rl.residency.transaction import GroupSet
+from nemo_offload_rl.residency.work_memory import WorkMemory
 
 
 class PassingParts:
@@ -31,8 +33,11 @@ class PassingParts:
         groups: All groups of the worker.
         params: The parameters of each part, in the order of a forward pass.
         grads: Their gradients, likewise.
+        states: Their optimizer's states, likewise.
         overlap: Bring what is read next beside what is computed now.
         charge: Gets the report of each pass.
+        work: What the phases' work needs.
+        limit_parts: What parts may hold of the device beside a phase and the step, in bytes.
 
     Attributes:
         phase: What passes are charged to.
@@ -43,41 +48,66 @@ class PassingParts:
         groups: GroupSet,
         params: Sequence[GroupState],
         grads: Sequence[GroupState],
+        states: Sequence[GroupState],
         overlap: bool,
         charge: Callable[[TransitionReport], None],
+        work: WorkMemory,
+        limit_parts: Callable[[Phase], int],
     ) -> None:
         self._groups = groups
         self._params = params
         self._grads = grads
+        self._states = states
         self._device = groups.device
         self._overlap = overlap
         self._charge = charge
+        self._work = work
+        self._limit_parts = limit_parts
         self.phase = Phase.TRAINING
         self._report = TransitionReport(None, self.phase)
         self._copies: dict[str, list[HostMirror]] = {}
         self._shown: str | None = None
         self._leaving: list[GroupState] = []
+        self._kept: list[int] = []  # parts that stay for the update
+        self._limit_bytes = 0  # of them
 
     def __len__(self) -> int:
         return len(self._params)
 
     def free_bytes(self) -> int:
         """Memory of the device that could be allocated once everything has left that is leaving."""
-        leaving = (state.held_bytes for state in self._groups.states.values() if state.is_leaving)
-        return self._device.free_bytes() + sum(leaving)
+        return self._device.free_bytes() + self._leaving_bytes()
+
+    def allocated_bytes(self) -> int:
+        """Device memory of this process, without what is leaving; 0 where that is not known."""
+        return max(0, self._device.allocated_bytes() - self._leaving_bytes())
+
+    def restart_peak(self) -> int:
+        """Most device memory that this process had at a time since the last call; 0 where that is not known."""
+        return self._work.restart_peak()
 
     # -- passes
 
     @contextmanager
     def charged(self) -> Iterator[None]:
-        """Whatever comes and goes in the body, a pass, is one entry of the ledger. Parameters are away after it."""
+        """Whatever comes and goes in the body, a pass, is one entry of the ledger.
+
+        Parameters are away after it, but of parts that are kept. What was kept before leaves first.
+        """
         self._report = TransitionReport(self.phase, self.phase)
+        self._let_go()
+        may_keep = self._overlap and self.phase is Phase.TRAINING
+        self._limit_bytes = self._limit_parts(self.phase) if may_keep else 0
         try:
             yield
+        except BaseException:
+            self._let_go()
+            raise
         finally:
             with self._report.held_up():
-                for state in self._params:
-                    self._leave(state)
+                for index, state in enumerate(self._params):
+                    if index not in self._kept:
+                        self._leave(state)
             if self._report.groups:
                 self._charge(self._report)
 
@@ -121,6 +151,37 @@ class PassingParts:
         with self._report.held_up():
             self._leave(state)
         self._leaving.append(state)
+
+    def keep(self, index: int, reserve_bytes: int) -> bool:
+        """In the place of `has_gradients`: have all of a part that its update needs stay, or begin to come.
+
+        Args:
+            index: The part.
+            reserve_bytes: What must be free beside it.
+
+        Returns:
+            False with nothing changed where it has no room beside the parts that are updated before it, where copies
+            do not overlap, and before the first update.
+        """
+        # Gradients have the parameters' size, and no host copy where they have always stayed.
+        first = zip(self._params[: index + 1], self._states[: index + 1], strict=True)
+        sizes_bytes = [2 * params.mirror.num_bytes + states.mirror.num_bytes for params, states in first]
+        coming = [state for state in (self._params[index], self._states[index]) if state.location is Placement.HOST]
+        coming_bytes = sum(state.mirror.num_bytes for state in coming)
+        if sum(sizes_bytes) > self._limit_bytes or self.free_bytes() < coming_bytes + reserve_bytes:
+            return False
+        with self._report.held_up():
+            for state in coming:
+                if not self._prefetch(state):
+                    for other in coming:
+                        self._leave(other)
+                    return False
+        grads = self._grads[index]
+        grads.version += 1
+        grads.mirror.cover(self._records(grads))  # by which it is counted
+        self._work.add(sizes_bytes[index])
+        self._kept.append(index)
+        return True
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
@@ -178,6 +239,7 @@ class PassingParts:
         Raises:
             ResidencyError: A part is on the device.
         """
+        self._let_go()
         present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
         if present:
             raise ResidencyError(f"cannot show {name!r} while {present[0]!r} is on the device; leave it first")
@@ -211,10 +273,20 @@ class PassingParts:
                 state.arrive_alone(self._records(state), self._report, source)
         state.wait_arrival()
 
-    def _prefetch(self, state: GroupState, source: HostMirror | None = None) -> None:
+    def _prefetch(self, state: GroupState, source: HostMirror | None = None) -> bool:
         """Where there is room; without it, it comes when it is asked for."""
-        if state.location is not Placement.DEVICE:
-            state.try_arrive(self._records(state), self._report, source)
+        return state.location is Placement.DEVICE or state.try_arrive(self._records(state), self._report, source)
+
+    def _let_go(self) -> None:
+        """What was kept for an update that has not come leaves."""
+        with self._report.held_up():
+            for index in self._kept:
+                for state in (self._params[index], self._grads[index], self._states[index]):
+                    self._leave(state)
+        self._kept = []
+
+    def _leaving_bytes(self) -> int:
+        return sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
 
     def _leave(self, state: GroupState) -> None:
         if state.location is Placement.DEVICE:
