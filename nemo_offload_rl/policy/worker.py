@@ -136,9 +136,8 @@ class PolicyWorker:
 
     def residency_plan(self) -> str:
         """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
-        table = self.residency.plan.render(self._host_need.resolve().sizes)
         line = render_host_plan(self._host_need, self._backend.device.type, self._workers_per_host)
-        return f"{table}\n{line}"
+        return f"{self.residency.plan.render(self._host_need.resolve().sizes)}\n{line}"
 
     def residency_reports(self) -> list[TransitionReport]:
         """Transitions since the last call."""

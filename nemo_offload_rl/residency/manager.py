@@ -93,12 +93,10 @@ class ResidencyManager:
         self._overlap = overlap and device.asynchronous
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         updated = [self._parts, params, grads] if params else [self._parts]
-        layers = self._of_row(TEACHER_LAYER)
-        bundles = list(zip(*updated, strict=True))
+        bundles, layers = list(zip(*updated, strict=True)), self._of_row(TEACHER_LAYER)
         self._work = WorkMemory(device)
-        self._prefetcher = Prefetcher(plan, self._groups, bundles, not params, self._work)
-        limit_parts = self._prefetcher.limit_parts
-        passed = (params, grads, self._parts, self._overlap, self._ledger.add, self._work, limit_parts)
+        self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self._work)
+        passed = (params, grads, self._parts, self._overlap, self._ledger.add, self._work, ahead.limit_parts)
         self.passing = PassingParts(self._groups, *passed) if params else None
         self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
