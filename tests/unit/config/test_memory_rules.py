@@ -125,6 +125,24 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
         loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "on_host"),
+    [
+        ("large_model_8b", 8_190_735_360, {"optimizer/part": 4}),
+        ("large_model_8b_48gb", 8_190_735_360, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
+        ("large_model_8b_24gb", 8_190_735_360, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
+        ("megatrain_7b", 7_615_487_488, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
+        ("megatrain_10b", 9_927_381_504, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
+    ],
+)
+def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, name, parameters, on_host):
+    path = Path(__file__).parents[3] / "benchmarks" / f"{name}.yaml"
+    config = load(ONE_GPU, parameters=parameters, gpu_gib=139.8, path=path)
+    need = memory._host_need(config, memory._group_bytes(config))
+    assert {row: size / parameters for row, size in need.resolve().arena.items() if size} == on_host
+    assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
+
+
 def test_what_megatron_keeps_beside_the_engine_counts(load):
     kept = [*MEGATRON, "policy.residency_overrides={optimizer: device}"]
     with pytest.raises(ConfigError, match=r"13.0 GiB that stay .*\(optimizer and contexts\); lower it to 0.83"):
