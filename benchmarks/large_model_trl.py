@@ -2,7 +2,7 @@
 
     python benchmarks/large_model_trl.py --json large_model_trl.json
 
-All parameters of a random Qwen3 shape are trained on one GPU, 64 responses of 512 tokens, without a reference, with
+All parameters of a random Qwen3 shape are trained on one GPU, 64 responses of 512 tokens, with KL to a reference,
 gradient checkpointing, micro-batches of 8 responses, and vLLM colocated with sleep mode. Variants: `float32` parameters
 with AdamW, which is what nemo_offload_rl computes, and `bfloat16` parameters and states, which round updates away. TRL
 alone has no offloading; DeepSpeed's and bitsandbytes' take packages of their own. Each variant is a process, with
@@ -29,7 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"model_init_k
 def run_variant(model: Path, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What `run_trl` found, or the error."""
     changes = {
-        "beta": 0.0,
         "gradient_checkpointing": True,
         "vllm_gpu_memory_utilization": arguments.engine_share,
         **VARIANTS[variant],

@@ -33,6 +33,8 @@ from nemo_offload_rl.residency import (
     Device,
     HostArenas,
     ResidencyManager,
+    part_copy_bytes,
+    row_of,
     snapshot_bytes,
     snapshot_is_cast,
 )
@@ -112,7 +114,8 @@ def build_manager(
     rest = {name: size for name, size in sizes.items() if name not in loaded}
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
     params = next(group for group in groups if group.name == PARAMS)
-    reference_bytes = snapshot_bytes(params) + sizes.get(PARAMS_PART, 0)
+    parts = [group for group in groups if row_of(group.name) == PARAMS_PART]
+    reference_bytes = snapshot_bytes(params) + sum(map(part_copy_bytes, parts))
     need = HostNeed(
         settings=settings,
         sizes=sizes,

@@ -310,9 +310,12 @@ class GroupState:
         self, absent: Mapping[int, StorageRecord], mirror: HostMirror, report: TransitionReport
     ) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        self._device.allocate([Room(r.storage, mirror.bytes_of(r.key).numel()) for r in ordered])
+        # A snapshot may be narrower than the group: it comes to the last bytes of each storage.
+        sizes = {r.key: (self.mirror if self.mirror.has(r.key) else mirror).bytes_of(r.key).numel() for r in ordered}
+        self._device.allocate([Room(r.storage, sizes[r.key]) for r in ordered])
         self._brought = {record.key: record.weak_ref for record in ordered}
-        transfer = self._device.copy_in(_copy(record, mirror) for record in ordered)
+        places = ((storage_bytes(r.storage, sizes[r.key]), mirror.bytes_of(r.key)) for r in ordered)
+        transfer = self._device.copy_in(Copy(place[len(place) - len(host) :], host) for place, host in places)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:

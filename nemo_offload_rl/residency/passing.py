@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_offload_rl.residency.device import Copy, Room
+from nemo_offload_rl.residency.casts import Form, take_copy, widen
+from nemo_offload_rl.residency.device import Room
 from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_bytes, storage_key
@@ -65,7 +66,8 @@ class PassingParts:
         self._limit_parts = limit_parts
         self.phase = Phase.TRAINING
         self._report = TransitionReport(None, self.phase)
-        self._copies: dict[str, list[HostMirror]] = {}
+        self._copies: dict[str, list[tuple[HostMirror, dict[int, Form]]]] = {}
+        self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
         self._shown: str | None = None
         self._leaving: list[GroupState] = []
         self._kept: list[int] = []  # parts that stay for the update
@@ -118,7 +120,15 @@ class PassingParts:
             DeviceOutOfMemoryError: There is no room; they are on the host as before.
         """
         self._groups.release_finished(release_cache=False)
-        self._arrive(self._params[index], self._source(index))
+        state, source = self._params[index], self._source(index)
+        if state.location is not Placement.DEVICE:
+            self._narrow.add(index)
+        self._arrive(state, source)
+        if self._shown is not None and index in self._narrow:
+            _, forms = self._copies[self._shown][index]
+            records = self._records(state)
+            widen({key: storage_bytes(records[key].storage, form.num_bytes) for key, form in forms.items()}, forms)
+        self._narrow.discard(index)
 
     def bring_gradients(self, index: int) -> None:
         """Have what a part's gradients are so far on the device; nothing where there are none yet."""
@@ -140,7 +150,9 @@ class PassingParts:
         with self._report.held_up():
             self._leave(self._params[index])
             if self._overlap and following is not None:
-                self._prefetch(self._params[following], self._source(following))
+                was_away = self._params[following].location is not Placement.DEVICE
+                if self._prefetch(self._params[following], self._source(following)) and was_away:
+                    self._narrow.add(following)
             if self._overlap and with_gradients is not None:
                 self._prefetch(self._grads[with_gradients])
 
@@ -220,17 +232,12 @@ class PassingParts:
         state.settle()
 
     def take_copy(self, name: str, arena: HostArena) -> None:
-        """Keep a frozen host copy of all parts as they are now."""
+        """Keep a frozen host copy of all parts as passes read them now."""
         self._copies[name] = made = []
         for index, state in enumerate(self._params):
             mirror = HostMirror(f"{name}/part.{index}", arena)
-            made.append(mirror)
             with self.on_device(index):
-                records = self._records(state)
-                mirror.cover(records)
-                copies = [(record.storage, mirror.bytes_of(key)) for key, record in records.items()]
-                self._device.copy_out(Copy(storage_bytes(it, host.numel()), host) for it, host in copies).wait_host()
-                mirror.mark_clean(records, 0)
+                made.append((mirror, take_copy(state.group, self._records(state), mirror, self._device)))
 
     @contextmanager
     def showing_copy(self, name: str) -> Iterator[None]:
@@ -253,19 +260,19 @@ class PassingParts:
 
     def copies_bytes(self) -> Mapping[str, int]:
         """Host bytes of each frozen copy."""
-        return {name: sum(mirror.num_bytes for mirror in mirrors) for name, mirrors in self._copies.items()}
+        return {name: sum(mirror.num_bytes for mirror, _ in copies) for name, copies in self._copies.items()}
 
     def close(self) -> None:
         """Free the frozen copies."""
-        for mirrors in self._copies.values():
-            for mirror in mirrors:
+        for copies in self._copies.values():
+            for mirror, _ in copies:
                 mirror.close()
         self._copies.clear()
 
     # -- inside
 
     def _source(self, index: int) -> HostMirror | None:
-        return None if self._shown is None else self._copies[self._shown][index]
+        return None if self._shown is None else self._copies[self._shown][index][0]
 
     def _arrive(self, state: GroupState, source: HostMirror | None = None) -> None:
         with self._report.held_up():

@@ -194,7 +194,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     reference_bytes = 0 if has_adapters or not keep_reference else groups["params"]
     read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
     is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
-    if is_cast and not settings.backend.streams_parameters:
+    if is_cast:
         reference_bytes = reference_bytes * read_bytes // fp32_bytes
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}

@@ -125,14 +125,17 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
         loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
 
 
+PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "on_host"),
     [
-        ("large_model_8b", 8_190_735_360, {"optimizer/part": 4}),
-        ("large_model_8b_48gb", 8_190_735_360, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
-        ("large_model_8b_24gb", 8_190_735_360, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
-        ("megatrain_7b", 7_615_487_488, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
-        ("megatrain_10b", 9_927_381_504, {"params/part": 4, "grads/part": 4, "optimizer/part": 4}),
+        ("large_model_8b", 8_190_735_360, {"optimizer/part": 4, "params": 4, "reference": 2}),
+        ("large_model_8b_48gb", 8_190_735_360, {**PARTS, "reference": 2}),
+        ("large_model_8b_24gb", 8_190_735_360, {**PARTS, "reference": 2}),
+        ("megatrain_7b", 7_615_494_656, {**PARTS, "reference": 2}),
+        ("megatrain_10b", 9_927_253_248, PARTS),
     ],
 )
 def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, name, parameters, on_host):
@@ -218,7 +221,7 @@ def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_th
     load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(ConfigError, match=r"needs 336\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
         load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 400\.00 GiB .*reference 80\.00\), but"):
+    with pytest.raises(ConfigError, match=r"needs 360\.00 GiB .*reference 40\.00\), but"):
         load(on_host, parameters=20 * GIB, gpu_gib=80)
 
 
