@@ -12,7 +12,7 @@ from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.policy.backends.dtensor import layerwise as layerwise_module
-from nemo_offload_rl.residency import Phase, Placement
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -155,3 +155,19 @@ def test_a_pass_that_runs_out_of_memory_beside_kept_parts_is_run_again_without_t
         assert_equal(full_params(hurt), full_params(clean))
         hurt.forward_backward(make_batch(), NLL())
         assert not kept(hurt)
+
+
+@pytest.mark.parametrize(("precision", "kept_bytes"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("measured", [True, False], ids=["overlapped", ""])
+def test_a_reference_crosses_as_wide_as_passes_read_it(eight_layers, use_device, precision, kept_bytes, measured):
+    use_device(Measured() if measured else CpuDevice())
+    with layerwise(eight_layers[0], keep_reference=True, precision=precision) as worker:
+        num_parameters = sum(p.numel() for part in worker._backend._built.parts for _, p in part.parameters)
+        expected = kept_bytes * num_parameters
+        assert expected <= worker.residency.host_bytes()["reference"] < 1.1 * expected
+        worker.prepare_for_lp_inference()
+        own = worker.get_logprobs(make_batch())
+        worker.residency_reports()
+        assert torch.equal(worker.get_reference_logprobs(make_batch()), own)
+        moved = [report.groups.items() for report in worker.residency_reports()]
+        assert sum(move.bytes_in for group in moved for name, move in group if "params/part" in name) == expected

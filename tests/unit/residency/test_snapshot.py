@@ -13,8 +13,8 @@ from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
     ResidencyError,
+    casts,
     exchange,
-    snapshot,
     snapshot_bytes,
     storage_key,
 )
@@ -48,7 +48,7 @@ def with_reference(
 def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
     free_bytes, resident, read_dtype, monkeypatch
 ):
-    monkeypatch.setattr(snapshot, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(casts, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
@@ -130,7 +130,7 @@ def test_a_staged_copy_that_cannot_be_widened_is_given_up_and_the_next_pass_has_
         raise torch.OutOfMemoryError("no room for what is read while it is covered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "copy_at_once", fail)
+        patched.setattr(casts, "copy_at_once", fail)
         with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
             pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), own)
