@@ -40,11 +40,13 @@ VARIANTS = (
 
 def run_variant(run: Run, variant: Variant, cap_gib: float | None) -> dict[str, Any]:
     """One worker, and some steps at every length."""
+    overrides = ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"]
     if run.device == "cuda":
-        total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        share = 1.0 if cap_gib is None or variant.name == RESIDENT else min(1.0, cap_gib / total_gib)
-        torch.cuda.set_per_process_memory_fraction(share, 0)
-    worker = worker_of(run, variant, "grpo_math_1B.yaml", ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"])
+        # Of a variant that ran before in this process.
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+        if cap_gib is not None and variant.name != RESIDENT:
+            overrides.append(f"policy.gpu_memory_limit_gib={cap_gib}")
+    worker = worker_of(run, variant, "grpo_math_1B.yaml", overrides)
     worker.prepare_for_training()
     found: dict[str, Any] = {}
     for length in run.lengths:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,16 @@ SIDES = ("trl", "nemo_offload_rl")
 SIZE_OPTIONS = ("--prompts", "--group", "--tokens", "--steps", "--micro-batch")
 
 
-def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int, micro_batch: int) -> dict[str, Any]:
-    """Medians of TRL's phases."""
+def run_trl(
+    model: Path,
+    prompts: int,
+    group: int,
+    tokens: int,
+    steps: int,
+    micro_batch: int,
+    changes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Medians of TRL's phases; `changes` are of its configuration."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -101,31 +109,32 @@ def run_trl(model: Path, prompts: int, group: int, tokens: int, steps: int, micr
     def reward(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [float(len(set(text))) for text in completions]
 
-    config = GRPOConfig(
-        output_dir=str(model.parent / "trl"),
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=prompts * group // micro_batch,
-        num_generations=group,
-        max_completion_length=tokens,
-        max_steps=steps,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        beta=0.01,
-        bf16=True,
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        temperature=1.0,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.6,
-        vllm_max_model_length=tokens + 16,
-        vllm_enable_sleep_mode=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=0,
-    )
+    keys: dict[str, Any] = {
+        "output_dir": str(model.parent / "trl"),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": prompts * group // micro_batch,
+        "num_generations": group,
+        "max_completion_length": tokens,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "beta": 0.01,
+        "bf16": True,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "temperature": 1.0,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.6,
+        "vllm_max_model_length": tokens + 16,
+        "vllm_enable_sleep_mode": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    config = GRPOConfig(**{**keys, **(changes or {})})
     rows = [{"prompt": f"{10 + i % 90}+{10 + i * 7 % 90}="} for i in range(prompts * (steps + 1))]
     trainer = Timed(
         model=str(model),

@@ -1,6 +1,7 @@
 """GRPO of a model whose training state is larger than the GPU: seconds, utilisation, and who holds which memory.
 
     python benchmarks/large_model.py --steps 3 --out results
+    python benchmarks/large_model.py --shape 8B --config benchmarks/large_model_8b_24gb.yaml --out results
     python benchmarks/large_model.py --shape tiny --steps 2 --cpu --out results
 
 The model is random, made on the GPU, and written to `--dir` (a temporary folder without it), which should be on a disk.
@@ -138,7 +139,7 @@ class Report:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="14B", choices=list(SHAPES))
-    parser.add_argument("--config", type=Path, default=ROOT / "benchmarks" / "large_model_14b.yaml")
+    parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
     parser.add_argument("--out", type=Path, required=True, help="folder for large_model.json and the run's own files")
@@ -165,10 +166,14 @@ def main() -> None:
         "data.default.env_name=any_text",
         f"++env.any_text.target={Path(__file__).resolve()}:score",
         "++env.any_text.num_workers=0",
-        *([*CPU_OVERRIDES, *CPU_STREAMING, "++policy.residency_overrides.params=device"] if arguments.cpu else []),
-        *arguments.overrides,
+        *(CPU_OVERRIDES if arguments.cpu else []),
     ]
-    config = load_grpo_config(ROOT / "benchmarks" / "grpo_gpu.yaml" if arguments.cpu else arguments.config, overrides)
+    if arguments.cpu and arguments.config is None:
+        overrides += [*CPU_STREAMING, "++policy.residency_overrides.params=device"]
+    elif arguments.cpu:  # of a file for the DTensor backend
+        overrides += ["policy.dtensor_cfg.torch_compile=false", "policy.gpu_memory_limit_gib=null"]
+    file = arguments.config or ROOT / "benchmarks" / ("grpo_gpu.yaml" if arguments.cpu else "large_model_14b.yaml")
+    config = load_grpo_config(file, [*overrides, *arguments.overrides])
     report.watch.start()
     try:
         run_grpo(config)

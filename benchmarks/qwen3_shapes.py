@@ -110,7 +110,10 @@ SHAPES = {
     "1.5B": Qwen3Shape(hidden=1536, layers=28, intermediate=8960, heads=12, kv_heads=2),
     "1.7B": Qwen3Shape(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
     "4B": Qwen3Shape(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
+    # The sizes of Qwen2.5-7B, whose attention has biases where Qwen3's has norms.
+    "7B": Qwen3Shape(hidden=3584, layers=28, intermediate=18944, heads=28, kv_heads=4, vocab=152064),
     "8B": Qwen3Shape(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8),
+    "10B": Qwen3Shape(hidden=4096, layers=45, intermediate=12288, heads=32, kv_heads=8),  # no model's
     "14B": Qwen3Shape(hidden=5120, layers=40, intermediate=17408, heads=40, kv_heads=8),
     "32B": Qwen3Shape(hidden=5120, layers=64, intermediate=25600, heads=64, kv_heads=8),
 }

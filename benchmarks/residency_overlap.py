@@ -149,6 +149,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         residency_overlap=changes.pop("residency_overlap", True),
         residency_verify=False,
         host_memory_budget_gib=None,
+        gpu_memory_limit_gib=None,
         memory_snapshot_dir=None,
         reference_dir=None,
         engine_memory_share=0.0,

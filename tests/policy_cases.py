@@ -191,6 +191,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         residency_overlap=True,
         residency_verify=True,
         host_memory_budget_gib=None,
+        gpu_memory_limit_gib=None,
         memory_snapshot_dir=None,
         reference_dir=None,
         engine_memory_share=0.0,

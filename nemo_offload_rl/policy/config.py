@@ -136,6 +136,14 @@ class TrainedPolicyConfig:
             gt=0,
         ),
     ]
+    gpu_memory_limit_gib: Annotated[
+        float | None,
+        doc(
+            "GPU memory that one policy worker's tensors may take, in GiB, CUDA's context and the engine aside; null "
+            "for all. For a GPU that others use too, or to try whether a run would fit a smaller one.",
+            gt=0,
+        ),
+    ]
     memory_snapshot_dir: Annotated[
         str | None,
         doc("Folder for a snapshot of the CUDA allocator, one file a rank, when memory runs out; null for none."),

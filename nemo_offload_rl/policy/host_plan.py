@@ -285,7 +285,7 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
     """Groups that stay on the device while the engine generates: those told to, and with `auto` those that fit.
 
     Args:
-        settings: `residency`, `residency_overrides` and the engine's share of the device.
+        settings: `residency`, `residency_overrides`, the engine's share of the device and the policy's limit.
         sizes_bytes: The groups' sizes by row of the plan.
         device_bytes: Memory of the device that is shared.
     """
@@ -308,9 +308,22 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         # The share does not bound a cache of a fixed size.
         engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
         kept_bytes = sum(size for name, size in stays.items() if name in kept)
-        room = device_bytes - engine_bytes - SHARED_RESERVE_BYTES - kept_bytes
+        room = device_bytes - engine_bytes
+        if settings.gpu_memory_limit_gib is not None:
+            room = min(room, int(settings.gpu_memory_limit_gib * _GIB))
+        room -= SHARED_RESERVE_BYTES + kept_bytes
         kept |= choose_resident(candidates, max(0, room))
     return frozenset(kept)
+
+
+def gpu_limit_refusal(limit_gib: float, total_gib: float | None) -> str:
+    """One line on a `policy.gpu_memory_limit_gib` above a GPU of `total_gib`, or without one (None)."""
+    if total_gib is None:
+        return f"policy.gpu_memory_limit_gib is {limit_gib}, but the policy trains on a CPU; set it to null"
+    return (
+        f"policy.gpu_memory_limit_gib is {limit_gib}, but the GPU has {total_gib:.1f} GiB; set it to less, or to null "
+        "for all of it"
+    )
 
 
 def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:

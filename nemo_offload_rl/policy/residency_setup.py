@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend
+from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
     ENGINE,
@@ -17,6 +19,7 @@ from nemo_offload_rl.policy.host_plan import (
     PROCESS,
     HostNeed,
     claim_host_memory,
+    gpu_limit_refusal,
 )
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.teacher import Teacher
@@ -32,11 +35,32 @@ from nemo_offload_rl.residency import (
     HostArenas,
     ResidencyManager,
     disk_problem,
+    part_copy_bytes,
+    row_of,
     snapshot_bytes,
     snapshot_is_cast,
 )
 
 CHOOSE_ANOTHER = "choose a folder on a local disk with enough room, or null to keep the reference in host memory"
+
+
+def limit_gpu_memory(limit_gib: float | None, device: Device, process: ProcessInfo) -> None:
+    """Have torch's allocator refuse more than a part of the GPU to this process from now on.
+
+    Args:
+        limit_gib: `policy.gpu_memory_limit_gib`; None for no limit.
+        device: Where the groups will live.
+        process: This rank.
+
+    Raises:
+        ConfigError: The device is main memory, or smaller than the limit.
+    """
+    if limit_gib is None:
+        return
+    total_gib = device.total_bytes() / 2**30
+    if device.is_host_memory or limit_gib > total_gib:
+        raise ConfigError(gpu_limit_refusal(limit_gib, None if device.is_host_memory else total_gib))
+    torch.cuda.set_per_process_memory_fraction(limit_gib / total_gib, torch.device(process.device))
 
 
 def begin_host_memory(
@@ -99,7 +123,8 @@ def build_manager(
     rest = {name: size for name, size in sizes.items() if name not in loaded}
     groups = [*backend.state_groups(), *(teacher.state_groups() if teacher is not None else ())]
     params = next(group for group in groups if group.name == PARAMS)
-    reference_bytes = snapshot_bytes(params) + sizes.get(PARAMS_PART, 0)
+    parts = [group for group in groups if row_of(group.name) == PARAMS_PART]
+    reference_bytes = snapshot_bytes(params) + sum(map(part_copy_bytes, parts))
     need = HostNeed(
         settings=settings,
         sizes=sizes,

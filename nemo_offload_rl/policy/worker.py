@@ -33,7 +33,7 @@ from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
 from nemo_offload_rl.policy.micro_batches import micro_batch_rows
 from nemo_offload_rl.policy.passes import Passes, TrainingPace
-from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager
+from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
 from nemo_offload_rl.policy.teacher import Teacher
@@ -74,6 +74,7 @@ class PolicyWorker:
         if settings.deterministic:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
+        limit_gpu_memory(settings.gpu_memory_limit_gib, device, process)
         # Of two models the sizes are known once they are there.
         expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0, 0)
         with ExitStack() as made:
@@ -135,9 +136,8 @@ class PolicyWorker:
 
     def residency_plan(self) -> str:
         """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
-        table = self.residency.plan.render(self._host_need.resolve().sizes)
         line = render_host_plan(self._host_need, self._backend.device.type, self._workers_per_host)
-        return f"{table}\n{line}"
+        return f"{self.residency.plan.render(self._host_need.resolve().sizes)}\n{line}"
 
     def residency_reports(self) -> list[TransitionReport]:
         """Transitions since the last call."""

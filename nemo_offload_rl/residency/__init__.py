@@ -3,6 +3,7 @@
 Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
+from nemo_offload_rl.residency.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.device import CpuDevice, Device, make_device
 from nemo_offload_rl.residency.disk_copy import disk_problem, staging_bytes
 from nemo_offload_rl.residency.errors import (
@@ -55,7 +56,6 @@ from nemo_offload_rl.residency.plan import (
     resolve_plan,
     row_of,
 )
-from nemo_offload_rl.residency.snapshot import snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.streaming import NamedTensors, OptimizerParts, divide_optimizer, restricted_to
 
 __all__ = [
@@ -106,6 +106,7 @@ __all__ = [
     "optimizer_tensors",
     "read_host_limits",
     "reserve_host_memory",
+    "part_copy_bytes",
     "resolve_plan",
     "restricted_to",
     "row_of",

@@ -166,8 +166,7 @@ class CudaDevice:
         beside the block until memory goes back.
         """
         num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
-        free_bytes = torch.cuda.mem_get_info(self.device)[0]
-        if num_bytes <= free_bytes and not _splits_are_limited():
+        if num_bytes <= uncached_free_bytes(self.device) and not _splits_are_limited():
             with suppress(torch.OutOfMemoryError):  # another process took the room; in parts there may be some
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -180,7 +179,8 @@ class CudaDevice:
             raise DeviceOutOfMemoryError(
                 f"no room for {room.num_bytes / gib:.3f} GiB on {self.device}: {free / gib:.2f} of {total / gib:.2f} "
                 f"GiB free, {torch.cuda.memory_allocated(self.device) / gib:.2f} GiB allocated by this process. Free "
-                "memory that another process holds, or lower policy.generation.vllm_cfg.gpu_memory_utilization."
+                "memory that another process holds, lower policy.generation.vllm_cfg.gpu_memory_utilization, or raise "
+                "policy.gpu_memory_limit_gib if it is set."
             ) from error
 
     def release(self, storage: torch.UntypedStorage) -> None:
@@ -203,11 +203,7 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)[1]
 
     def free_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        if (share := torch.cuda.get_per_process_memory_fraction(self.device)) < 1:
-            # torch refuses more than that, though it is free.
-            free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(self.device)))
-        return free + self.cached_bytes()
+        return uncached_free_bytes(self.device) + self.cached_bytes()
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -322,6 +318,16 @@ class CudaDevice:
             num_copies += 1
         torch.cuda.current_stream(self.device).synchronize()
         return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
+
+
+def uncached_free_bytes(device: torch.device) -> int:
+    """What torch's allocator could still get from the driver, within this process's share of the GPU."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1:
+        return free_bytes
+    # torch refuses more than that, though it is free.
+    return min(free_bytes, max(0, int(share * total_bytes) - torch.cuda.memory_reserved(device)))
 
 
 def pieces_of(copies: Iterable[Copy]) -> Iterator[_Piece]:

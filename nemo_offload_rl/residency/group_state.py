@@ -320,9 +320,14 @@ class GroupState:
 
     def _start_arriving(self, absent: Mapping[int, StorageRecord], kept: FrozenCopy, report: TransitionReport) -> None:
         ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        self._device.allocate([Room(r.storage, kept.size_bytes(r.key)) for r in ordered])
+        # A snapshot may be narrower than the group: it comes to the last bytes of each storage.
+        sizes = {
+            r.key: self.mirror.bytes_of(r.key).numel() if self.mirror.has(r.key) else kept.size_bytes(r.key)
+            for r in ordered
+        }
+        self._device.allocate([Room(r.storage, sizes[r.key]) for r in ordered])
         self._brought = {record.key: record.weak_ref for record in ordered}
-        places = ((r.key, storage_bytes(r.storage, kept.size_bytes(r.key))) for r in ordered)
+        places = ((r.key, storage_bytes(r.storage, sizes[r.key])[-kept.size_bytes(r.key) :]) for r in ordered)
         transfer = kept.copy_in(self._device, places, behind=True)
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)

@@ -38,10 +38,11 @@ from nemo_offload_rl.residency.plan import (
     ResidencyPlan,
     row_of,
 )
-from nemo_offload_rl.residency.prefetch import Prefetcher, WorkMemory
+from nemo_offload_rl.residency.prefetch import Prefetcher
 from nemo_offload_rl.residency.snapshot import Snapshots
 from nemo_offload_rl.residency.streaming import Streams
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
+from nemo_offload_rl.residency.work_memory import WorkMemory
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +93,14 @@ class ResidencyManager:
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
-        self.passing = PassingParts(self._groups, params, grads, self._overlap, self._ledger.add) if params else None
         updated = [self._parts, params, grads] if params else [self._parts]
-        layers = self._of_row(TEACHER_LAYER)
-        bundles = list(zip(*updated, strict=True))
+        bundles, layers = list(zip(*updated, strict=True)), self._of_row(TEACHER_LAYER)
         self._work = WorkMemory(device)
+        self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self._work)
+        passed = (params, grads, self._parts, self._overlap, self._ledger.add, self._work, ahead.limit_parts)
+        self.passing = PassingParts(self._groups, *passed) if params else None
         self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
-        self._prefetcher = Prefetcher(plan, self._groups, self._parts, self.passing is None, self._work)
         self._leftover_check = LeftoverCheck(device)
         self._open_step = False
         self._num_steps = 0

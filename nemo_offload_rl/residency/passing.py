@@ -3,7 +3,8 @@
 A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
 the device from just before they are read until they have been, while the part before computes at the earliest; its
 gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
-both in the update, which `streaming.py` does.
+both in the update, which `streaming.py` does. Those that are updated first are those whose gradients are there last:
+where there is room, they stay for it, and their states come behind the backward pass of what is before them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from contextlib import contextmanager
 
 import torch
 
+from nemo_offload_rl.residency.casts import Form, contents_of, forms_of, part_copy_bytes, widen
 from nemo_offload_rl.residency.device import Room
 from nemo_offload_rl.residency.errors import ResidencyError
-from nemo_offload_rl.residency.frozen import Content, FrozenCopy
+from nemo_offload_rl.residency.frozen import FrozenCopy
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_bytes, storage_key
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Phase, Placement
 from nemo_offload_rl.residency.streaming import records_of
 from nemo_offload_rl.residency.transaction import GroupSet
+from nemo_offload_rl.residency.work_memory import WorkMemory
 
 
 class PassingParts:
@@ -31,8 +34,11 @@ class PassingParts:
         groups: All groups of the worker.
         params: The parameters of each part, in the order of a forward pass.
         grads: Their gradients, likewise.
+        states: Their optimizer's states, likewise.
         overlap: Bring what is read next beside what is computed now.
         charge: Gets the report of each pass.
+        work: What the phases' work needs.
+        limit_parts: What parts may hold of the device beside a phase and the step, in bytes.
 
     Attributes:
         phase: What passes are charged to.
@@ -43,40 +49,67 @@ class PassingParts:
         groups: GroupSet,
         params: Sequence[GroupState],
         grads: Sequence[GroupState],
+        states: Sequence[GroupState],
         overlap: bool,
         charge: Callable[[TransitionReport], None],
+        work: WorkMemory,
+        limit_parts: Callable[[Phase], int],
     ) -> None:
         self._groups = groups
         self._params = params
         self._grads = grads
+        self._states = states
         self._device = groups.device
         self._overlap = overlap
         self._charge = charge
+        self._work = work
+        self._limit_parts = limit_parts
         self.phase = Phase.TRAINING
         self._report = TransitionReport(None, self.phase)
+        self._forms: dict[FrozenCopy, list[dict[int, Form]]] = {}  # of each part in each copy
+        self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
         self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
+        self._kept: list[int] = []  # parts that stay for the update
+        self._limit_bytes = 0  # of them
 
     def __len__(self) -> int:
         return len(self._params)
 
     def free_bytes(self) -> int:
         """Memory of the device that could be allocated once everything has left that is leaving."""
-        leaving = (state.held_bytes for state in self._groups.states.values() if state.is_leaving)
-        return self._device.free_bytes() + sum(leaving)
+        return self._device.free_bytes() + self._leaving_bytes()
+
+    def allocated_bytes(self) -> int:
+        """Device memory of this process, without what is leaving; 0 where that is not known."""
+        return max(0, self._device.allocated_bytes() - self._leaving_bytes())
+
+    def restart_peak(self) -> int:
+        """Most device memory that this process had at a time since the last call; 0 where that is not known."""
+        return self._work.restart_peak()
 
     # -- passes
 
     @contextmanager
     def charged(self) -> Iterator[None]:
-        """Whatever comes and goes in the body, a pass, is one entry of the ledger. Parameters are away after it."""
+        """Whatever comes and goes in the body, a pass, is one entry of the ledger.
+
+        Parameters are away after it, but of parts that are kept. What was kept before leaves first.
+        """
         self._report = TransitionReport(self.phase, self.phase)
+        self._let_go()
+        may_keep = self._overlap and self.phase is Phase.TRAINING
+        self._limit_bytes = self._limit_parts(self.phase) if may_keep else 0
         try:
             yield
+        except BaseException:
+            self._let_go()
+            raise
         finally:
             with self._report.held_up():
-                for state in self._params:
-                    self._leave(state)
+                for index, state in enumerate(self._params):
+                    if index not in self._kept:
+                        self._leave(state)
             if self._report.groups:
                 self._charge(self._report)
 
@@ -87,7 +120,14 @@ class PassingParts:
             DeviceOutOfMemoryError: There is no room; they are on the host as before.
         """
         self._groups.release_finished(release_cache=False)
-        self._arrive(self._params[index], self._shown)
+        state = self._params[index]
+        if state.location is not Placement.DEVICE:
+            self._narrow.add(index)
+        self._arrive(state, self._shown)
+        if self._shown is not None and index in self._narrow:
+            forms, records = self._forms[self._shown][index], self._records(state)
+            widen({key: storage_bytes(records[key].storage, form.num_bytes) for key, form in forms.items()}, forms)
+        self._narrow.discard(index)
 
     def bring_gradients(self, index: int) -> None:
         """Have what a part's gradients are so far on the device; nothing where there are none yet."""
@@ -109,7 +149,9 @@ class PassingParts:
         with self._report.held_up():
             self._leave(self._params[index])
             if self._overlap and following is not None:
-                self._prefetch(self._params[following], self._shown)
+                was_away = self._params[following].location is not Placement.DEVICE
+                if self._prefetch(self._params[following], self._shown) and was_away:
+                    self._narrow.add(following)
             if self._overlap and with_gradients is not None:
                 self._prefetch(self._grads[with_gradients])
 
@@ -120,6 +162,37 @@ class PassingParts:
         with self._report.held_up():
             self._leave(state)
         self._leaving.append(state)
+
+    def keep(self, index: int, reserve_bytes: int) -> bool:
+        """In the place of `has_gradients`: have all of a part that its update needs stay, or begin to come.
+
+        Args:
+            index: The part.
+            reserve_bytes: What must be free beside it.
+
+        Returns:
+            False with nothing changed where it has no room beside the parts that are updated before it, where copies
+            do not overlap, and before the first update.
+        """
+        # Gradients have the parameters' size, and no host copy where they have always stayed.
+        first = zip(self._params[: index + 1], self._states[: index + 1], strict=True)
+        sizes_bytes = [2 * params.mirror.num_bytes + states.mirror.num_bytes for params, states in first]
+        coming = [state for state in (self._params[index], self._states[index]) if state.location is Placement.HOST]
+        coming_bytes = sum(state.mirror.num_bytes for state in coming)
+        if sum(sizes_bytes) > self._limit_bytes or self.free_bytes() < coming_bytes + reserve_bytes:
+            return False
+        with self._report.held_up():
+            for state in coming:
+                if not self._prefetch(state):
+                    for other in coming:
+                        self._leave(other)
+                    return False
+        grads = self._grads[index]
+        grads.version += 1
+        grads.mirror.cover(self._records(grads))  # by which it is counted
+        self._work.add(sizes_bytes[index])
+        self._kept.append(index)
+        return True
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
@@ -164,19 +237,18 @@ class PassingParts:
         state.settle()
 
     @property
-    def params_bytes(self) -> int:
-        """Bytes of all parts' parameters, which are on the host."""
-        return sum(state.mirror.num_bytes for state in self._params)
+    def copy_bytes(self) -> int:
+        """Bytes of a frozen copy of all parts."""
+        return sum(part_copy_bytes(state.group) for state in self._params)
 
     def keep_in(self, copy: FrozenCopy) -> None:
-        """Keep all parts in a frozen copy as they are now."""
+        """Keep all parts in a frozen copy as passes read them now."""
+        self._forms[copy] = kept = []
         for index, state in enumerate(self._params):
             with self.on_device(index):
-                storages = [
-                    (record, storage_bytes(it := record.storage, it.nbytes()))
-                    for record in self._records(state).values()
-                ]
-                copy.keep(self._device, [Content(record, whole, torch.uint8) for record, whole in storages])
+                records = self._records(state)
+                kept.append(forms_of(state.group, records))
+                copy.keep(self._device, contents_of(records, kept[-1]))
 
     @contextmanager
     def showing(self, copy: FrozenCopy) -> Iterator[None]:
@@ -185,6 +257,7 @@ class PassingParts:
         Raises:
             ResidencyError: A part is on the device.
         """
+        self._let_go()
         present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
         if present:
             raise ResidencyError(f"cannot show a frozen copy while {present[0]!r} is on the device; leave it first")
@@ -204,10 +277,20 @@ class PassingParts:
                 state.arrive_alone(self._records(state), self._report, source)
             state.wait_arrival()  # of what is read from disk, this blocks
 
-    def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> None:
+    def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
         """Where there is room; without it, it comes when it is asked for."""
-        if state.location is not Placement.DEVICE:
-            state.try_arrive(self._records(state), self._report, source)
+        return state.location is Placement.DEVICE or state.try_arrive(self._records(state), self._report, source)
+
+    def _let_go(self) -> None:
+        """What was kept for an update that has not come leaves."""
+        with self._report.held_up():
+            for index in self._kept:
+                for state in (self._params[index], self._grads[index], self._states[index]):
+                    self._leave(state)
+        self._kept = []
+
+    def _leaving_bytes(self) -> int:
+        return sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
 
     def _leave(self, state: GroupState) -> None:
         if state.location is Placement.DEVICE:

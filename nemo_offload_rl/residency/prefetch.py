@@ -5,76 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from nemo_offload_rl.residency.device import Device
-from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
-from nemo_offload_rl.residency.window import Window
-
-RESERVE_BYTES = 1 << 30
-MARGIN = 1.1  # later batches may be somewhat larger than those seen
-
-
-class WorkMemory:
-    """What each phase's own work takes beside the state groups, learned from the phases as they pass.
-
-    Args:
-        device: Whose peaks are read. Where it has none, the work counts as needing nothing.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._held_bytes = 0
-        self._needed_bytes: dict[Phase, int] = {}
-        self._size = 0
-        self._seen_sizes: dict[Phase, int] = {}
-
-    def begin(self, held_bytes: int) -> None:
-        """A phase begins with `held_bytes` of state groups on the device."""
-        self._held_bytes = held_bytes
-        self._device.drain_peak_bytes()
-
-    def add(self, num_bytes: int) -> None:
-        """More of the groups came to the device during the phase."""
-        self._held_bytes += num_bytes
-
-    def expect(self, size: int) -> None:
-        """A pass of this size, in any unit, is about to begin in the present phase."""
-        self._size = max(self._size, size)
-
-    def end(self, phase: Phase | None) -> int:
-        """The phase ends; remember the most that its work took, and return the peak of everything in it."""
-        peak = self._device.drain_peak_bytes()
-        if phase is not None:
-            self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
-            self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
-        self._size = 0
-        return peak
-
-    def is_known(self, phase: Phase | None) -> bool:
-        """Whether the phase has been seen once."""
-        return phase in self._needed_bytes
-
-    def has_room(self, phase: Phase | None, num_bytes: int) -> bool:
-        """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
-        return phase is not None and phase in self._needed_bytes and num_bytes <= self.room_bytes(phase)
-
-    def room_bytes(self, phase: Phase) -> int:
-        """What is free beside the work of `phase`, which has been seen once; negative where that may need more."""
-        return self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
-
-    def is_too_tight(self, phase: Phase) -> bool:
-        """Whether a pass that is larger than any before it may need more than is free beside what was prefetched."""
-        if phase not in self._needed_bytes or self._size <= self._seen_sizes[phase]:
-            return False
-        return self._device.free_bytes() < self._expected_bytes(phase)
-
-    def _expected_bytes(self, phase: Phase) -> int:
-        """What the present pass needs: as much as was seen, and in proportion for a larger one."""
-        seen = self._seen_sizes[phase]
-        return int(self._needed_bytes[phase] * max(1.0, self._size / seen if seen else 1.0))
+from nemo_offload_rl.residency.window import Bundle, Window
+from nemo_offload_rl.residency.work_memory import WorkMemory
 
 
 class Prefetcher:
@@ -85,9 +21,9 @@ class Prefetcher:
     Args:
         plan: Where each group must be in each phase.
         groups: The groups.
-        parts: Those of a streamed optimizer, in the order of their updates.
-        parts_come_ahead: They may come before the step. Where passes bring parameters they may not: copies go in the
-            order in which they are started, and passes would wait for states.
+        parts: Those of a streamed optimizer, in the order of their updates; each with what else comes for its update.
+        parts_come_ahead: They may come before the step. Where passes bring parameters these decide which do: copies go
+            in the order in which they are started, and passes would wait for states.
         work: What the phases' work needs.
 
     Attributes:
@@ -99,7 +35,7 @@ class Prefetcher:
         self,
         plan: ResidencyPlan,
         groups: GroupSet,
-        parts: Sequence[GroupState],
+        parts: Sequence[Bundle],
         parts_come_ahead: bool,
         work: WorkMemory,
     ) -> None:
@@ -153,27 +89,33 @@ class Prefetcher:
         if target is Phase.OPTIM_STEP and self._parts:
             self._bring_parts(now, records, report)
 
-    def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
-        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
-        if not self._work.is_known(Phase.OPTIM_STEP):
-            return
-        held_bytes = sum(state.held_bytes for state in self._parts)
+    def limit_parts(self, now: Phase) -> int:
+        """What parts may hold from here to the end of the step, in bytes: what fits beside `now` and the step.
+
+        0 before both have been seen. Within a pass it does not become less.
+        """
+        if self.is_paused or not (self._work.is_known(now) and self._work.is_known(Phase.OPTIM_STEP)):
+            return self.parts_limit_bytes
+        held_bytes = sum(state.held_bytes for part in self._parts for state in part)
         limit_bytes = held_bytes + min(self._work.room_bytes(phase) for phase in (now, Phase.OPTIM_STEP))
-        sizes_bytes = [state.mirror.num_bytes for state in self._parts]
+        sizes_bytes = [sum(state.mirror.num_bytes for state in part) for part in self._parts]
         if sum(sizes_bytes) > limit_bytes:
             # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.
             limit_bytes -= max(sizes_bytes)
         # Once a pass has begun, what it has allocated is no longer free and still counts as needed.
         self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
+        return self.parts_limit_bytes
+
+    def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
+        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
+        if not self._work.is_known(Phase.OPTIM_STEP):
+            return
+        limit_bytes = self.limit_parts(now)
         if self._parts_come_ahead:
-            window = Window(
-                [(state,) for state in self._parts],
-                lambda state: records[state.group.name],
-                self.parts_limit_bytes,
-                report,
-            )
+            window = Window(self._parts, lambda state: records[state.group.name], limit_bytes, report)
+            held_bytes = window.held_bytes
             if not window.fill(0):
-                report.without_room.append(self._parts[0].group.name)
+                report.without_room.append(self._parts[0][0].group.name)
             self._work.add(window.held_bytes - held_bytes)
 
     def stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:

@@ -17,80 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.residency.casts import Form, are_cast, contents_of, forms_of, snapshot_bytes, widen
 from nemo_offload_rl.residency.device import Device, Room, Transfer
 from nemo_offload_rl.residency.disk_copy import DiskCopy
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.exchange import DeviceExchange, Exchange, HostExchange, copy_at_once, in_batches
-from nemo_offload_rl.residency.frozen import CAST_AT_ONCE_BYTES, Content, FrozenCopy, HostCopy
+from nemo_offload_rl.residency.exchange import DeviceExchange, Exchange, HostExchange
+from nemo_offload_rl.residency.frozen import FrozenCopy, HostCopy
 from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.groups import (
-    StateGroup,
-    StorageRecord,
-    local_tensor,
-    storage_bytes,
-    storage_key,
-    unique_storages,
-)
-from nemo_offload_rl.residency.host_arena import HostArena, HostMirror, aligned
+from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes
+from nemo_offload_rl.residency.host_arena import HostArena, HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import Placement, ResidencyPlan
 from nemo_offload_rl.residency.transaction import GroupSet
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Types of a storage's elements in its group and in the snapshot; both uint8 where the bytes are kept as they are.
-
-    Attributes:
-        num_bytes: Of the storage.
-    """
-
-    own: torch.dtype
-    kept: torch.dtype
-    num_bytes: int
-
-    @property
-    def kept_bytes(self) -> int:
-        return self.num_bytes // self.own.itemsize * self.kept.itemsize
-
-
-def _forms(group: StateGroup, records: Mapping[int, StorageRecord]) -> dict[int, _Form]:
-    """How a snapshot keeps each storage that has contents: narrower where it has nothing but wider parameters."""
-    read_dtype = group.read_dtype
-    types: dict[int, set[torch.dtype | None]] = {}
-    for _, tensor in group.tensors():
-        is_cast = read_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        key = storage_key(local_tensor(tensor).untyped_storage())
-        types.setdefault(key, set()).add(tensor.dtype if is_cast else None)
-    forms = {}
-    for key, record in records.items():
-        num_bytes, (own, *others) = record.storage.nbytes(), types[key]
-        if own is None or others or read_dtype is None or own.itemsize <= read_dtype.itemsize:
-            forms[key] = _Form(torch.uint8, torch.uint8, num_bytes)
-        else:
-            forms[key] = _Form(own, read_dtype, num_bytes)
-    return {key: form for key, form in forms.items() if form.num_bytes}
-
-
-def snapshot_bytes(group: StateGroup) -> int:
-    """Host bytes of a snapshot of a group that is on the device, alignment included."""
-    return sum(aligned(form.kept_bytes) for form in _forms(group, unique_storages(group.tensors())).values())
-
-
-def snapshot_is_cast(group: StateGroup) -> bool:
-    """Whether a snapshot of a group that is on the device keeps less than the group has."""
-    return _are_cast(_forms(group, unique_storages(group.tensors())))
-
-
-def _are_cast(forms: Mapping[int, _Form]) -> bool:
-    return any(form.kept_bytes < form.num_bytes for form in forms.values())
 
 
 class Snapshot:
@@ -110,7 +54,7 @@ class Snapshot:
         self.copy = copy
         self._device = device
         self._has_host_copy = has_host_copy
-        self._forms: dict[int, _Form] = {}
+        self._forms: dict[int, Form] = {}
         self._staged: dict[int, Tensor] = {}
         self._is_widened = False
         self._transfer: Transfer | None = None
@@ -119,12 +63,8 @@ class Snapshot:
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
         self.state.wait_arrival()
-        self._forms = _forms(self.state.group, records)
-        contents = [
-            Content(records[key], _whole(records[key].storage).view(form.own), form.kept)
-            for key, form in self._forms.items()
-        ]
-        self.copy.keep(self._device, contents)
+        self._forms = forms_of(self.state.group, records)
+        self.copy.keep(self._device, contents_of(records, self._forms))
 
     @property
     def device_bytes(self) -> int:
@@ -202,7 +142,7 @@ class Snapshot:
             )
         if self._transfer is not None:
             self._widen_staged(self._transfer)
-        elif self._has_host_copy or _are_cast(self._forms):
+        elif self._has_host_copy or are_cast(self._forms):
             self.state.refresh_mirror(records, report)
             return
         for record in list(records.values())[:1]:
@@ -214,7 +154,7 @@ class Snapshot:
         if self._exchange is None:
             places = {key: _whole(record.storage) for key, record in records.items()}
             self.state.overwrite(self._start_copies(places), report, self.name)
-            self._widen(places)
+            widen(places, self._forms)
             return
         others = self._staged  # what was made after it came is no part of it
         if self._transfer is None:
@@ -251,7 +191,7 @@ class Snapshot:
             return
         try:
             transfer.wait_device()
-            self._widen(self._staged)
+            widen(self._staged, self._forms)
         except BaseException:
             self.release()  # some of it is missing, or neither wide nor narrow
             raise
@@ -261,20 +201,6 @@ class Snapshot:
         """To the last bytes of each place."""
         ends = ((key, place[place.numel() - self._forms[key].kept_bytes :]) for key, place in places.items())
         return self.copy.copy_in(self._device, ends, behind=behind)
-
-    def _widen(self, places: Mapping[int, Tensor]) -> None:
-        """Have what came to the last bytes of each place fill it, from the front: a piece covers what was read before.
-
-        That is so because element i of n ends at byte `own * i`, and no later element begins before
-        `(own - kept) * n + kept * i`, which is more.
-        """
-        pairs = (
-            (place.view(form.own), place[form.num_bytes - form.kept_bytes :].view(form.kept))
-            for key, place in places.items()
-            if (form := self._forms[key]).kept_bytes < form.num_bytes
-        )
-        for batch in in_batches(pairs, CAST_AT_ONCE_BYTES):
-            copy_at_once([wide for wide, _ in batch], [narrow.clone() for _, narrow in batch])
 
     def close(self) -> None:
         """Free host and device memory, and the file."""
@@ -332,7 +258,7 @@ class Snapshots:
         arena = self._arena_for(name)
         if folder is None:
             return HostCopy(HostMirror(name, arena))
-        parts_bytes = 0 if self._passing is None else self._passing.params_bytes
+        parts_bytes = 0 if self._passing is None else self._passing.copy_bytes
         return DiskCopy(name, folder, snapshot_bytes(group) + parts_bytes, arena)
 
     @contextmanager

@@ -25,7 +25,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory
+from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory, gpu_limit_refusal
 from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
@@ -72,6 +72,19 @@ def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
     )
 
 
+def gpu_limit_is_within_the_gpu(cfg: RunConfig) -> str | None:
+    """The policy's limit of GPU memory is for a GPU, and at most all of it."""
+    limit_gib = cfg.policy.gpu_memory_limit_gib
+    if limit_gib is None:
+        return None
+    if not cfg.cluster.gpus_per_node:
+        return gpu_limit_refusal(limit_gib, None)
+    total_bytes = min((use.total_bytes for use in read_gpus().values()), default=None)
+    if total_bytes is None or limit_gib * _GIB <= total_bytes:
+        return None
+    return gpu_limit_refusal(limit_gib, total_bytes / _GIB)
+
+
 def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     """Parameters, gradients and optimizer of one worker fit the GPU, beside an engine if there is one."""
     known = _known_bytes(cfg)
@@ -86,7 +99,15 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         group_bytes = {**group_bytes, "optimizer": 0}
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
-    needed_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP) + resting_bytes + awake_bytes
+    state_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP)
+    limit_gib = cfg.policy.gpu_memory_limit_gib
+    limit_bytes = total_bytes if limit_gib is None else int(limit_gib * _GIB)
+    within = ""
+    if limit_gib is not None and state_bytes > limit_bytes:
+        # Of its own process alone; contexts and the engine are not within it.
+        total_bytes, resting_bytes, awake_bytes = limit_bytes, 0, 0
+        within = " within policy.gpu_memory_limit_gib"
+    needed_bytes = state_bytes + resting_bytes + awake_bytes
     if needed_bytes <= total_bytes:
         return None
     has_adapters = not group_bytes["grads"]
@@ -105,7 +126,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
             fix += ", or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
     return (
         f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
-        f"activations, but it has {total_bytes / _GIB:.1f}; {fix}"
+        f"activations, but it has {total_bytes / _GIB:.1f}{within}; {fix}"
     )
 
 
@@ -174,7 +195,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     reference_bytes = 0 if has_adapters or not _keeps_reference(cfg) else groups["params"]
     read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
     is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
-    if is_cast and not settings.backend.streams_parameters:
+    if is_cast:
         reference_bytes = reference_bytes * read_bytes // fp32_bytes
     # Adapters, and what follows from their number, are small.
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
@@ -229,6 +250,7 @@ def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
+    gpu_limit_is_within_the_gpu,
     training_state_fits_the_gpu,
     host_memory_holds_the_state,
     reference_fits_its_folder,

@@ -126,6 +126,27 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
         loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
 
 
+PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "on_host"),
+    [
+        ("large_model_8b", 8_190_735_360, {"optimizer/part": 4, "params": 4, "reference": 2}),
+        ("large_model_8b_48gb", 8_190_735_360, {**PARTS, "reference": 2}),
+        ("large_model_8b_24gb", 8_190_735_360, {**PARTS, "reference": 2}),
+        ("megatrain_7b", 7_615_494_656, {**PARTS, "reference": 2}),
+        ("megatrain_10b", 9_927_253_248, PARTS),
+    ],
+)
+def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, name, parameters, on_host):
+    path = Path(__file__).parents[3] / "benchmarks" / f"{name}.yaml"
+    config = load(ONE_GPU, parameters=parameters, gpu_gib=139.8, path=path)
+    need = memory._host_need(config, memory._group_bytes(config))
+    assert {row: size / parameters for row, size in need.resolve().arena.items() if size} == on_host
+    assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
+
+
 def test_what_megatron_keeps_beside_the_engine_counts(load):
     kept = [*MEGATRON, "policy.residency_overrides={optimizer: device}"]
     with pytest.raises(ConfigError, match=r"13.0 GiB that stay .*\(optimizer and contexts\); lower it to 0.83"):
@@ -201,8 +222,24 @@ def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_th
     load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(ConfigError, match=r"needs 336\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
         load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 400\.00 GiB .*reference 80\.00\), but"):
+    with pytest.raises(ConfigError, match=r"needs 360\.00 GiB .*reference 40\.00\), but"):
         load(on_host, parameters=20 * GIB, gpu_gib=80)
+
+
+def test_a_limit_of_gpu_memory_bounds_the_policy_s_state_alone_and_is_refused_where_it_means_nothing(load):
+    key = "policy.gpu_memory_limit_gib"
+    load([f"{key}=64"], parameters=4 * GIB, gpu_gib=80)
+    with pytest.raises(
+        ConfigError, match=r"needs 64\.0 GiB .*params 16\.0, grads 16\.0, optimizer 32\.0\) .* has 63\.0 within"
+    ):
+        load([f"{key}=63"], parameters=4 * GIB, gpu_gib=80)
+    load([f"{key}=8", "policy.dtensor_cfg.cpu_offload=true"], parameters=20 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"gpu_memory_limit_gib is 81.0, but the GPU has 80.0 GiB; set it to less"):
+        load([f"{key}=81"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"is 8.0, but the policy trains on a CPU"):
+        load([f"{key}=8", "cluster.gpus_per_node=0"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"gpu_memory_limit_gib"):
+        load([f"{key}=0"], parameters=GIB, gpu_gib=80)
 
 
 def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkeypatch):

@@ -19,8 +19,8 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     ResidencySettings,
     TensorGroup,
-    prefetch,
     resolve_plan,
+    work_memory,
 )
 
 
@@ -42,8 +42,8 @@ class BusyDevice(SimulatedDevice):
 
 def make_manager(capacity_bytes: int, monkeypatch) -> tuple[ResidencyManager, BusyDevice, dict[str, nn.Parameter]]:
     """Parameters of 40 bytes and an optimizer of 80, which comes early behind logprobs where there is room."""
-    monkeypatch.setattr(prefetch, "RESERVE_BYTES", 0)
-    monkeypatch.setattr(prefetch, "MARGIN", 1.0)
+    monkeypatch.setattr(work_memory, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(work_memory, "MARGIN", 1.0)
     device = BusyDevice(capacity_bytes)
     tensors = {"params": torch.arange(10.0), "optimizer": torch.arange(20.0)}
     groups = [TensorGroup(name, lambda name=name: [(name, tensors[name])]) for name in tensors]

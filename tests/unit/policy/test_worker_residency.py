@@ -25,7 +25,7 @@ from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError, disk_copy
-from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 
 def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worker, folders):

@@ -22,7 +22,7 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from toy_training import Training, assert_bitwise_equal
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, cuda, host_regions
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
-from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {

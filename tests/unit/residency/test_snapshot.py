@@ -14,10 +14,10 @@ from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
     ResidencyError,
+    casts,
     disk_copy,
     exchange,
     frozen,
-    snapshot,
     snapshot_bytes,
     storage_key,
 )
@@ -55,7 +55,7 @@ def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
 ):
     monkeypatch.setattr(disk_copy, "PIECE_BYTES", 200)
     monkeypatch.setattr(disk_copy, "_READ_BYTES", 64)
-    monkeypatch.setattr(snapshot, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(casts, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(frozen, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
@@ -139,7 +139,7 @@ def test_a_staged_copy_that_cannot_be_widened_is_given_up_and_the_next_pass_has_
         raise torch.OutOfMemoryError("no room for what is read while it is covered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "copy_at_once", fail)
+        patched.setattr(casts, "copy_at_once", fail)
         with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
             pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), own)

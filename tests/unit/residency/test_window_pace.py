@@ -7,7 +7,7 @@ import toy_parts
 from clocked_device import ClockedDevice
 from toy_parts import PART_BYTES, PartsTraining
 
-from nemo_offload_rl.residency.prefetch import RESERVE_BYTES
+from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 NUM_PARTS = 40
 UPDATE = 0.01

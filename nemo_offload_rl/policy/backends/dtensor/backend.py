@@ -178,8 +178,11 @@ class DTensorBackend:
         if self._built.parts:
             named = [part.parameters for part in self._built.parts]
             weights = [
-                TensorGroup(PARAMS, params, prepare=self._built.reshard),
-                *(TensorGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine) for i, mine in enumerate(named)),
+                TensorGroup(PARAMS, params, prepare=self._built.reshard, read_dtype=self._compute_dtype),
+                *(
+                    TensorGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine, read_dtype=self._compute_dtype)
+                    for i, mine in enumerate(named)
+                ),
                 *(GradsGroup(lambda mine=mine: mine, f"{GRADS_PART}.{i}") for i, mine in enumerate(named)),
             ]
         elif self._lora is None:

@@ -32,6 +32,7 @@ from nemo_offload_rl.policy.backends.dtensor.parts import gradient_norms
 from nemo_offload_rl.policy.backends.dtensor.stand_ins import LayerInputs, SteppedModel, UnsuitedError
 from nemo_offload_rl.policy.backends.readers import Reader
 from nemo_offload_rl.residency import PassingParts
+from nemo_offload_rl.residency.work_memory import MARGIN, RESERVE_BYTES
 
 type ReaderOf[Batch: TokenBatch] = Callable[[Batch], Reader]
 """The reader for a micro-batch that is on the device."""
@@ -63,6 +64,23 @@ class _OnItsWay[Batch: TokenBatch]:
     scores_grads: Sequence[Tensor | None] = ()
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What a pass needed of the device beside what it keeps between layers.
+
+    Attributes:
+        num_bytes: At most, at any time.
+        tokens: Of its largest micro-batch.
+    """
+
+    num_bytes: int
+    tokens: int
+
+    def expected_bytes(self, tokens: int) -> int:
+        """With micro-batches of up to so many tokens, and a margin."""
+        return int(MARGIN * self.num_bytes * max(1.0, tokens / self.tokens)) + RESERVE_BYTES
+
+
 class LayerwisePasses:
     """Runs passes over micro-batches.
 
@@ -86,6 +104,11 @@ class LayerwisePasses:
         self._model = SteppedModel(built)
         self._most_bytes: dict[int, int] = {}  # of a group, by the number of hidden states that are kept
         self._last_group = (0, 0, 0)  # that number, its bytes, and its micro-batches
+        self._work: dict[int, _Work] = {}  # by the same number, of the last group
+        self._begun_bytes = 0  # on the device as the present group began
+        self._tokens = 0  # of the largest micro-batch of the pass
+        self._may_keep = True  # parts for the update
+        self._has_kept = False  # in the present pass
 
     @torch.no_grad()
     def unsuited(self, micro_batch: TokenBatch) -> str | None:
@@ -108,7 +131,14 @@ class LayerwisePasses:
         return None
 
     def make_groups_smaller(self) -> bool:
-        """After memory has run out: groups like the last one are half as large. False if it was one micro-batch."""
+        """After memory has run out: no parts are kept for the update, or groups like the last one are half as large.
+
+        Returns:
+            False if none were and it was one micro-batch.
+        """
+        if self._has_kept:
+            self._may_keep = self._has_kept = False
+            return True
         num_kept, num_bytes, num_together = self._last_group
         self._last_group = (0, 0, 0)  # a pass that fails before it has a group of its own has none to divide
         # What a group takes was foreseen from its first micro-batches, and may be more than the limit already.
@@ -123,6 +153,7 @@ class LayerwisePasses:
     ) -> list[tuple[Any, Batch]]:
         """What a reader gives of each micro-batch, as `BuiltModel.read` has it."""
         found: list[tuple[Any, Batch]] = []
+        self._begin(micro_batches)
         with self._passing.charged(), self._ready():
             while len(found) < len(micro_batches):
                 group = self._embed(micro_batches[len(found) :], num_kept=2)
@@ -131,6 +162,7 @@ class LayerwisePasses:
                 with self._present(self._output, 0 if has_more and not self._is_tied else None):
                     for it in group:
                         found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
+                self._learn()
         return found
 
     def train[Batch: TokenBatch](
@@ -150,6 +182,7 @@ class LayerwisePasses:
         """
         self.norms = {}
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._begin(micro_batches)
         with self._passing.charged(), self._ready():
             while (num_done := len(found)) < len(micro_batches):
                 group = self._embed(micro_batches[num_done:], num_kept=self._num_layers + 2)
@@ -159,6 +192,7 @@ class LayerwisePasses:
                 self._backward_of_layers(group, measures=is_last)
                 places = range(num_done, len(found))
                 self._backward_of_embedding(group, reader_of, places, before_micro_batch, measures=is_last)
+                self._learn()
         return found
 
     # -- the parts of a pass
@@ -166,9 +200,15 @@ class LayerwisePasses:
     def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch], num_kept: int) -> list[_OnItsWay[Batch]]:
         """As many of the micro-batches, one at least, as have room for `num_kept` hidden states each."""
         group: list[_OnItsWay[Batch]] = []
-        # Beside them a pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next
-        # part), and what one layer, or the logits, need for a micro-batch: the other half, which may be too little.
-        limit_bytes = (self._passing.free_bytes() - 4 * self._largest_bytes) // 2
+        free_bytes, work = self._passing.free_bytes(), self._work.get(num_kept)
+        self._begun_bytes = self._passing.allocated_bytes()
+        self._passing.restart_peak()
+        if work is not None:
+            limit_bytes = free_bytes - work.expected_bytes(self._tokens)
+        else:
+            # Beside them a pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the
+            # next part), and what one layer, or the logits, need for a micro-batch: the other half, perhaps too little.
+            limit_bytes = (free_bytes - 4 * self._largest_bytes) // 2
         limit_bytes = min(limit_bytes, self._most_bytes.get(num_kept, limit_bytes))
         used_bytes = tokens = 0
         with self._present(0, following=1):
@@ -182,6 +222,22 @@ class LayerwisePasses:
                 tokens += num_tokens
                 self._last_group = (num_kept, used_bytes, len(group))
         return group
+
+    def _begin(self, micro_batches: Sequence[TokenBatch]) -> None:
+        """A pass begins."""
+        self._tokens = max((it.input_ids.numel() for it in micro_batches), default=0)
+        self._has_kept = False
+
+    def _learn(self) -> None:
+        """Note what the present group needed; the next ones may fill the rest.
+
+        The peak need not be where most hidden states are kept. With so many more it grows by no more than they are.
+        """
+        num_kept, used_bytes, _ = self._last_group
+        peak_bytes = self._passing.restart_peak()
+        if peak_bytes and not self._has_kept:
+            num_bytes, before = peak_bytes - self._begun_bytes - used_bytes, self._work.get(num_kept, _Work(0, 1))
+            self._work[num_kept] = _Work(max(num_bytes, before.num_bytes), max(self._tokens, before.tokens))
 
     def _forward(self, group: Sequence[_OnItsWay[Any]], *, keeps_inputs: bool) -> None:
         for index in range(self._num_layers):
@@ -203,6 +259,7 @@ class LayerwisePasses:
         measures: bool,
     ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._passing.restart_peak()  # states of the step before may have been leaving
         last_layer = self._num_layers
         gradients = last_layer if self._is_tied else self._output
         with self._present(self._output, following=last_layer, with_gradients=gradients):
@@ -303,9 +360,21 @@ class LayerwisePasses:
         add_gradients(self._built.fsdp_root)
 
     def _send_gradients(self, index: int, measures: bool) -> None:
+        """Send a part's gradients away, or after the last pass over it keep the part for the update."""
         if measures:
             self.norms |= gradient_norms(parameter for _, parameter in self._parts[index].parameters)
+            if self._may_keep and self._keeps(index):
+                return
         self._passing.has_gradients(index)
+
+    def _keeps(self, index: int) -> bool:
+        """Keep a part for the update if it has room beside the rest of the pass."""
+        self._learn()
+        work = self._work.get(self._num_layers + 2)
+        if work is None or not self._passing.keep(index, work.expected_bytes(self._tokens)):
+            return False
+        self._has_kept = True
+        return True
 
 
 def _with_graph(scores: Iterable[Tensor | None]) -> list[Tensor]:

@@ -41,7 +41,6 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
         modules = [embedding, *decoder_layers(model), *([] if output.weight is embedding.weight else [output])]
         rows |= part_row_bytes(module.parameters() for module in modules)
         rows[PARAMS] -= rows[PARAMS_PART]
-        reference_bytes = params_bytes  # parts of it cross as they are
     # Of one tensor a rank reads its part, at most the whole.
     loading_bytes = max(_FP32_BYTES * parameter.numel() for parameter in model.parameters())
     return ExpectedBytes(

@@ -15,6 +15,8 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
+from nemo_offload_rl.residency.cuda import uncached_free_bytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +33,7 @@ def wrapped_for_16_bits(config: Any, module: Any, *, grads_in_fp32: bool) -> Flo
     if trained and trained[0].is_cuda:
         device = trained[0].device
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free_bytes = torch.cuda.mem_get_info(device)[0] + cached_bytes
+        free_bytes = uncached_free_bytes(device) + cached_bytes
         if buffer_bytes(trained, grads_in_fp32=grads_in_fp32) > free_bytes:
             move_to_host(trained)
             torch.cuda.empty_cache()
