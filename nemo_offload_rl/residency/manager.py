@@ -93,12 +93,12 @@ class ResidencyManager:
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
-        updated = [self._parts, params, grads] if params else [self._parts]
-        bundles, layers = list(zip(*updated, strict=True)), self._of_row(TEACHER_LAYER)
+        bundles = list(zip(self._parts, params, grads, strict=True)) if params else [(part,) for part in self._parts]
+        layers, charge = self._of_row(TEACHER_LAYER), self._ledger.add
         self._work = WorkMemory(device)
         self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self._work)
-        passed = (params, grads, self._parts, self._overlap, self._ledger.add, self._work, ahead.limit_parts)
-        self.passing = PassingParts(self._groups, *passed) if params else None
+        own = (params, grads, self._parts, self._overlap, charge, self._work, ahead.limit_parts)
+        self.passing = PassingParts(self._groups, *own) if params else None
         self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
         self._leftover_check = LeftoverCheck(device)
@@ -328,9 +328,7 @@ class ResidencyManager:
         """
         self._groups.refuse_if_failed("show the state for a checkpoint")
         if self._snapshots.present is not None:
-            raise ResidencyError(
-                f"cannot show the state for a checkpoint while {self._snapshots.present!r} is swapped in"
-            )
+            raise ResidencyError(f"cannot show a checkpoint the state while {self._snapshots.present!r} is swapped in")
         parts = {state.group.name for state in self._parts} if names else set[str]()
         before = {name: state.location for name, state in self._states.items()}
         on_host = {name for name, place in before.items() if place is Placement.HOST and name not in parts}
