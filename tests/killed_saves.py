@@ -2,7 +2,8 @@
 
 `python tests/killed_saves.py FOLDER NUM_KILLS`. Each life is forked from this process, so that none pays for imports.
 It resumes by the keeper's rules, then trains and saves until it is killed, and notes what it did: where it resumed,
-and a digest of its weights after each step. A last life without checkpoints does all the steps in one go.
+and a digest of its weights after each step. Some lives keep all state on the device and some none, whose updates a kill
+breaks off between two parts of the model. A last life without checkpoints does all the steps in one go.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from policy_cases import NLL, make_batch, make_settings
@@ -35,14 +37,17 @@ MOST_STEPS = 10  # of a life before its end is drawn
 FURTHER_S = 0.2  # at most, from there to the kill
 
 
-def live(folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_step: int) -> None:
-    """One life of a run."""
+def live(
+    folder: Path, log: Path, *, async_save: bool, checkpoints: bool, last_step: int, in_parts: bool = False
+) -> None:
+    """One life of a run; `in_parts` with `cpu_offload`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(**facts: object) -> None:
         os.write(descriptor, (json.dumps(facts) + "\n").encode())
 
-    settings = make_settings(folder / "model", residency_verify=False, train_micro_batch_size=8)
+    parts: dict[str, Any] = {"cpu_offload": True, "activation_checkpointing": True} if in_parts else {}
+    settings = make_settings(folder / "model", residency_verify=False, train_micro_batch_size=8, **parts)
     process = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")
     worker = PolicyWorker(settings, process, keep_reference=False)
     policy = Policy(LocalWorkerGroup(worker), settings)
@@ -103,10 +108,10 @@ def main(folder: Path, num_kills: int) -> None:
     lives = []
     for life in range(num_kills):
         log = folder / f"life_{life}.jsonl"
-        asynchronous = life % 2 == 0
+        asynchronous, in_parts = life % 2 == 0, life % 4 >= 2
         pid = forked(
-            lambda log=log, asynchronous=asynchronous: live(
-                folder, log, async_save=asynchronous, checkpoints=True, last_step=10_000
+            lambda log=log, asynchronous=asynchronous, in_parts=in_parts: live(
+                folder, log, async_save=asynchronous, checkpoints=True, last_step=10_000, in_parts=in_parts
             )
         )
         num_notes = 1 + draw.randint(0, MOST_STEPS)
