@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from deferred_device import DeferredDevice
-from passing_cases import assert_same_steps, in_parts, steps
+from passing_cases import assert_same_steps, layerwise, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.policy.backends.dtensor import layerwise as layerwise_module
@@ -16,7 +16,6 @@ from nemo_offload_rl.residency import CpuDevice, Phase, Placement
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
-layerwise = partial(in_parts, activation_checkpointing=True)
 
 
 class Measured(DeferredDevice):

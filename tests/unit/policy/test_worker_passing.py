@@ -16,6 +16,7 @@ from passing_cases import (
     WatchedLate,
     assert_same_steps,
     in_parts,
+    layerwise,
     results,
     steps,
 )
@@ -163,13 +164,19 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("countdown", [1, 2, 10, 15, 24, 29, 40, 57])
+@pytest.mark.parametrize(
+    ("order", "countdown"),
+    [
+        *((in_parts, countdown) for countdown in (1, 2, 10, 15, 24, 29, 40, 57)),
+        *((layerwise, countdown) for countdown in (1, 2, 9, 10, 11, 12, 20, 30, 37)),
+    ],
+)
 def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
-    eight_layers, two_steps, use_device, countdown
+    eight_layers, two_steps, use_device, order, countdown
 ):
     device = FailingDevice()
     use_device(device)
-    with in_parts(eight_layers[0]) as worker:
+    with order(eight_layers[0]) as worker:
         worker.prepare_for_training()
         worker.train(make_batch(seed=0), NLL())
         device.countdown = countdown
