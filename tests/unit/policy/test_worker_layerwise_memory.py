@@ -132,6 +132,19 @@ def test_what_was_kept_for_an_update_that_does_not_come_leaves(folders, use_devi
         assert_same_steps(steps(hurt), steps(clean))
 
 
+def test_nothing_is_kept_before_the_first_update_whose_states_need_the_room(folders, use_device):
+    use_device(Measured())
+    folder, _ = folders("qwen3")
+    with layerwise(folder) as worker:
+        worker.prepare_for_training()
+        assert worker.train(make_batch(), Poisoned(factor=float("nan"))).is_skipped == [True]
+        worker.forward_backward(make_batch(), NLL())
+        assert not kept(worker)
+        worker.optim_step()
+        worker.forward_backward(make_batch(), NLL())
+        assert kept(worker)
+
+
 def test_a_pass_that_runs_out_of_memory_beside_kept_parts_is_run_again_without_them(folders, use_device):
     use_device(Measured())
     folder, _ = folders("qwen3")
