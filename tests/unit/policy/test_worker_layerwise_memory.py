@@ -12,7 +12,8 @@ from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.policy.backends.dtensor import layerwise as layerwise_module
-from nemo_offload_rl.residency import CpuDevice, Phase, Placement
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement, ResidencyError
+from nemo_offload_rl.residency import disk_copy as disk_copy_module
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -28,6 +29,17 @@ class Measured(DeferredDevice):
 
     def drain_peak_bytes(self) -> int:
         return self._peak_bytes
+
+
+class RaisesOnce:
+    """A hook that raises when it is called first."""
+
+    def __init__(self, error):
+        self._errors = [error]
+
+    def __call__(self, *_):
+        if self._errors:
+            raise self._errors.pop()
 
 
 def num_groups(worker):
@@ -184,3 +196,40 @@ def test_a_reference_crosses_as_wide_as_passes_read_it(eight_layers, use_device,
         assert torch.equal(worker.get_reference_logprobs(make_batch()), own)
         moved = [report.groups.items() for report in worker.residency_reports()]
         assert sum(move.bytes_in for group in moved for name, move in group if "params/part" in name) == expected
+
+
+def test_a_narrow_reference_on_disk_survives_failed_reads_and_passes_beside_kept_parts(
+    eight_layers, use_device, tmp_path, monkeypatch
+):
+    changes = {"keep_reference": True, "precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
+    batch = make_batch()
+    with recomputed(eight_layers[0], **changes) as clean, ExitStack() as stack:
+        use_device(Measured())
+        hurt = stack.enter_context(layerwise(eight_layers[0], reference_dir=str(tmp_path), **changes))
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+        read, num_reads, failing = disk_copy_module._read, 0, -1
+
+        def fails_once(*args):
+            nonlocal num_reads
+            num_reads += 1
+            if num_reads == failing:
+                raise OSError("bad block")
+            read(*args)
+
+        monkeypatch.setattr(disk_copy_module, "_read", fails_once)
+        for failing in (2, 4, 7):
+            num_reads = 0
+            for worker in (clean, hurt):
+                worker.forward_backward(batch, NLL())
+            assert kept(hurt)
+            with pytest.raises(ResidencyError, match="bad block"):
+                hurt.get_reference_logprobs(batch)
+            assert torch.equal(clean.get_logprobs(batch), hurt.get_logprobs(batch))
+            hook = forward_hook_on_layer(hurt, 5, RaisesOnce(torch.OutOfMemoryError("no memory")))
+            assert torch.equal(clean.get_reference_logprobs(batch), hurt.get_reference_logprobs(batch))
+            hook.remove()
+            assert torch.equal(clean.get_logprobs(batch), hurt.get_logprobs(batch))
+            assert clean.optim_step() == hurt.optim_step()
+        assert_equal(full_params(hurt), full_params(clean))
