@@ -209,18 +209,18 @@ def test_a_narrow_reference_on_disk_survives_failed_reads_and_passes_beside_kept
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())
-        read, num_reads, failing = disk_copy_module._read, 0, -1
+        read, num_left = disk_copy_module._read, 0
 
         def fails_once(*args):
-            nonlocal num_reads
-            num_reads += 1
-            if num_reads == failing:
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
                 raise OSError("bad block")
             read(*args)
 
         monkeypatch.setattr(disk_copy_module, "_read", fails_once)
         for failing in (2, 4, 7):
-            num_reads = 0
+            num_left = failing
             for worker in (clean, hurt):
                 worker.forward_backward(batch, NLL())
             assert kept(hurt)
