@@ -122,7 +122,8 @@ class ResidencyManager:
         settles = self._settles(phase)
         records: Records = {}
         if is_new:
-            report.peak_bytes = self._work.end(self.phase)
+            has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
+            report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
             transaction = Transaction(self._groups, wanted, report)

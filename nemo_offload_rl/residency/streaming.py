@@ -274,6 +274,11 @@ class Streams:
             self._num_written += 1
             yield states.group.name
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last update of the state came to its first part; one that is skipped asks for none."""
+        return self._num_written > 0
+
     def teacher(self, phase: Phase | None) -> Iterator[str]:
         """See `ResidencyManager.streamed_layers`."""
         open_stream = partial(self._open, self._teacher_layers, phase, Phase.TEACHER_INFERENCE)

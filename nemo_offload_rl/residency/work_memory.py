@@ -44,11 +44,16 @@ class WorkMemory:
         """A pass of this size, in any unit, is about to begin in the present phase."""
         self._size = max(self._size, size)
 
-    def end(self, phase: Phase | None) -> int:
-        """The phase ends; remember the most that its work took, and return the peak of everything in it."""
+    def end(self, phase: Phase | None, *, is_whole: bool = True) -> int:
+        """The phase ends; remember the most that its work took, and return the peak of everything in it.
+
+        Args:
+            phase: The phase.
+            is_whole: Its work was done. If not, it says nothing of what the work takes.
+        """
         self.restart_peak()
         peak = self._peak_bytes
-        if phase is not None:
+        if phase is not None and is_whole:
             self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
             self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
         self._size = 0

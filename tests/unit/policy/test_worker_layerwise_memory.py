@@ -12,7 +12,8 @@ from passing_cases import assert_same_steps, layerwise, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.policy.backends.dtensor import layerwise as layerwise_module
-from nemo_offload_rl.residency import CpuDevice, Phase, Placement
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement, ResidencyError
+from nemo_offload_rl.residency import disk_copy as disk_copy_module
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -27,6 +28,17 @@ class Measured(DeferredDevice):
 
     def drain_peak_bytes(self) -> int:
         return self._peak_bytes
+
+
+class RaisesOnce:
+    """A hook that raises when it is called first."""
+
+    def __init__(self, error):
+        self._errors = [error]
+
+    def __call__(self, *_):
+        if self._errors:
+            raise self._errors.pop()
 
 
 def num_groups(worker):
@@ -131,6 +143,19 @@ def test_what_was_kept_for_an_update_that_does_not_come_leaves(folders, use_devi
         assert_same_steps(steps(hurt), steps(clean))
 
 
+def test_nothing_is_kept_before_the_first_update_whose_states_need_the_room(folders, use_device):
+    use_device(Measured())
+    folder, _ = folders("qwen3")
+    with layerwise(folder) as worker:
+        worker.prepare_for_training()
+        assert worker.train(make_batch(), Poisoned(factor=float("nan"))).is_skipped == [True]
+        worker.forward_backward(make_batch(), NLL())
+        assert not kept(worker)
+        worker.optim_step()
+        worker.forward_backward(make_batch(), NLL())
+        assert kept(worker)
+
+
 def test_a_pass_that_runs_out_of_memory_beside_kept_parts_is_run_again_without_them(folders, use_device):
     use_device(Measured())
     folder, _ = folders("qwen3")
@@ -170,3 +195,40 @@ def test_a_reference_crosses_as_wide_as_passes_read_it(eight_layers, use_device,
         assert torch.equal(worker.get_reference_logprobs(make_batch()), own)
         moved = [report.groups.items() for report in worker.residency_reports()]
         assert sum(move.bytes_in for group in moved for name, move in group if "params/part" in name) == expected
+
+
+def test_a_narrow_reference_on_disk_survives_failed_reads_and_passes_beside_kept_parts(
+    eight_layers, use_device, tmp_path, monkeypatch
+):
+    changes = {"keep_reference": True, "precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
+    batch = make_batch()
+    with recomputed(eight_layers[0], **changes) as clean, ExitStack() as stack:
+        use_device(Measured())
+        hurt = stack.enter_context(layerwise(eight_layers[0], reference_dir=str(tmp_path), **changes))
+        for worker in (clean, hurt):
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+        read, num_left = disk_copy_module._read, 0
+
+        def fails_once(*args):
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
+                raise OSError("bad block")
+            read(*args)
+
+        monkeypatch.setattr(disk_copy_module, "_read", fails_once)
+        for failing in (2, 4, 7):
+            num_left = failing
+            for worker in (clean, hurt):
+                worker.forward_backward(batch, NLL())
+            assert kept(hurt)
+            with pytest.raises(ResidencyError, match="bad block"):
+                hurt.get_reference_logprobs(batch)
+            assert torch.equal(clean.get_logprobs(batch), hurt.get_logprobs(batch))
+            hook = forward_hook_on_layer(hurt, 5, RaisesOnce(torch.OutOfMemoryError("no memory")))
+            assert torch.equal(clean.get_reference_logprobs(batch), hurt.get_reference_logprobs(batch))
+            hook.remove()
+            assert torch.equal(clean.get_logprobs(batch), hurt.get_logprobs(batch))
+            assert clean.optim_step() == hurt.optim_step()
+        assert_equal(full_params(hurt), full_params(clean))

@@ -65,12 +65,14 @@ def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_devi
 
 
 @pytest.mark.parametrize("device", [CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)], ids=type)
-def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tmp_path, use_device, device):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tmp_path, use_device, precision, device):
     folder, _ = folders("qwen3-tied")
-    with one_rank_worker(folder, keep_reference=True) as worker:
+    changes = {"keep_reference": True, "precision": precision}
+    with one_rank_worker(folder, **changes) as worker:
         expected = steps(worker)
     use_device(device)
-    with in_parts(folder, keep_reference=True, reference_dir=str(tmp_path), residency_verify=True) as worker:
+    with in_parts(folder, reference_dir=str(tmp_path), residency_verify=True, **changes) as worker:
         (file,) = open_files(tmp_path)
         assert worker.residency.host_bytes()["reference"] <= worker._host_need.resolve().arena["reference"]
         assert_same_steps(steps(worker), expected)

@@ -82,6 +82,19 @@ def test_nothing_comes_ahead_before_it_is_known_what_passes_need():
     assert training.manager._prefetcher.parts_limit_bytes == 0
 
 
+def test_a_skipped_update_does_not_tell_what_an_update_takes():
+    training = PartsTraining(RoomyDevice(20))
+    training.backward()
+    with training.manager.during(Phase.OPTIM_STEP), training.manager.writing_state():
+        training.manager.streamed()
+    training.manager.step_closed()
+    training.backward()
+    assert training.manager._prefetcher.parts_limit_bytes == 0
+    training.optim_step()
+    training.backward()
+    assert training.manager._prefetcher.parts_limit_bytes > 0
+
+
 @settings(max_examples=30)
 @given(room=st.floats(0, 6.9) | st.floats(8, 10), num_steps=st.integers(1, 4), leaves=st.booleans())
 def test_no_more_parts_are_on_the_device_than_two_or_than_have_room_and_no_bit_changes(room, num_steps, leaves):
