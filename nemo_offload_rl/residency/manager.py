@@ -388,8 +388,8 @@ class ResidencyManager:
             for state in self._states.values():
                 ends.callback(state.mirror.close)
             ends.callback(self._snapshots.close)
-            for state in self._states.values():
-                state.wait_copies()
+            for state in self._states.values():  # all of them, before any memory goes
+                ends.callback(state.wait_copies)
 
     # -- inside
 
