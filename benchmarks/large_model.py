@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")
     parser.add_argument("--out", type=Path, required=True, help="folder for large_model.json and the run's own files")
-    parser.add_argument("--dir", type=Path, help="folder of the model; a temporary one without it")
+    parser.add_argument("--dir", type=Path, help="folder of the model, made if it is not there; temporary without it")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     begin_s = time.perf_counter()

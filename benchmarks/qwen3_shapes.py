@@ -131,6 +131,12 @@ def shape_of(name: str) -> Qwen3Shape | MoeShape:
     return SHAPES[name] if name in SHAPES else MOE_SHAPES[name]
 
 
+def is_written(path: Path, shape: Qwen3Shape | MoeShape) -> bool:
+    """Whether the folder has all of a model of this shape: the tokenizer is what comes last."""
+    config = path / "config.json"
+    return (path / "tokenizer_config.json").exists() and json.loads(config.read_text()) == _hf_config(shape)
+
+
 def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
     """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer.
 
