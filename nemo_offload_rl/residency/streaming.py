@@ -97,7 +97,10 @@ def divide_optimizer(
     part_bytes: int | None,
     first_index: int = 0,
 ) -> OptimizerParts:
-    """Choose what streams.
+    """Choose what streams. Of the parts, those that are larger than asked for come in the middle.
+
+    While the first one comes nothing leaves, and while the last one leaves nothing comes: a large one would keep a
+    direction of the link idle.
 
     Args:
         parameters: (name, parameter) in the optimizer's order.
@@ -118,7 +121,13 @@ def divide_optimizer(
         held_bytes += size
         streamed_bytes += size
         index += 1
-    named = {f"{OPTIMIZER_PART}.{first_index + number}": members for number, members in enumerate(parts)}
+    small: list[list[tuple[str, Tensor]]] = []
+    large: list[list[tuple[str, Tensor]]] = []
+    for part in parts:
+        is_large = part_bytes is not None and sum(state_bytes(parameter) for _, parameter in part) > part_bytes
+        (large if is_large else small).append(part)
+    ordered = [*small[: len(small) // 2], *large, *small[len(small) // 2 :]]
+    named = {f"{OPTIMIZER_PART}.{first_index + number}": members for number, members in enumerate(ordered)}
     return OptimizerParts(parameters[index:], named)
 
 

@@ -109,8 +109,8 @@ class Training:
     def contents(self) -> dict[str, torch.Tensor]:
         """Copies of everything that training has learned; on the device only."""
         state = {name: value.clone() for name, value in self.model.state_dict().items()}
-        for index, entry in enumerate(self.optimizer.state.values()):
-            state.update({f"{index}/{key}": value.clone() for key, value in entry.items()})
+        for name, parameter in self.model.named_parameters():
+            state |= {f"{name}/{key}": value.clone() for key, value in self.optimizer.state[parameter].items()}
         return state
 
 
