@@ -227,7 +227,7 @@ def _changes(need: HostNeed) -> list[Change]:
             Change(f"{settings.backend.activation_key}=false", lambda need: replace(need, activation_bytes=0))
         )
     backend = settings.backend
-    if backend.streams_states and not backend.streams_parameters:
+    if backend.streamed_share and not backend.streams_parameters:
         changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
     if settings.offload_optimizer_states_for_logprob:
         key = "policy.offload_optimizer_states_for_logprob=false"
@@ -271,7 +271,7 @@ def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> Res
         colocated=settings.colocated,
         use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
         offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
-        offload_optimizer_states=settings.backend.streams_states,
+        offload_optimizer_states=settings.backend.streamed_share > 0,
         streams_parameters=settings.backend.streams_parameters,
         optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
         has_base=BASE in sizes_bytes,

@@ -61,6 +61,7 @@ def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
         return None
     total_bytes, group_bytes = known
     kept = [name for name, place in cfg.policy.residency_overrides.items() if place == "device"]
+    del group_bytes[OPTIMIZER_PART]  # away, whatever is kept
     kept_bytes = _plan(kept).device_bytes(group_bytes, Phase.GENERATION) + RESTING_BYTES
     if share * total_bytes + kept_bytes <= total_bytes:
         return None
@@ -94,9 +95,10 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     backend = cfg.policy.backend
     if backend.streams_parameters:
         return None
-    # The whole optimizer is there in its step, beside parameters and gradients, unless it comes in parts.
-    if backend.streams_in_parts:
-        group_bytes = {**group_bytes, "optimizer": 0}
+    # The whole optimizer is there in its step, beside parameters and gradients, but for what comes in parts.
+    part_bytes = group_bytes.pop(OPTIMIZER_PART)
+    if not backend.streams_in_parts:
+        group_bytes[OPTIMIZER] += part_bytes
     resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
     awake_bytes = _awake_bytes(cfg, total_bytes)
     state_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP)
@@ -171,7 +173,9 @@ def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
     if sizes is None:
         return None
     backend = megatron if isinstance(cfg.policy.backend, MegatronConfig) else dtensor
-    return backend.least_group_bytes(cfg, sizes.num_parameters)
+    groups = backend.least_group_bytes(cfg, sizes.num_parameters)
+    streamed_bytes = int(cfg.policy.backend.streamed_share * groups[OPTIMIZER])
+    return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
 
 
 def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
@@ -201,8 +205,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     sizes = {BASE: groups["params"], PARAMS: 0} if has_adapters else {PARAMS: groups["params"]}
     if settings.backend.streams_parameters:
         sizes = {PARAMS: 0, PARAMS_PART: groups["params"], GRADS_PART: groups["grads"]}
-    if groups["optimizer"]:
-        sizes[OPTIMIZER_PART if settings.backend.streams_states else OPTIMIZER] = groups["optimizer"]
+    sizes |= {name: groups[name] for name in (OPTIMIZER, OPTIMIZER_PART) if groups[name]}
     if isinstance(cfg, DistillationMasterConfig) and (teacher_bytes := _teacher_bytes(cfg)) is not None:
         sizes[TEACHER] = teacher_bytes
     on_cpu = cfg.cluster.gpus_per_node == 0

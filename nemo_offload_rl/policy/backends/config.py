@@ -52,8 +52,8 @@ class BackendConfig(Protocol):
         ...
 
     @property
-    def streams_states(self) -> bool:
-        """Whether optimizer states are on the device in the optimizer step only."""
+    def streamed_share(self) -> float:
+        """Share of the optimizer states that are on the device in the optimizer step only; 0 for none."""
         ...
 
     @property

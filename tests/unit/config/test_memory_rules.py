@@ -102,6 +102,9 @@ def test_gradients_and_parameters_count_where_the_optimizer_comes_in_parts(load)
     load([*MEGATRON, *in_parts], parameters=19 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"needs 81\.0 .*params 26\.0, grads 52\.0, contexts 3\) .*_in_fp32=false"):
         load([*MEGATRON, *in_parts, fp32], parameters=13 * GIB, gpu_gib=80)
+    staying = f"{OPTIMIZER}.offload_optimizer_states_fraction=0.75"  # and a quarter stays
+    with pytest.raises(ConfigError, match=r"params 26\.0, grads 26\.0, optimizer 32\.5, contexts 3\)"):
+        load([*MEGATRON, *in_parts, staying], parameters=13 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"needs 83\.0 .*params 40\.0, grads 40\.0, contexts 3\) .*use more GPUs$"):
         load([*MEGATRON, *in_parts], parameters=20 * GIB, gpu_gib=80)
 
@@ -124,6 +127,17 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
         loaded([*ONE_GPU, f"{share}={largest + 0.01}"])
     with pytest.raises(ConfigError, match=r"use .*residency_overrides.params=device"):
         loaded([*ONE_GPU, "policy.residency_overrides.params=host"])
+
+
+@pytest.mark.parametrize(("changes", "most"), [([], 8), (["loss_fn.reference_policy_kl_penalty=0"], 6)])
+def test_14_b_parameters_whose_states_stay_in_part_take_8_bytes_each_of_all_processes_with_a_reference(
+    load, changes, most
+):
+    path = Path(__file__).parents[3] / "benchmarks" / "large_model_14b.yaml"
+    kept = [f"{OPTIMIZER}.offload_optimizer_states_fraction=0.85", "++policy.residency_overrides.optimizer=device"]
+    config = load([*ONE_GPU, *kept, *changes], parameters=QWEN3_14B, gpu_gib=139.8, path=path)
+    need = memory._host_need(config, memory._group_bytes(config))
+    assert most - 0.5 < sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) / QWEN3_14B < most
 
 
 PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}

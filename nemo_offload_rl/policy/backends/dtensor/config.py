@@ -135,9 +135,9 @@ class DTensorConfig:
         return "policy.dtensor_cfg.activation_offload"
 
     @property
-    def streams_states(self) -> bool:
+    def streamed_share(self) -> float:
         """As the keys say."""
-        return self.offload_optimizer_states or self.cpu_offload
+        return 1.0 if self.offload_optimizer_states or self.cpu_offload else 0.0
 
     @property
     def streams_parameters(self) -> bool:

@@ -78,7 +78,7 @@ def optimizer_row_bytes(settings: PolicySettings, elements: Iterable[int], devic
         return {}
     spec = optimizer_spec(settings.optimizer, on_gpu=device.type == "cuda")
     state_bytes = sum(aligned(count * dtype.itemsize) for count in elements for dtype in spec.states.values())
-    row = OPTIMIZER_PART if settings.dtensor_cfg.streams_states else OPTIMIZER
+    row = OPTIMIZER_PART if settings.dtensor_cfg.streamed_share else OPTIMIZER
     return {row: state_bytes} if state_bytes else {}
 
 

@@ -69,6 +69,11 @@ class MegatronOptimizerConfig:
         ),
     ]
 
+    @property
+    def streamed_share(self) -> float:
+        """Share of states and masters that are on the device in the optimizer step only, at least; 0 for none."""
+        return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
+
 
 @section
 class MegatronSchedulerConfig:
@@ -273,9 +278,9 @@ class MegatronConfig:
         return "policy.megatron_cfg.fine_grained_activation_offloading"
 
     @property
-    def streams_states(self) -> bool:
-        """As the key says."""
-        return self.optimizer.offload_optimizer_states
+    def streamed_share(self) -> float:
+        """As the keys say."""
+        return self.optimizer.streamed_share
 
     @property
     def streams_parameters(self) -> bool:
@@ -285,7 +290,7 @@ class MegatronConfig:
     @property
     def streams_in_parts(self) -> bool:
         """As the keys say."""
-        return self.streams_states and self.optimizer.offload_optimizer_states_chunk_mib is not None
+        return self.streamed_share > 0 and self.optimizer.offload_optimizer_states_chunk_mib is not None
 
     @property
     def keeps_optimizer_on_host(self) -> bool:

@@ -50,7 +50,6 @@ class StreamedStates:
                 f"policy.megatron_cfg.optimizer.offload_optimizer_states is true, but optimizer is {cfg.optimizer}, "
                 "whose update of a part needs the others; set it to false"
             )
-        fraction = cfg.offload_optimizer_states_fraction if cfg.offload_optimizer_states else 0.0
         chunk_mib = cfg.offload_optimizer_states_chunk_mib
         self._optimizer = optimizer
         self._parts: list[tuple[Any, OptimizerParts]] = []
@@ -62,7 +61,7 @@ class StreamedStates:
             parts = divide_optimizer(
                 named,
                 lambda parameter: state_bytes[parameter],
-                fraction,
+                cfg.streamed_share,
                 None if chunk_mib is None else int(chunk_mib * 2**20),
                 first_index,
             )
