@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
@@ -39,7 +40,8 @@ class BucketSender(ABC):
         """Begin a refit; an unfinished one is dropped.
 
         Args:
-            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only.
+            weights: (name, full tensor) in the order of the specs; advanced by `next_bucket` only. Of what is announced
+                in 16 bits, float32 tensors are taken too and rounded.
         """
         self._weights = iter(weights)
         self._next_index = 0
@@ -90,7 +92,8 @@ class BucketSender(ABC):
             if name in self._names_from(index, position):
                 raise RefitError(f"{piece.name} is missing or out of order: the policy sent {name} in its place")
             raise RefitError(f"The policy sent the unexpected tensor {name} where {piece.name} was announced")
-        if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
+        is_rounded = piece.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32  # by `_store`
+        if tuple(tensor.shape) != piece.shape or not (is_rounded or tensor.dtype == piece.dtype):
             raise RefitError(
                 f"{name} was announced as {list(piece.shape)} {piece.dtype}, "
                 f"but the policy sent {list(tensor.shape)} {tensor.dtype}"

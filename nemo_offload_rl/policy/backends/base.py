@@ -239,7 +239,8 @@ class PolicyBackend(Protocol):
         """Full tensors under the names of the family's checkpoints, one at a time; a collective over all ranks.
 
         Experts of a layer may be stacked (`generation/vllm/stacked_experts.py` has the form). A tensor may share memory
-        with the parameter: copy it before the next optimizer step.
+        with the parameter: copy it before the next optimizer step. It has the announced type, or is float32 still where
+        a rounded copy beside it might not fit the device; whoever copies it rounds it.
         """
         ...
 

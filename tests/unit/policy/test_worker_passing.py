@@ -33,12 +33,15 @@ from policy_cases import (
     one_rank_worker,
 )
 from resume_cases import goes_on_bitwise, train_steps
+from safetensors.torch import load_file
 from simulated_device import SimulatedDevice
+from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Placement, ResidencyError
+from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 
 @pytest.mark.parametrize(
@@ -280,15 +283,20 @@ def test_a_refit_sends_part_by_part_what_a_whole_model_sends(eight_layers, use_d
         train_steps(worker, 1, 1)
         device.worker = worker
         worker.offload_before_refit()
-        assert_equal({name: tensor.clone() for name, tensor in worker.named_weights()}, expected)
+        dtypes = {spec.name: spec.dtype for spec in worker._backend.weight_specs()}
+        assert_equal({name: tensor.to(dtypes[name], copy=True) for name, tensor in worker.named_weights()}, expected)
         assert max(params for _, params, _, _ in device.seen) == part_bytes
         given_up = worker.named_weights()
         next(given_up)
         del given_up
         worker.start_refit()
-        while worker.next_bucket() is not None:
-            pass
+        receiver, received = SharedMemoryReceiver(), dict[str, Tensor]()
+        while (bucket := worker.next_bucket()) is not None:
+            received |= {name: tensor.clone() for name, tensor in receiver.tensors(bucket)}
+        receiver.close()
+        assert_equal(received, expected)
         worker.offload_after_refit()
         assert sum(worker.residency.device_bytes().values()) == 0
         worker.export_hf(tmp_path / "hf")
+        assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), expected)
         assert worker.residency.location("params/part.0") is Placement.HOST

@@ -331,7 +331,7 @@ class DTensorBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, parameters in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
 
-        Adapters are merged into the weights that they belong to.
+        Adapters are merged into the weights that they belong to. Parameters that pass through the device are float32.
         """
         weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype)
         for name, weight in chain(weights, self._built.weight_buffers()):
@@ -339,11 +339,12 @@ class DTensorBackend:
 
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters that pass through the device come and go as they are asked for."""
+        dtype = self._compute_dtype
         part_of = {parameter: i for i, part in enumerate(self._built.parts) for _, parameter in part.parameters}
         for index, named in groupby(self._parameters, lambda it: part_of.get(it[1])):
             with nullcontext() if self._passing is None or index is None else self._passing.on_device(index):
                 for name, parameter in named:
-                    yield name, checkpoint.full_tensor(parameter, self._compute_dtype)
+                    yield name, checkpoint.full_tensor(parameter, parameter.dtype if index is not None else dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG."""
@@ -360,7 +361,9 @@ class DTensorBackend:
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""
-        export_hf_folder(path, self.named_weights(), self._built.config, self._settings)
+        dtypes = {spec.name: spec.dtype for spec in self.weight_specs()}
+        weights = ((name, weight.to(dtypes[name])) for name, weight in self.named_weights())
+        export_hf_folder(path, weights, self._built.config, self._settings)
 
     def close(self) -> None:
         """Give the activations' host memory back, and leave the process group, if this backend made it."""
