@@ -125,7 +125,7 @@ class CudaDevice:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         # Streams share a few hardware queues, in which a kernel waits for those before it, whatever stream they are of.
         # The kernel that gathers small pieces waits for the copies before it, and work of a pass must not stand behind
-        # it: priorities of their own are to keep the streams apart. Not run on a GPU yet.
+        # it: priorities of their own keep the streams apart.
         self._out = torch.cuda.Stream(self.device, priority=-1)
         self._in = torch.cuda.Stream(self.device, priority=-2)
         self._beside = torch.cuda.Stream(self.device, priority=-2)  # of copies that another thread starts, unstaged

@@ -70,7 +70,7 @@ class DTensorConfig:
         bool,
         doc(
             "Move what decoder layers keep for the backward pass to the host, and back ahead of it; with "
-            "`activation_checkpointing` the layers' inputs. Needs `tensor_parallel_size` 1. Not run on a GPU yet."
+            "`activation_checkpointing` the layers' inputs. Needs `tensor_parallel_size` 1."
         ),
     ]
     activation_offload_fraction: Annotated[
