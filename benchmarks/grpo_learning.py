@@ -50,6 +50,11 @@ VARIANTS = {
     "dtensor_16_bit": ["policy.optimizer.name=nemo_offload_rl.optim.AdamW"],
     "megatron": MEGATRON,
     "megatron_resident": [*MEGATRON, *RESIDENT],
+    "megatron_16_bit": [
+        *MEGATRON,
+        "policy.megatron_cfg.optimizer.exp_avg_dtype=bfloat16",
+        "policy.megatron_cfg.optimizer.exp_avg_sq_dtype=bfloat16",
+    ],
 }
 CURVES = ("train/reward_mean", "train/loss", "train/token_mult_prob_error", "timing/total_s")
 COMPARED_STEPS = 20
