@@ -105,12 +105,14 @@ def test_every_form_of_the_optimizer_leaves_whole_and_comes_back_bit_by_bit(fold
 
 
 @pytest.mark.parametrize("flavour", ["fp32", "bf16"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, fraction):
+@pytest.mark.parametrize(("fraction", "rest_stays"), [(0.5, False), (0.5, True), (1.0, False)])
+def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, fraction, rest_stays):
     changes, _ = FLAVOURS[flavour]
     with make_worker(folder, **changes) as worker:
         expected = train_and_cycle(worker, range(3), cycled=False)
     streamed = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.25}
+    if rest_stays:
+        streamed["residency_overrides"] = {"optimizer": "device"}
     with make_worker(folder, **changes, **streamed, offload_optimizer_states_fraction=fraction) as worker:
         found = train_and_cycle(worker, range(3))
         assert found[0] == expected[0]
@@ -120,6 +122,9 @@ def test_states_and_masters_that_stream_in_parts_change_no_bit(folder, flavour, 
         parts = [size for name, size in on_device.items() if "part" in name]
         assert len(parts) > 1 and set(parts) == {0}
         assert (on_device["optimizer"] > 0) == (fraction < 1.0)
+        offload(worker)
+        assert (worker.residency.device_bytes()["optimizer"] > 0) == rest_stays
+        assert (worker.residency.host_bytes().get("optimizer", 0) > 0) == (fraction < 1.0 and not rest_stays)
 
 
 class _Reads(TorchDispatchMode):
