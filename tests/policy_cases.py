@@ -160,6 +160,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         torch_compile=False,
         cpu_offload=False,
         offload_optimizer_states=False,
+        offload_optimizer_states_fraction=1.0,
         offload_optimizer_states_chunk_mib=None,
         lora_cfg=NO_LORA,
     )

@@ -56,7 +56,13 @@ from nemo_offload_rl.residency.plan import (
     resolve_plan,
     row_of,
 )
-from nemo_offload_rl.residency.streaming import NamedTensors, OptimizerParts, divide_optimizer, restricted_to
+from nemo_offload_rl.residency.streaming import (
+    NamedTensors,
+    OptimizerParts,
+    divide_optimizer,
+    num_streamed,
+    restricted_to,
+)
 
 __all__ = [
     "BASE",
@@ -103,6 +109,7 @@ __all__ = [
     "local_tensor",
     "make_device",
     "memory_total_bytes",
+    "num_streamed",
     "optimizer_tensors",
     "read_host_limits",
     "reserve_host_memory",

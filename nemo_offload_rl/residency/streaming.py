@@ -90,14 +90,25 @@ class OptimizerParts:
             raise RuntimeError(f"the states of {', '.join(waiting)} never came, so their parameters were not updated")
 
 
+def num_streamed(sizes: Sequence[int], fraction: float) -> int:
+    """How many of the first parameters stream, so that their states are this share of all, at least.
+
+    Args:
+        sizes: Of the parameters, in any unit.
+        fraction: 0 for none.
+    """
+    goal = fraction * sum(sizes)
+    return next(num for num, size in enumerate(itertools.accumulate(sizes, initial=0)) if size >= goal)
+
+
 def divide_optimizer(
     parameters: NamedTensors,
     state_bytes: Callable[[Tensor], int],
-    fraction: float,
+    num: int,
     part_bytes: int | None,
     first_index: int = 0,
 ) -> OptimizerParts:
-    """Choose what streams. Of the parts, those that are larger than asked for come in the middle.
+    """Divide what streams into parts. Of these, those that are larger than asked for come in the middle.
 
     While the first one comes nothing leaves, and while the last one leaves nothing comes: a large one would keep a
     direction of the link idle.
@@ -105,30 +116,27 @@ def divide_optimizer(
     Args:
         parameters: (name, parameter) in the optimizer's order.
         state_bytes: Bytes of one parameter's states.
-        fraction: Share of all state bytes that streams, at least; 0 for none.
+        num: So many of the first stream (`num_streamed`).
         part_bytes: Most bytes in one part, unless a single parameter has more; None for one part.
         first_index: Number of the first part, where several optimizers follow each other.
     """
-    goal_bytes = fraction * sum(state_bytes(parameter) for _, parameter in parameters)
     parts: list[list[tuple[str, Tensor]]] = []
-    streamed_bytes = held_bytes = index = 0
-    while index < len(parameters) and streamed_bytes < goal_bytes:
-        size = state_bytes(parameters[index][1])
+    held_bytes = 0
+    for named in parameters[:num]:
+        size = state_bytes(named[1])
         if not parts or (part_bytes is not None and held_bytes + size > part_bytes):
             parts.append([])
             held_bytes = 0
-        parts[-1].append(parameters[index])
+        parts[-1].append(named)
         held_bytes += size
-        streamed_bytes += size
-        index += 1
     small: list[list[tuple[str, Tensor]]] = []
     large: list[list[tuple[str, Tensor]]] = []
     for part in parts:
         is_large = part_bytes is not None and sum(state_bytes(parameter) for _, parameter in part) > part_bytes
         (large if is_large else small).append(part)
     ordered = [*small[: len(small) // 2], *large, *small[len(small) // 2 :]]
-    named = {f"{OPTIMIZER_PART}.{first_index + number}": members for number, members in enumerate(ordered)}
-    return OptimizerParts(parameters[index:], named)
+    in_order = {f"{OPTIMIZER_PART}.{first_index + number}": members for number, members in enumerate(ordered)}
+    return OptimizerParts(parameters[num:], in_order)
 
 
 def stream_through(

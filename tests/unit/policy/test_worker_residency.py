@@ -50,7 +50,8 @@ def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worke
             assert_equal(params, resident_params)
             assert_equal(optimizer, resident_optimizer)
     in_parts = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.2}
-    for changes in ({"colocated": False}, {"offload_optimizer_states": True}, in_parts, {"residency": "auto"}):
+    half = {**in_parts, "offload_optimizer_states_fraction": 0.5, "residency_overrides": {"optimizer": "device"}}
+    for changes in ({"colocated": False}, {"offload_optimizer_states": True}, in_parts, half, {"residency": "auto"}):
         params, optimizer = run(cycled=True, **changes)
         assert_equal(params, resident_params)
         assert_equal(optimizer, resident_optimizer)
@@ -251,6 +252,26 @@ def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(make_w
                 on_host = [size for name, size in worker.residency.host_bytes().items() if "part" in name]
                 assert (len(on_host) > 1) == (chunk_mib is not None)
                 assert params_bytes < sum(on_host) <= 2 * params_bytes
+
+
+def test_the_share_of_the_states_that_does_not_stream_stays_and_both_are_as_large_as_foreseen(make_worker, folders):
+    folder, _ = folders("qwen3-tied")
+    changes = {
+        "offload_optimizer_states": True,
+        "offload_optimizer_states_chunk_mib": 0.25,
+        "offload_optimizer_states_fraction": 0.6,
+    }
+    with make_worker(folder, **changes) as worker:
+        foreseen = worker._backend.expected_bytes()
+        worker.prepare_for_training()
+        worker.train(make_batch(), NLL())
+        staying_bytes = worker.residency.device_bytes()["optimizer"]
+        worker.offload_before_refit()
+        sizes = worker.residency.host_bytes()
+        streamed_bytes = sum(size for name, size in sizes.items() if name.startswith("optimizer/part"))
+        assert 0.6 * (staying_bytes + streamed_bytes) <= streamed_bytes < staying_bytes + streamed_bytes
+        assert foreseen["optimizer/part"] == pytest.approx(streamed_bytes, rel=0.01)
+        assert foreseen["optimizer"] == pytest.approx(staying_bytes, rel=0.05)  # the arena aligns
 
 
 @pytest.mark.parametrize("free_bytes", [0, RESERVE_BYTES + (1 << 20), 1 << 40], ids=["two", "some", "all"])

@@ -19,6 +19,7 @@ from nemo_offload_rl.residency import (
     Phase,
     Placement,
     divide_optimizer,
+    num_streamed,
 )
 
 MATRIX_STATE_BYTES = 2 * 4 * WIDTH * WIDTH
@@ -140,7 +141,7 @@ def test_an_optimizer_that_counts_steps_by_group_counts_one_a_step():
 
     (divided, optimizer), (plain, reference) = make(), make()
     named = [(str(index), parameter) for index, parameter in enumerate(divided)]
-    parts = divide_optimizer(named, lambda parameter: parameter.nbytes, 1.0, 1)
+    parts = divide_optimizer(named, lambda parameter: parameter.nbytes, len(named), 1)
     for _ in range(3):
         parts.step(optimizer, iter(parts.parts))
         reference.step()
@@ -156,7 +157,8 @@ def test_an_optimizer_that_counts_steps_by_group_counts_one_a_step():
 )
 def test_every_parameter_is_in_one_place_and_the_streamed_share_is_what_was_asked_for(sizes, fraction, part_bytes):
     named = [(str(index), torch.empty(size)) for index, size in enumerate(sizes)]
-    divided = divide_optimizer(named, lambda parameter: parameter.nbytes, fraction, part_bytes)
+    num = num_streamed(sizes, fraction)
+    divided = divide_optimizer(named, lambda parameter: parameter.nbytes, num, part_bytes)
     members = [name for part in divided.parts.values() for name, _ in part] + [name for name, _ in divided.rest]
     assert sorted(members) == sorted(name for name, _ in named)
     assert [name for name, _ in divided.rest] == [name for name, _ in named[len(named) - len(divided.rest) :]]

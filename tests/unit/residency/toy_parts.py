@@ -47,7 +47,7 @@ class PartsTraining:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2, fused=torch_device != "cpu")
         self.device = device or CpuDevice()
         named = [(str(index), parameter) for index, parameter in enumerate(self.parameters)]
-        self.parts = divide_optimizer(named, lambda p: 2 * p.nbytes, float(streamed), 2 * 4 * width)
+        self.parts = divide_optimizer(named, lambda p: 2 * p.nbytes, len(named) if streamed else 0, 2 * 4 * width)
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(offload_optimizer_states=streamed, colocated=colocated)),
             groups=[

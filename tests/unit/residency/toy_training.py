@@ -58,9 +58,9 @@ class Training:
         self.model = ToyModel()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.data = torch.Generator().manual_seed(1)
-        fraction = 1.0 if settings(**changes).offload_optimizer_states else 0.0
         named = list(self.model.named_parameters())
-        self.parts = divide_optimizer(named, lambda parameter: 2 * parameter.nbytes, fraction, part_bytes)
+        num = len(named) if settings(**changes).offload_optimizer_states else 0
+        self.parts = divide_optimizer(named, lambda parameter: 2 * parameter.nbytes, num, part_bytes)
         self.manager = ResidencyManager(
             plan=resolve_plan(settings(**changes)),
             groups=[

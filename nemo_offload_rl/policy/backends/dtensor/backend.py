@@ -211,8 +211,9 @@ class DTensorBackend:
         }
         if self._built.parts:
             sizes |= part_row_bytes([parameter for _, parameter in part.parameters] for part in self._built.parts)
-        elements = [local_tensor(parameter).numel() for _, parameter in self._named_trainable()]
-        return {**sizes, **optimizer_row_bytes(self._settings, elements, self._device)}
+        trained = [parameter for _, parameter in self._named_trainable()]
+        elements = [local_tensor(parameter).numel() for parameter in trained]
+        return {**sizes, **optimizer_row_bytes(self._settings, trained, elements, self._device)}
 
     def use_parts(self, passing: PassingParts) -> None:
         """See `PolicyBackend`; reads their weights."""

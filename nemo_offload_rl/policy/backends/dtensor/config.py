@@ -108,6 +108,9 @@ class DTensorConfig:
             "before it where there is room, and leave beside the next forward pass. The update stays on the device."
         ),
     ]
+    offload_optimizer_states_fraction: Annotated[
+        float, doc("Share of those states that leaves, with `offload_optimizer_states`; the rest stays.", gt=0, le=1)
+    ]
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
@@ -137,7 +140,9 @@ class DTensorConfig:
     @property
     def streamed_share(self) -> float:
         """As the keys say."""
-        return 1.0 if self.offload_optimizer_states or self.cpu_offload else 0.0
+        if self.cpu_offload:
+            return 1.0
+        return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
 
     @property
     def streams_parameters(self) -> bool:

@@ -14,7 +14,7 @@ from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
 from nemo_offload_rl.policy.backends.dtensor.parts import Part, gradient_norms
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_optimizer, local_tensor
+from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_optimizer, local_tensor, num_streamed
 
 
 def divide(
@@ -29,7 +29,7 @@ def divide(
     return divide_optimizer(
         parameters,
         lambda parameter: spec.bytes_per_element(parameter.dtype) * local_tensor(parameter).numel(),
-        1.0 if settings.offload_optimizer_states else 0.0,
+        num_streamed([parameter.numel() for _, parameter in parameters], settings.streamed_share),
         None if chunk_mib is None else int(chunk_mib * 2**20),
     )
 

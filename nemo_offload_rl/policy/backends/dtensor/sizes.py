@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil, prod
 
 import torch
@@ -16,7 +16,7 @@ from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
 from nemo_offload_rl.policy.settings import PolicySettings
-from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART, aligned
+from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER, OPTIMIZER_PART, PARAMS, PARAMS_PART, aligned, num_streamed
 
 _FP32_BYTES = 4
 
@@ -35,7 +35,7 @@ def expected_state_bytes(settings: PolicySettings, world_size: int, device: torc
     # Layers are gathered in the compute type, so a reference keeps no more.
     read_bytes = compute_dtype(settings.precision).itemsize
     reference_bytes = _parameter_bytes(model, elements, read_bytes)
-    rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, elements, device)}
+    rows = {PARAMS: params_bytes, **optimizer_row_bytes(settings, model.parameters(), elements, device)}
     if settings.dtensor_cfg.cpu_offload:
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         modules = [embedding, *decoder_layers(model), *([] if output.weight is embedding.weight else [output])]
@@ -63,12 +63,15 @@ def part_row_bytes(parts: Iterable[Iterable[Tensor]]) -> dict[str, int]:
     return {PARAMS_PART: params_bytes, GRADS_PART: sum(aligned(sum(part)) for part in sizes)}
 
 
-def optimizer_row_bytes(settings: PolicySettings, elements: Iterable[int], device: torch.device) -> dict[str, int]:
-    """Bytes of the optimizer's row as the host arena holds them; empty for an optimizer that keeps nothing.
+def optimizer_row_bytes(
+    settings: PolicySettings, parameters: Iterable[Tensor], elements: Sequence[int], device: torch.device
+) -> dict[str, int]:
+    """Bytes of the optimizer's rows as the host arena holds them; empty for an optimizer that keeps nothing.
 
     Args:
         settings: The policy's settings.
-        elements: Of one rank's shard of each trained parameter.
+        parameters: Whole ones, as far as they are trained.
+        elements: Of one rank's shard of each.
         device: Where parameters are.
 
     Raises:
@@ -77,9 +80,13 @@ def optimizer_row_bytes(settings: PolicySettings, elements: Iterable[int], devic
     if settings.optimizer is None:
         return {}
     spec = optimizer_spec(settings.optimizer, on_gpu=device.type == "cuda")
-    state_bytes = sum(aligned(count * dtype.itemsize) for count in elements for dtype in spec.states.values())
-    row = OPTIMIZER_PART if settings.dtensor_cfg.streamed_share else OPTIMIZER
-    return {row: state_bytes} if state_bytes else {}
+    num = num_streamed([parameter.numel() for parameter in parameters], settings.dtensor_cfg.streamed_share)
+    rows = {OPTIMIZER_PART: elements[:num], OPTIMIZER: elements[num:]}
+    sizes = {
+        row: sum(aligned(count * dtype.itemsize) for count in some for dtype in spec.states.values())
+        for row, some in rows.items()
+    }
+    return {row: size for row, size in sizes.items() if size}
 
 
 def _parameter_elements(model: nn.Module, settings: PolicySettings, world_size: int) -> list[int]:

@@ -19,7 +19,7 @@ from nemo_offload_rl.policy.backends.megatron import state
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer
+from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer, num_streamed
 
 # What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
 _PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
@@ -61,7 +61,7 @@ class StreamedStates:
             parts = divide_optimizer(
                 named,
                 lambda parameter: state_bytes[parameter],
-                cfg.streamed_share,
+                num_streamed([state_bytes[parameter] for _, parameter in named], cfg.streamed_share),
                 None if chunk_mib is None else int(chunk_mib * 2**20),
                 first_index,
             )
