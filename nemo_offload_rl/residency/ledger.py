@@ -29,7 +29,8 @@ class TransitionReport:
         source: The phase before, None for the first transition.
         target: The phase entered.
         groups: What each group moved; groups that did not move are absent.
-        exposed_s: Seconds in which the caller waited for this transition, also for copies to be started.
+        exposed_s: Seconds that were lost to this transition: the host's while groups moved, else those in which the
+            device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
         give_back_s: Those of them in which memory was released to the driver.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
@@ -53,12 +54,12 @@ class TransitionReport:
 
     @contextmanager
     def held_up(self) -> Generator[None]:
-        """The caller waits for the body: its seconds are exposed ones."""
-        start = time.perf_counter()
+        """The caller waits for the body: its seconds are exposed ones, once, whatever it charges itself."""
+        start, before_s = time.perf_counter(), self.exposed_s
         try:
             yield
         finally:
-            self.exposed_s += time.perf_counter() - start
+            self.exposed_s = before_s + time.perf_counter() - start
 
     def group(self, name: str) -> GroupMove:
         """The entry of `name`, made at first use."""
