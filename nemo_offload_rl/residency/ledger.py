@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_offload_rl.residency.leftovers import Leftover
 from nemo_offload_rl.residency.plan import Phase
@@ -60,6 +60,16 @@ class TransitionReport:
             yield
         finally:
             self.exposed_s = before_s + time.perf_counter() - start
+
+    def seconds_since(self, before: TransitionReport) -> TransitionReport:
+        """A report of the seconds alone that this one has got since it was as `before`."""
+        return TransitionReport(
+            self.source,
+            self.target,
+            exposed_s=self.exposed_s - before.exposed_s,
+            give_back_s=self.give_back_s - before.give_back_s,
+            transfer_s=self.transfer_s - before.transfer_s,
+        )
 
     def group(self, name: str) -> GroupMove:
         """The entry of `name`, made at first use."""
@@ -135,6 +145,7 @@ class Ledger:
     def __init__(self, num_recent: int = 8) -> None:
         self._reports: list[TransitionReport] = []
         self._recent: list[TransitionReport] = []
+        self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # and as they were then
         self._num_recent = num_recent
 
     def add(self, report: TransitionReport) -> None:
@@ -143,9 +154,15 @@ class Ledger:
         self._recent = [*self._recent, report][-self._num_recent :]
 
     def drain(self) -> list[TransitionReport]:
-        """Return the reports gathered since the last call."""
+        """Return the reports gathered since the last call.
+
+        Seconds that have come to those before since they were returned, as of copies that ran on, are in reports of
+        their own.
+        """
+        late = [report.seconds_since(before) for report, before in self._returned]
         reports, self._reports = self._reports, []
-        return reports
+        self._returned = [(report, replace(report)) for report in reports]
+        return [report for report in late if report.exposed_s or report.transfer_s] + reports
 
     def recent_lines(self) -> str:
         """The last transitions, one a line."""

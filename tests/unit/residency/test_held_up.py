@@ -24,6 +24,7 @@ from nemo_offload_rl.residency import (
     resolve_plan,
 )
 from nemo_offload_rl.residency.device import Copy
+from nemo_offload_rl.residency.ledger import Ledger
 
 NUM_PARTS, WIDTH = 6, 64
 PART_BYTES = 4 * WIDTH
@@ -122,6 +123,23 @@ def test_a_body_inside_another_takes_its_own_part(gpu):
             raise ValueError("inside")
     gpu.copies(16).wait_host()
     assert [exposed_ms(gpu, report) for report in (outer, inner, same)] == [5, 2, 8]
+
+
+def test_what_is_known_only_after_a_report_was_drained_comes_with_the_next_ones_once(gpu):
+    kept, report, copies = Ledger(), TransitionReport(Phase.TRAINING, Phase.OPTIM_STEP), gpu.copies(3)
+    kept.add(report)
+    gpu.give_work(5)
+    with gpu.device.held_up(report):
+        gpu.stream.queue.append((copies.wait_host, ()))  # the stream waits once it gets there, and passes a ms later
+    gpu.device.account()
+    assert kept.drain() == [report]
+    assert report.exposed_s == 0
+    gpu.stream.synchronize()
+    gpu.device.account()
+    (late,) = kept.drain()
+    assert (late.source, late.target, late.bytes_moved) == (Phase.TRAINING, Phase.OPTIM_STEP, 0)
+    assert late.exposed_s == report.exposed_s == pytest.approx(4e-3)
+    assert kept.drain() == []
 
 
 def test_pageable_copies_are_charged_their_own_seconds_and_none_of_the_work_before_them(gpu, monkeypatch):
