@@ -5,8 +5,8 @@
 A step is forward, backward and update of a Qwen3 shape by the policy worker (random weights and tokens, bf16, AdamW
 with moments of 16 bits), with `--rows` micro-batches of one row each. `resident` keeps the optimizer's states on the
 host, but no more. The cap is for `cpu_offload`. Peaks are the allocator's over whole steps, all state included; exposed
-seconds are those in which the host waited for copies or their starts, also while the GPU had work that it was given
-before. With `--deterministic` losses and gradient norms of all variants should be equal.
+seconds are those in which the GPU had nothing to run, since it waited for copies or the host was held up by them.
+With `--deterministic` losses and gradient norms of all variants should be equal.
 
 Needs a GPU; `--device cpu --shape tiny --lengths 64 --rows 4` shows that the script works.
 """

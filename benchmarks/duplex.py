@@ -17,8 +17,9 @@ share of the link both ways, exposed seconds by transition, peak GiB, and calls 
 Each call of cudaFree waits for all copies, so more than a few calls in a step are to be explained; the file says how
 often cached memory was released to find room (`alloc_retries`). Of the exposed seconds of a step those of releasing its
 memory to the driver (`give_back_s`) come before the step and, where a refit follows, after the last copy out, for the
-engine. Beside a variant with resident states, whose step is the update alone, `unaccounted` is what a step took beyond
-that and its other exposed seconds: a wait that no report knows of.
+engine; in the step the others are those in which the GPU had nothing to run. Beside a variant with resident states,
+whose step is the update alone, `unaccounted` is what a step took beyond that and its other exposed seconds: a wait that
+no report knows of.
 
 `--trace` then profiles a step and what follows it, in each of the first two ways: busy time by stream, the largest gaps
 of the stream that computes, long calls of the host with their Python frames. It also probes whether a kernel, or the

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,6 +20,7 @@ from nemo_offload_rl.residency.groups import StorageRecord, unique_storages
 from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
 from nemo_offload_rl.residency.host_limits import lockable_bytes
 from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.leftovers import Leftover, find_kept_blocks, find_leftovers
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,6 @@ class CudaTransfer:
         self._started = torch.cuda.Event(enable_timing=True)
         self._chunks: list[tuple[int, torch.cuda.Event]] = []  # copies finished when the event has passed
         self._num_passed = 0
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # where the device came to wait; for what
         self._started.record(stream)
 
     def add(self, piece: _Piece) -> None:
@@ -92,11 +93,7 @@ class CudaTransfer:
             return
         wanted = self._num_copies if num_copies is None else num_copies
         copied = next(event for num_covered, event in self._chunks if num_covered >= wanted)
-        current = torch.cuda.current_stream(self._stream.device)
-        reached = torch.cuda.Event(enable_timing=True)
-        reached.record(current)
-        current.wait_event(copied)
-        self._waits.append((reached, copied))
+        torch.cuda.current_stream(self._stream.device).wait_event(copied)
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
         """Have a stream run nothing more before the copies have finished."""
@@ -104,11 +101,6 @@ class CudaTransfer:
 
     def seconds(self) -> float:
         return self._started.elapsed_time(self._chunks[-1][1]) / 1e3
-
-    def exposed_s(self) -> float:
-        # A wait that the device reaches only now, with the copies finished, costs nothing.
-        passed = [(reached, copied) for reached, copied in self._waits if reached.query()]
-        return sum(max(0.0, reached.elapsed_time(copied)) for reached, copied in passed) / 1e3
 
 
 class CudaDevice:
@@ -134,6 +126,8 @@ class CudaDevice:
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
+        # Events among the work, in order, and what the idle seconds from each to the next are charged to.
+        self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
@@ -245,6 +239,27 @@ class CudaDevice:
         with torch.cuda.stream(self._beside):
             return self._copy(copies, self._beside, to_host=False)
 
+    @contextmanager
+    def held_up(self, report: TransitionReport) -> Generator[None]:
+        outer = self._marks[-1][1] if self._marks else None
+        self._mark(report)
+        try:
+            yield
+        finally:
+            self._mark(outer)
+
+    def _mark(self, report: TransitionReport | None) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self._marks.append((event, report))
+
+    def account(self) -> None:
+        while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
+            begin, report = self._marks.popleft()
+            if report is not None:
+                # A stream that had other work until the host came back passes both at the same time.
+                report.exposed_s += max(0.0, begin.elapsed_time(self._marks[0][0])) / 1e3
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
 
@@ -307,16 +322,18 @@ class CudaDevice:
             torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
 
     def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
-        start = time.perf_counter()
-        num_bytes = num_copies = 0
+        current = torch.cuda.current_stream(self.device)
         if not to_host:
             # What is written may have been handed over (`follow`), and still be read by copies out.
-            torch.cuda.current_stream(self.device).wait_stream(self._in)
+            current.wait_stream(self._in)
+        current.synchronize()  # the copies would wait for what is before them, and it is none of their seconds
+        start = time.perf_counter()
+        num_bytes = num_copies = 0
         for copy in copies:
             (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
             num_bytes += copy.host.numel()
             num_copies += 1
-        torch.cuda.current_stream(self.device).synchronize()
+        current.synchronize()
         return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
 
 

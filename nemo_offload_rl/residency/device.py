@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from nemo_offload_rl.residency.groups import StorageRecord
 from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.host_limits import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.leftovers import Leftover, ProcessMemory, find_leftovers
 
 
@@ -73,10 +75,6 @@ class Transfer(Protocol):
 
     def seconds(self) -> float:
         """How long the copies took on the link. Only after they have finished."""
-        ...
-
-    def exposed_s(self) -> float:
-        """How long the device's work was stalled by `wait_device`, all calls together. Only after the copies."""
         ...
 
 
@@ -156,6 +154,19 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
+    def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
+        """In the body the host is held up, or has the device wait for copies, before it gives the device more work.
+
+        Charges a report the seconds in which the present stream has nothing to run, and none in which it still has what
+        it was given before. Where copies do not run beside work these are the host's. A body inside another charges
+        its own report.
+        """
+        ...
+
+    def account(self) -> None:
+        """Charge the seconds of `held_up` that are known by now. Does not block."""
+        ...
+
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
         ...
@@ -185,9 +196,6 @@ class FinishedTransfer:
 
     def seconds(self) -> float:
         return self.elapsed_s
-
-    def exposed_s(self) -> float:
-        return 0.0
 
 
 class CpuDevice:
@@ -249,6 +257,12 @@ class CpuDevice:
 
     def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
         return self.copy_in
+
+    def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
+        return report.held_up()
+
+    def account(self) -> None:
+        return None
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         # Page-locking serves a link; there is none between main memory and itself.

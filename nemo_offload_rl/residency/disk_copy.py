@@ -115,9 +115,6 @@ class Reading:
     def seconds(self) -> float:
         return 0.0 if self._future.exception() else self._future.result()
 
-    def exposed_s(self) -> float:
-        return 0.0  # it is the host that waits
-
 
 class DiskCopy(FrozenCopy):
     """Bytes in a file without a name.

@@ -171,11 +171,6 @@ class GroupState:
         """Whether copies are under way that nothing has waited for."""
         return self._flight is not None and not self._flight.transfer.finished
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether copies have not finished that the device was told to wait for."""
-        return any(not flight.transfer.finished for flight in self._unaccounted)
-
     def wait_arrival(self, num_layers: int | None = None) -> None:
         """Have the device run nothing more before the group's copies have arrived.
 
@@ -184,15 +179,16 @@ class GroupState:
         Args:
             num_layers: Only what is needed at once and in this many of the group's first layers; None for all.
         """
-        if self._flight is None or self.location is not Placement.DEVICE:
+        flight = self._flight
+        if flight is None or self.location is not Placement.DEVICE:
             return
-        num_needed = self._flight.num_needed
-        if num_layers is not None and num_layers + 1 < len(num_needed):
-            self._flight.transfer.wait_device(num_needed[num_layers])
-        else:
-            self._flight.transfer.wait_device()
-            if self.is_arriving:
-                self._finish()
+        num_copies = None
+        if num_layers is not None and num_layers + 1 < len(flight.num_needed):
+            num_copies = flight.num_needed[num_layers]
+        with self._device.held_up(flight.report):
+            flight.transfer.wait_device(num_copies)
+        if num_copies is None and self.is_arriving:
+            self._finish()
 
     def settle(self) -> float:
         """Wait for copies under way and release the memory of those that left; returns the seconds waited.
@@ -249,7 +245,6 @@ class GroupState:
         for flight in self._unaccounted:
             if flight.transfer.finished:
                 flight.report.transfer_s += 0.0 if flight.is_beside else flight.transfer.seconds()
-                flight.report.exposed_s += flight.transfer.exposed_s()
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
     def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:

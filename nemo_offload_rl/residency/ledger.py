@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_offload_rl.residency.leftovers import Leftover
 from nemo_offload_rl.residency.plan import Phase
@@ -29,7 +29,8 @@ class TransitionReport:
         source: The phase before, None for the first transition.
         target: The phase entered.
         groups: What each group moved; groups that did not move are absent.
-        exposed_s: Seconds in which the caller waited for this transition, also for copies to be started.
+        exposed_s: Seconds that were lost to this transition: the host's while groups moved, else those in which the
+            device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
         give_back_s: Those of them in which memory was released to the driver.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
@@ -53,12 +54,22 @@ class TransitionReport:
 
     @contextmanager
     def held_up(self) -> Generator[None]:
-        """The caller waits for the body: its seconds are exposed ones."""
-        start = time.perf_counter()
+        """The caller waits for the body: its seconds are exposed ones, once, whatever it charges itself."""
+        start, before_s = time.perf_counter(), self.exposed_s
         try:
             yield
         finally:
-            self.exposed_s += time.perf_counter() - start
+            self.exposed_s = before_s + time.perf_counter() - start
+
+    def seconds_since(self, before: TransitionReport) -> TransitionReport:
+        """A report of the seconds alone that this one has got since it was as `before`."""
+        return TransitionReport(
+            self.source,
+            self.target,
+            exposed_s=self.exposed_s - before.exposed_s,
+            give_back_s=self.give_back_s - before.give_back_s,
+            transfer_s=self.transfer_s - before.transfer_s,
+        )
 
     def group(self, name: str) -> GroupMove:
         """The entry of `name`, made at first use."""
@@ -134,6 +145,7 @@ class Ledger:
     def __init__(self, num_recent: int = 8) -> None:
         self._reports: list[TransitionReport] = []
         self._recent: list[TransitionReport] = []
+        self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # and as they were then
         self._num_recent = num_recent
 
     def add(self, report: TransitionReport) -> None:
@@ -142,9 +154,15 @@ class Ledger:
         self._recent = [*self._recent, report][-self._num_recent :]
 
     def drain(self) -> list[TransitionReport]:
-        """Return the reports gathered since the last call."""
+        """Return the reports gathered since the last call.
+
+        Seconds that have come to those before since they were returned, as of copies that ran on, are in reports of
+        their own.
+        """
+        late = [report.seconds_since(before) for report, before in self._returned]
         reports, self._reports = self._reports, []
-        return reports
+        self._returned = [(report, replace(report)) for report in reports]
+        return [report for report in late if report.exposed_s or report.transfer_s] + reports
 
     def recent_lines(self) -> str:
         """The last transitions, one a line."""

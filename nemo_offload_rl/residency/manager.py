@@ -155,7 +155,7 @@ class ResidencyManager:
         self._work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return
-        with report.held_up():  # all through the copies where host memory is not page-locked
+        with self._device.held_up(report):  # all through the copies where host memory is not page-locked
             for name in self._leaving_next(phase):
                 self._states[name].start_refresh(records[name], report)
             spec = PHASES[phase]
@@ -172,7 +172,7 @@ class ResidencyManager:
         """
         if self._overlap and self.phase is not None:
             report = TransitionReport(self.phase, phase)
-            with report.held_up():
+            with self._device.held_up(report):
                 self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
             if report.groups:
                 self._ledger.add(report)
@@ -269,9 +269,8 @@ class ResidencyManager:
 
     @property
     def reports(self) -> Ledger:
-        """The ledger, with the seconds of finished copies filled in."""
-        for state in self._states.values():
-            state.account()
+        """The ledger, with the seconds that are known by now filled in."""
+        self._groups.account()
         return self._ledger
 
     def _leaving_next(self, phase: Phase) -> list[str]:

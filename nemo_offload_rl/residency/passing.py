@@ -106,7 +106,7 @@ class PassingParts:
             self._let_go()
             raise
         finally:
-            with self._report.held_up():
+            with self._device.held_up(self._report):
                 for index, state in enumerate(self._params):
                     if index not in self._kept:
                         self._leave(state)
@@ -131,7 +131,7 @@ class PassingParts:
 
     def bring_gradients(self, index: int) -> None:
         """Have what a part's gradients are so far on the device; nothing where there are none yet."""
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             # What is two parts behind has had the time of a part to leave.
             for state in self._leaving[:-1]:
                 state.settle()
@@ -146,7 +146,7 @@ class PassingParts:
             following: Whose parameters are read next.
             with_gradients: Whose gradients are added to next.
         """
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             self._leave(self._params[index])
             if self._overlap and following is not None:
                 was_away = self._params[following].location is not Placement.DEVICE
@@ -159,7 +159,7 @@ class PassingParts:
         """A part's gradients have been added to, by what the current stream waits for; they leave."""
         state = self._grads[index]
         state.version += 1
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             self._leave(state)
         self._leaving.append(state)
 
@@ -181,7 +181,7 @@ class PassingParts:
         coming_bytes = sum(state.mirror.num_bytes for state in coming)
         if sum(sizes_bytes) > self._limit_bytes or self.free_bytes() < coming_bytes + reserve_bytes:
             return False
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             for state in coming:
                 if not self._prefetch(state):
                     for other in coming:
@@ -272,10 +272,10 @@ class PassingParts:
     # -- inside
 
     def _arrive(self, state: GroupState, source: FrozenCopy | None = None) -> None:
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             if state.location is not Placement.DEVICE:
                 state.arrive_alone(self._records(state), self._report, source)
-            state.wait_arrival()  # of what is read from disk, this blocks
+        state.wait_arrival()
 
     def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
         """Where there is room; without it, it comes when it is asked for."""
@@ -283,7 +283,7 @@ class PassingParts:
 
     def _let_go(self) -> None:
         """What was kept for an update that has not come leaves."""
-        with self._report.held_up():
+        with self._device.held_up(self._report):
             for index in self._kept:
                 for state in (self._params[index], self._grads[index], self._states[index]):
                     self._leave(state)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -269,17 +270,18 @@ class Snapshots:
         self._on_device(group.name, f"swap in {name!r}")
         group.prepare()
         records = snapshot.covered(self._groups.records()[group.name])
-        with report.held_up():
+        held_up = partial(self._groups.device.held_up, report)
+        with held_up():
             snapshot.prepare(records, report)
         try:
             self.present = name
-            with report.held_up():
+            with held_up():
                 snapshot.swap_in(records, report)
             with nullcontext() if self._passing is None else self._passing.showing(snapshot.copy):
                 yield
         finally:
-            with report.held_up():
-                self._groups.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+            self._groups.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+            with held_up():
                 group.prepare()
                 snapshot.swap_out(records, report)
                 self._groups.failure = self.present = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -140,7 +140,7 @@ def divide_optimizer(
 
 
 def stream_through(
-    bundles: Sequence[Bundle], window: Window, ahead: bool, report: TransitionReport
+    bundles: Sequence[Bundle], window: Window, ahead: bool, held_up: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Bundle]:
     """Bring groups to the device in turn, and send them back once the caller asks for the next.
 
@@ -149,23 +149,20 @@ def stream_through(
             their turn is over.
         window: Of these bundles; how many come ahead.
         ahead: Let the next ones come, and those before go, beside the caller's work on the present ones.
-        report: What the caller's waits are charged to.
+        held_up: `Device.held_up` of what is charged.
     """
-    used: Bundle = ()
     for index, bundle in enumerate(bundles):
-        # While the device itself waits for copies, the host's time to start others costs nothing more.
-        with nullcontext() if any(state.is_awaited for state in used) else report.held_up():
+        with held_up():
             if not ahead:
                 window.settle()
             window.bring(index)
             if ahead:
                 window.fill(index + 1, at_least=1, most_new=STARTED_AT_ONCE)
         yield bundle
-        used = bundle
-        with nullcontext() if any(state.is_awaited for state in used) else report.held_up():
+        with held_up():
             window.leave(index)
     if not ahead:
-        with report.held_up():
+        with held_up():
             window.settle()
 
 
@@ -279,7 +276,7 @@ class Streams:
         if not (self._overlap and phase is Phase.OPTIM_STEP and is_of_states):
             return self._updates(open_stream)
         stream = open_stream()
-        with stream.report.held_up():
+        with self._groups.device.held_up(stream.report):
             stream.window.fill(0, at_least=STARTED_AT_ONCE, most_new=STARTED_AT_ONCE)
         self._count_held(stream)
         return self._updates(lambda: stream)
@@ -344,7 +341,8 @@ class Streams:
             return
         stream = open_stream()
         try:
-            yield from stream_through(bundles, stream.window, self._overlap, stream.report)
+            held_up = partial(self._groups.device.held_up, stream.report)
+            yield from stream_through(bundles, stream.window, self._overlap, held_up)
         finally:
             self._count_held(stream)
 

@@ -47,6 +47,12 @@ class GroupSet:
                 f"residency refuses to {purpose}: {self.failure}. Restart this worker from its last checkpoint."
             )
 
+    def account(self) -> None:
+        """Fill the seconds in that are known by now. Does not block."""
+        self.device.account()
+        for state in self.states.values():
+            state.account()
+
     @torch.no_grad()
     def records(self) -> Records:
         """Storages on this device by group; one that several groups list belongs to the first.

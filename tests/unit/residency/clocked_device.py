@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 from nemo_offload_rl.residency.device import Copy, CpuDevice
+from nemo_offload_rl.residency.ledger import TransitionReport
 
 
 class ClockedTransfer:
@@ -16,7 +18,6 @@ class ClockedTransfer:
         self.end = end
         self._device = device
         self._num_copies = len(copies)
-        self._exposed = 0.0
 
     def num_finished(self) -> int:
         return self._num_copies if self.finished else 0
@@ -35,15 +36,10 @@ class ClockedTransfer:
         return waited
 
     def wait_device(self, num_copies: int | None = None) -> None:
-        waited = max(0.0, self.end - self._device.compute)
-        self._device.compute += waited
-        self._exposed += waited
+        self._device.compute = max(self._device.reached(), self.end)
 
     def seconds(self) -> float:
         return self.end - self.start
-
-    def exposed_s(self) -> float:
-        return self._exposed
 
 
 class ClockedDevice(CpuDevice):
@@ -58,19 +54,35 @@ class ClockedDevice(CpuDevice):
         start_cost: What the host needs to start copies.
         compute: When what runs on the device so far has run.
         host_waited: How long the host has waited for copies.
+        exposed: What all reports have been charged.
     """
 
     asynchronous = True
 
     def __init__(self, unit_bytes: int, free_bytes: Callable[[], int]) -> None:
-        self.host = self.compute = self.host_waited = self.start_cost = 0.0
+        self.host = self.compute = self.host_waited = self.start_cost = self.exposed = 0.0
         self.free_bytes = free_bytes
         self._unit_bytes = unit_bytes
         self._until = {"in": 0.0, "out": 0.0}
 
     def run(self, duration: float) -> None:
         """Work on the device."""
-        self.compute = max(self.compute, self.host) + duration
+        self.compute = self.reached() + duration
+
+    def reached(self) -> float:
+        """When the device comes to what the host gives it now."""
+        return max(self.compute, self.host)
+
+    @contextmanager
+    def held_up(self, report: TransitionReport) -> Generator[None]:
+        begin, exposed = self.reached(), self.exposed
+        try:
+            yield
+        finally:
+            # Less what bodies inside it have charged.
+            idle = self.reached() - begin - (self.exposed - exposed)
+            report.exposed_s += idle
+            self.exposed += idle
 
     def synchronize(self) -> None:
         """The host waits for the work, not for copies."""

@@ -61,10 +61,6 @@ class DeferredTransfer:
         assert self.finished
         return 0.0
 
-    def exposed_s(self) -> float:
-        assert self.finished
-        return 0.0
-
 
 class DeferredDevice(CpuDevice):
     """CPU memory behind deferred copies; memory that has no contents yet, and memory given up, is poisoned."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -10,18 +11,22 @@ from torch import nn
 from toy_parts import PartsTraining
 
 from nemo_offload_rl.residency import (
+    Device,
     DeviceOutOfMemoryError,
     GradsGroup,
+    HostAllowance,
     Phase,
     ResidencyManager,
     ResidencyPlan,
     ResidencySettings,
     TensorGroup,
+    TransitionReport,
     host_regions,
     make_device,
     optimizer_tensors,
     resolve_plan,
 )
+from nemo_offload_rl.residency.device import Copy
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 pytestmark = [
@@ -273,6 +278,73 @@ def test_layers_wait_for_their_own_late_copies_on_the_device_and_the_host_waits_
     assert report.transfer_s > 0
     assert report.exposed_s > 0
     manager.close()
+
+
+LONG, SHORT_S = 2_000_000_000, 0.2  # cycles, about a second; what the host is held up for
+
+
+def charged_s(device: Device, *reports: TransitionReport) -> list[float]:
+    torch.cuda.synchronize()
+    device.account()
+    return [report.exposed_s for report in reports]
+
+
+def test_the_host_held_up_beside_work_of_the_device_costs_nothing_and_beside_none_all_of_its_time():
+    device = make_device(torch.device("cuda"))
+    beside_work, beside_none, later = (TransitionReport(None, Phase.TRAINING) for _ in range(3))
+    for report in (later, beside_work, beside_none):  # the first time kernels may be loaded
+        torch.cuda.synchronize()
+        if report is not beside_none:
+            torch.cuda._sleep(LONG)
+        slept = torch.cuda.Event()
+        slept.record()
+        with device.held_up(report):
+            time.sleep(SHORT_S)
+        assert slept.query() == (report is beside_none)
+    beside_work_s, beside_none_s = charged_s(device, beside_work, beside_none)
+    assert beside_work_s < 0.05 * SHORT_S
+    assert 0.5 * SHORT_S < beside_none_s < 3 * SHORT_S
+
+
+def test_what_the_device_waits_for_and_what_the_host_is_held_up_for_are_counted_once_together():
+    device = make_device(torch.device("cuda"))
+    arena = device.new_arena(True, HostAllowance())
+    copies = [Copy(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"), arena.alloc(1 << 20, "test").buffer)]
+    device.copy_in(copies).wait_host()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device._in):
+        torch.cuda._sleep(LONG)
+    transfer = device.copy_in(copies)
+    outer, inner = (TransitionReport(None, Phase.TRAINING) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    with device.held_up(outer):
+        time.sleep(SHORT_S)
+        with device.held_up(inner):
+            transfer.wait_device()
+    end.record()
+    outer_s, inner_s = charged_s(device, outer, inner)
+    took_s = begin.elapsed_time(end) / 1e3
+    assert 0.9 * took_s < outer_s + inner_s < 1.1 * took_s
+    assert inner_s > 0 and outer_s > 0.5 * SHORT_S
+
+
+def test_hooks_of_a_backward_pass_count_idle_time_of_the_stream_that_it_runs_on():
+    device = make_device(torch.device("cuda"))
+    report, side, streams = TransitionReport(None, Phase.TRAINING), torch.cuda.Stream(), []
+
+    def hook(grad: torch.Tensor) -> None:
+        streams.append(torch.cuda.current_stream())
+        torch.cuda._sleep(LONG)
+        with device.held_up(report):
+            time.sleep(SHORT_S)
+
+    with torch.cuda.stream(side):
+        outputs = torch.ones(8, device="cuda", requires_grad=True) * 2
+        outputs.register_hook(hook)
+        outputs.sum().backward()
+    assert charged_s(device, report)[0] < 0.05 * SHORT_S
+    assert streams == [side]
 
 
 def test_running_out_of_device_memory_while_coming_back_is_undone_and_a_later_try_succeeds():

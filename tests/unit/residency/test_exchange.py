@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pytest
 import torch
+from clocked_device import ClockedDevice
 from deferred_device import DeferredDevice
 from simulated_device import SimulatedDevice
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError, aligned, exchange
-from nemo_offload_rl.residency.device import Copy, Device, FinishedTransfer, Transfer
+from nemo_offload_rl.residency.device import Copy, Device, Transfer
 
 PIECE_BYTES = 200
 RESIDENT = {"resident_groups": frozenset({"params"}), "offload_optimizer_states": True}
@@ -149,37 +149,23 @@ def test_each_side_is_charged_what_crosses_there_and_back():
     }
 
 
-@dataclass(frozen=True)
-class SlowTransfer(FinishedTransfer):
-    """A second for each, of which half was waited for."""
-
-    def seconds(self) -> float:
-        return 1.0
-
-    def exposed_s(self) -> float:
-        return 0.5
-
-
-class SlowDevice(CpuDevice):
-    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
-        return self._slow(super().copy_in(copies))
-
-    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
-        return self._slow(super().copy_out(copies))
-
-    def _slow(self, transfer: Transfer) -> Transfer:
-        return SlowTransfer(transfer.num_bytes, transfer.num_finished(), 0.0)
-
-
-def test_directions_that_run_at_once_count_their_seconds_once_and_both_what_was_waited_for():
-    training, _, _ = resident_training(SlowDevice())
+@pytest.mark.parametrize("work", [0.0, 2.5])
+def test_directions_that_run_at_once_count_their_seconds_once_and_what_is_lost_to_both_too(work):
+    device = ClockedDevice(PIECE_BYTES, lambda: 0)
+    training, _, _ = resident_training(device)
+    device.host = begin = device.compute = device.idle_from()
+    device.run(work)  # that the device was given before
     with training.manager.swapped_in("reference"):
         pass
+    lost = device.compute - begin - work
+    device.host = device.compute
     (report,) = training.manager.reports.drain()
-    num_pieces = -(-training.manager.device_bytes()["params"] // PIECE_BYTES)
-    assert num_pieces <= report.transfer_s / 2 < num_pieces + 5  # storages are cut one by one
-    assert report.exposed_s == pytest.approx(report.transfer_s, rel=0.1)
-    assert report.hidden_s < 0.1 * report.transfer_s
+    num_pieces = training.manager.device_bytes()["params"] / PIECE_BYTES
+    assert report.transfer_s == pytest.approx(2 * num_pieces)
+    # Beside it each way has the first piece's arrival.
+    assert report.exposed_s == pytest.approx(lost)
+    assert lost == pytest.approx(report.transfer_s + 2, abs=0.1)
+    assert report.hidden_s == 0
 
 
 @pytest.mark.parametrize("way", ["in", "out"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import toy_parts
 from clocked_device import ClockedDevice
 from toy_parts import PART_BYTES, PartsTraining
 
+from nemo_offload_rl.residency import group_state, ledger, transaction
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 NUM_PARTS = 40
@@ -86,11 +89,25 @@ def test_the_link_is_busy_both_ways_from_before_the_norm_is_known_though_startin
     assert clock.idle_from() - begin <= norm + NUM_PARTS + 0.4
 
 
-def test_what_a_step_waits_for_is_in_the_ledger():
-    training = Clocked(10)
+@pytest.mark.parametrize("start_cost", [0.0, 0.7])
+@pytest.mark.parametrize("room", [0, 10, NUM_PARTS])
+def test_what_a_step_takes_beyond_its_updates_is_in_the_ledger_once(monkeypatch, room, start_cost):
+    training = Clocked(room)
+    clock = training.device
+    for module in (group_state, ledger, transaction):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.host))
+    clock.start_cost = start_cost
     for _ in range(3):
         training.timed_step(passes=2 * NUM_PARTS)
+    clock.exposed = 0.0
+    clock.synchronize()
     training.manager.reports.drain()
-    took = training.timed_step(passes=2 * NUM_PARTS)
-    exposed = sum(report.exposed_s for report in training.manager.reports.drain())
-    assert took - NUM_PARTS * UPDATE - 1 <= exposed <= took + 1
+    training.backward()
+    clock.run(2 * NUM_PARTS)
+    in_passes, begin = clock.exposed, clock.compute
+    training.optim_step(lambda members: clock.run(UPDATE), before_update=clock.synchronize)  # the norm is read
+    lost = clock.reached() - begin - NUM_PARTS * UPDATE
+    assert clock.exposed - in_passes == pytest.approx(lost, abs=1e-6)
+    reports = training.manager.reports.drain()
+    assert sum(report.exposed_s for report in reports) == pytest.approx(clock.exposed)
+    assert all(0 <= report.hidden_s <= report.transfer_s for report in reports)
