@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,6 +200,19 @@ class CudaDevice:
     def free_bytes(self) -> int:
         return uncached_free_bytes(self.device) + self.cached_bytes()
 
+    def room_bytes(self, work_bytes: int) -> int:
+        for_work = self.cached_for_work_bytes()
+        free_bytes = uncached_free_bytes(self.device) + self.cached_bytes() - for_work
+        return free_bytes - max(0, work_bytes - for_work)
+
+    def cached_for_work_bytes(self) -> int:
+        # torch's allocator keeps a cache for each stream, and groups have one of their own (`allocate`).
+        own = self._in.cuda_stream
+        return sum(s["total_size"] - s["active_size"] for s in self._segments() if s["stream"] != own)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index]
+
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
@@ -209,9 +223,8 @@ class CudaDevice:
         self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
     ) -> list[Leftover]:
         staging = unique_storages(("staging", buffer) for buffer in self._staging.values())
-        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index]
         found = find_leftovers({**records, "staging": staging}, {*expected, "staging"}, self.device)
-        return found + find_kept_blocks(segments)
+        return found + find_kept_blocks(self._segments())
 
     def drain_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.device)

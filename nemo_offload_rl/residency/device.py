@@ -127,6 +127,14 @@ class Device(ProcessMemory, Protocol):
         """Memory that could still be allocated."""
         ...
 
+    def room_bytes(self, work_bytes: int) -> int:
+        """Memory that groups could take beside passes that need `work_bytes`; negative where there is too little."""
+        ...
+
+    def cached_for_work_bytes(self) -> int:
+        """Free memory that is kept for what passes allocate, so that groups cannot use it."""
+        ...
+
     def drain_peak_bytes(self) -> int:
         """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
         ...
@@ -231,6 +239,12 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def room_bytes(self, work_bytes: int) -> int:
+        return self.free_bytes() - work_bytes
+
+    def cached_for_work_bytes(self) -> int:
+        return 0
 
     def allocated_bytes(self) -> int:
         return 0

@@ -1,4 +1,9 @@
-"""What the work of each phase takes of the device beside state, learned as phases pass."""
+"""What the work of each phase takes of the device beside state, learned as phases pass.
+
+That is the most that was allocated, or what the allocator holds for passes at the end, where this is more: memory in
+pieces that fit nothing else. State that took it would have the allocator give all of its cache back, and ask the driver
+again, in every micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,8 @@ class WorkMemory:
         self.restart_peak()
         peak = self._peak_bytes
         if phase is not None and is_whole:
-            self._needed_bytes[phase] = max(0, peak - self._held_bytes, self._needed_bytes.get(phase, 0))
+            needed_bytes = max(0, peak - self._held_bytes, self._device.cached_for_work_bytes())
+            self._needed_bytes[phase] = max(needed_bytes, self._needed_bytes.get(phase, 0))
             self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
         self._size = 0
         return peak
@@ -69,7 +75,7 @@ class WorkMemory:
 
     def room_bytes(self, phase: Phase) -> int:
         """What is free beside the work of `phase`, which has been seen once; negative where that may need more."""
-        return self._device.free_bytes() - int(MARGIN * self._expected_bytes(phase)) - RESERVE_BYTES
+        return self._device.room_bytes(int(MARGIN * self._expected_bytes(phase))) - RESERVE_BYTES
 
     def is_too_tight(self, phase: Phase) -> bool:
         """Whether a pass that is larger than any before it may need more than is free beside what was prefetched."""

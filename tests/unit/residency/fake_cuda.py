@@ -31,6 +31,7 @@ class FakeStream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = device
         self.priority = priority
+        self.cuda_stream = id(self)
         self.queue: list[tuple[Any, tuple[Any, ...]]] = []
         self.events: list[FakeEvent] = []
         self.num_done = 0
@@ -153,4 +154,11 @@ def make_cuda_device(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> C
     )
     device = PoisoningCudaDevice(torch.device("cuda", 0))
     device.device = torch.device("cpu")
+    own, of_groups = device.device.index, device._in.cuda_stream
+    segments = [
+        {"device": own, "stream": 0, "total_size": 5 << 29, "active_size": 1 << 30, "blocks": []},
+        {"device": own, "stream": of_groups, "total_size": 1 << 29, "active_size": 0, "blocks": []},
+        {"device": 1, "stream": 0, "total_size": 7 << 30, "active_size": 0, "blocks": []},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     return device

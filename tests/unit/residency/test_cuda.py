@@ -26,7 +26,7 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device import Copy
+from nemo_offload_rl.residency.device import Copy, Room
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 pytestmark = [
@@ -108,7 +108,7 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
     moved = PartsTraining(device, width=width, torch_device="cuda")
     part_bytes = 2 * 4 * width
     monkeypatch.setattr(
-        device, "free_bytes", lambda: RESERVE_BYTES + (room + 1 - moved.held_parts()) * part_bytes + part_bytes // 2
+        device, "room_bytes", lambda _: RESERVE_BYTES + (room + 1 - moved.held_parts()) * part_bytes + part_bytes // 2
     )
     monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
     plain = PartsTraining(make_device(torch.device("cuda")), streamed=False, width=width, torch_device="cuda")
@@ -441,3 +441,20 @@ def test_a_small_tensor_that_keeps_a_large_cached_block_is_told_with_what_it_kee
     (told,) = [leftover for leftover in report.leftovers if "cached block" in str(leftover)]
     assert told.num_bytes >= (2 << 30) - small.nbytes - (2 << 20)
     training.manager.close()
+
+
+def test_what_passes_have_freed_is_no_room_for_groups_and_what_groups_have_freed_is():
+    device, size = make_device(torch.device("cuda")), 256 << 20
+    torch.cuda.empty_cache()
+    for_work, room_bytes = device.cached_for_work_bytes(), device.room_bytes(0)
+    torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert device.cached_for_work_bytes() - for_work == size
+    assert room_bytes - device.room_bytes(0) == size
+    assert device.room_bytes(for_work + size) == device.room_bytes(0)  # passes find it
+    storage = torch.UntypedStorage(0, device="cuda")
+    device.allocate([Room(storage, size)])
+    device.release(storage)
+    assert device.cached_for_work_bytes() - for_work == size
+    assert room_bytes - device.room_bytes(0) == size
+    torch.cuda.empty_cache()
+    assert device.room_bytes(0) == room_bytes

@@ -77,7 +77,7 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
     device = make_cuda_device(monkeypatch, FakeRuntime())
     held = PartsTraining(device)
     monkeypatch.setattr(
-        device, "free_bytes", lambda: RESERVE_BYTES + (room + 1 - held.held_parts()) * PART_BYTES + PART_BYTES // 2
+        device, "room_bytes", lambda _: RESERVE_BYTES + (room + 1 - held.held_parts()) * PART_BYTES + PART_BYTES // 2
     )
     monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
     plain = PartsTraining(streamed=False)
@@ -346,5 +346,9 @@ def test_memory_figures_come_from_the_driver_and_count_what_the_allocator_could_
     assert device.free_bytes() == 8 * gib  # six free, two cached by this process
     assert device.drain_peak_bytes() == 2 * gib
     assert device.allocated_bytes() == gib
+    # Of the two that are cached one and a half are for passes, and of no use for groups.
+    assert device.cached_for_work_bytes() == 1.5 * gib
+    assert device.room_bytes(0) == device.room_bytes(gib) == 6.5 * gib
+    assert device.room_bytes(2 * gib) == 6 * gib
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 0.5)
     assert device.free_bytes() == 3 * gib  # of four that this process may have, three are reserved, two of them cached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from deferred_device import DeferredDevice
 from hypothesis import given, settings
@@ -106,6 +107,18 @@ def test_room_is_what_is_free_less_the_work_seen_with_a_margin_and_a_reserve():
     assert work.has_room(Phase.LP_INFERENCE, int(6.7 * gib))
     assert not work.has_room(Phase.LP_INFERENCE, int(6.9 * gib))
     assert not work.has_room(Phase.TRAINING, 1)
+
+
+def test_what_the_allocator_holds_for_passes_counts_as_needed_where_it_is_more_than_they_allocated():
+    gib = 1 << 30
+    device = PeakDevice(free_bytes=10 * gib)
+    work = WorkMemory(device)
+    for cached_gib, room_gib in ((0.5, 6.8), (4, 4.6), (1, 4.6)):  # the most that was seen counts
+        work.begin(held_bytes=3 * gib)
+        device.peak_bytes = 5 * gib
+        device.cached_for_work_bytes = lambda cached=cached_gib: int(cached * gib)
+        work.end(Phase.TRAINING)
+        assert work.room_bytes(Phase.TRAINING) == pytest.approx(room_gib * gib)
 
 
 def test_parameters_are_copied_out_while_the_refit_reads_them_and_leave_without_a_copy_after_it():
