@@ -130,6 +130,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
             torch_compile=False,
             cpu_offload=False,
             offload_optimizer_states=changes.pop("offload_optimizer_states", False),
+            offload_optimizer_states_fraction=1.0,
             offload_optimizer_states_chunk_mib=changes.pop("offload_optimizer_states_chunk_mib", None),
             lora_cfg=DTensorLoraConfig(
                 enabled=False,
