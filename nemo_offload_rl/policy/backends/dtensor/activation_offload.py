@@ -24,13 +24,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
-from nemo_offload_rl.policy.backends.host_buffers import HostBufferPool, new_region_on, tokens_of_a_micro_batch
+from nemo_offload_rl.policy.backends.host_buffers import (
+    HostBufferPool,
+    new_region_on,
+    round_up,
+    tokens_of_a_micro_batch,
+)
 from nemo_offload_rl.policy.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES = 1 << 20  # a copy below this size costs the host more time than the link
-_SPARE = 1.5  # for the sizes that buffers are rounded to, and for a micro-batch whose graph still lives
+_SPARE = 1.5  # for a micro-batch whose graph still lives
 _GIB = 2**30
 
 
@@ -366,7 +371,7 @@ def host_bytes_at_most(settings: PolicySettings, num_layers: int, hidden_size: i
     element_bytes = 4 if settings.precision == "float32" else 2
     layer_bytes = tokens_of_a_micro_batch(settings) * hidden_size * element_bytes
     moved = num_offloaded_layers(num_layers, config.activation_offload_fraction)
-    return min(limit_bytes, int(_SPARE * moved * layer_bytes))
+    return min(limit_bytes, int(_SPARE * moved * round_up(layer_bytes)))
 
 
 def _address(tensor: Tensor) -> int:
