@@ -97,7 +97,7 @@ class Prefetcher:
         if self.is_paused or not (self._work.is_known(now) and self._work.is_known(Phase.OPTIM_STEP)):
             return self.parts_limit_bytes
         held_bytes = sum(state.held_bytes for part in self._parts for state in part)
-        limit_bytes = held_bytes + min(self._work.room_bytes(phase) for phase in (now, Phase.OPTIM_STEP))
+        limit_bytes = held_bytes + self._work.room_bytes(now, Phase.OPTIM_STEP)
         sizes_bytes = [sum(state.mirror.num_bytes for state in part) for part in self._parts]
         if sum(sizes_bytes) > limit_bytes:
             # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.

@@ -8,7 +8,7 @@ again, in every micro-batch.
 from __future__ import annotations
 
 from nemo_offload_rl.residency.device import Device
-from nemo_offload_rl.residency.plan import Phase
+from nemo_offload_rl.residency.plan import PHASES, Phase
 
 RESERVE_BYTES = 1 << 30
 MARGIN = 1.1  # later batches may be somewhat larger than those seen
@@ -59,7 +59,9 @@ class WorkMemory:
         self.restart_peak()
         peak = self._peak_bytes
         if phase is not None and is_whole:
-            needed_bytes = max(0, peak - self._held_bytes, self._device.cached_for_work_bytes())
+            # The engine's phases have no passes.
+            cached_bytes = 0 if PHASES[phase].is_for_engine else self._device.cached_for_work_bytes()
+            needed_bytes = max(0, peak - self._held_bytes, cached_bytes)
             self._needed_bytes[phase] = max(needed_bytes, self._needed_bytes.get(phase, 0))
             self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
         self._size = 0
@@ -73,9 +75,9 @@ class WorkMemory:
         """Whether `num_bytes` fit beside the work of `phase`; never before the phase has been seen once."""
         return phase is not None and phase in self._needed_bytes and num_bytes <= self.room_bytes(phase)
 
-    def room_bytes(self, phase: Phase) -> int:
-        """What is free beside the work of `phase`, which has been seen once; negative where that may need more."""
-        return self._device.room_bytes(int(MARGIN * self._expected_bytes(phase))) - RESERVE_BYTES
+    def room_bytes(self, *phases: Phase) -> int:
+        """What is free beside the work of each of these phases, which have been seen; negative where one needs more."""
+        return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
 
     def is_too_tight(self, phase: Phase) -> bool:
         """Whether a pass that is larger than any before it may need more than is free beside what was prefetched."""
