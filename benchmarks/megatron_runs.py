@@ -197,9 +197,24 @@ def make_worker(run: Run, variant: Variant, *, keep_reference: bool = False) -> 
 
 
 def worker_of(
-    run: Run, variant: Variant, config: str, overrides: Sequence[str] = (), *, keep_reference: bool = False
+    run: Run,
+    variant: Variant,
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    keep_reference: bool = False,
+    process: Any = None,
 ) -> Any:
-    """A policy worker on one device, of a file of examples/configs, `overrides` and those of the variant."""
+    """A policy worker, of a file of examples/configs, `overrides` and those of the variant.
+
+    Args:
+        run: What every variant has in common.
+        variant: Its own settings.
+        config: Name of the file.
+        overrides: Between those of `run` and those of the file.
+        keep_reference: Keep the initial parameters.
+        process: Its `ProcessInfo`, as one of several ranks; None for a worker alone on the first device.
+    """
     from nemo_offload_rl.config.convert import to_grpo_config
     from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
@@ -225,7 +240,7 @@ def worker_of(
     for rule in (*of_megatron.RULES, *of_dtensor.RULES):
         if (message := rule(cfg)) is not None:
             raise ValueError(message)
-    process = ProcessInfo(
+    process = process or ProcessInfo(
         rank=0,
         world_size=1,
         init_method=f"file://{run.folder}/rendezvous-{os.getpid()}",

@@ -18,6 +18,8 @@ OWN_DEVICES = (
 )
 MAX_MODEL_LEN = "policy.generation.vllm_cfg.max_model_len=64"
 ENGINE_OVER_TWO = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
+NOT_COMPILED = "policy.dtensor_cfg.torch_compile=false"
+WHOLE_PIECES = "policy.make_sequence_length_divisible_by=8"
 # A rate at which a few steps change most answers.
 DTENSOR = ("policy.optimizer.kwargs.lr=3e-3",)
 MEGATRON = (
@@ -215,9 +217,21 @@ def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of
         ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2", *ENGINE_OVER_TWO),
         ("cluster.gpus_per_node=2", *MEGATRON),
         ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2", *ENGINE_OVER_TWO),
+        ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", NOT_COMPILED),
+        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.context_parallel_size=2", WHOLE_PIECES),
+        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"),
         (*DTENSOR, *OWN_DEVICES),
     ],
-    ids=["FSDP", "TP, one engine over both", "Megatron DP", "Megatron TP, one engine over both", "each on its own"],
+    ids=[
+        "FSDP",
+        "TP, one engine over both",
+        "Megatron DP",
+        "Megatron TP, one engine over both",
+        "CP",
+        "Megatron CP",
+        "Megatron PP",
+        "each on its own",
+    ],
 )
 def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, overrides):
     check_answers(*trained(*on_gpu, MAX_MODEL_LEN, *overrides, characters=4))
