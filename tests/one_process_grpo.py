@@ -26,6 +26,7 @@ from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_poli
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.env import vllm_env
 from nemo_offload_rl.policy.settings import TeacherSettings
+from nemo_offload_rl.utils.timer import PhaseTimer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from run_grpo import main
@@ -55,7 +56,9 @@ def local_workers(
     engine = LocalEngine(config.engine)
     policy = start_local_policy(config.worker, keep_reference, teacher=teacher)
     try:
-        yield GrpoWorkers(policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster))
+        yield GrpoWorkers(
+            policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster), PhaseTimer()
+        )
     finally:
         policy.shutdown()
         engine.shutdown()

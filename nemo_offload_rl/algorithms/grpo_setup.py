@@ -15,7 +15,7 @@ from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
-from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers
+from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers, start_line
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
@@ -137,6 +137,7 @@ def run_with_rollouts(
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
         progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
+        progress.note(start_line(workers.start_s))
         progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
         parts = RolloutParts(
             policy=workers.policy,

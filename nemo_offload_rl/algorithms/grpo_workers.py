@@ -8,9 +8,9 @@ Engines that start again find the devices left by the policy, as in every genera
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.settings import TeacherSettings
 from nemo_offload_rl.utils.schema import ClusterConfig
+from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 
 logger = logging.getLogger(__name__)
+
+
+def start_line(start_s: Mapping[str, float]) -> str:
+    """How long the start took, and what of it until which processes were ready."""
+    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in start_s.items() if name != TOTAL)
+    return f"started in {start_s[TOTAL]:.0f} s ({parts})"
 
 
 class GrpoWorkers:
@@ -37,19 +44,31 @@ class GrpoWorkers:
         engine: The engines.
         generation: Whether they share devices, and how often the engines may be started again.
         cluster: Where the policy lives.
+        timer: Of the start so far; gets the phases `engine` and `policy`, until each is ready.
+
+    Attributes:
+        start_s: Seconds of the start, by phase and in total.
     """
 
     def __init__(
-        self, policy: Policy, engine: RayGenerationEngine, generation: GenerationConfig, cluster: VirtualCluster
+        self,
+        policy: Policy,
+        engine: RayGenerationEngine,
+        generation: GenerationConfig,
+        cluster: VirtualCluster,
+        timer: PhaseTimer,
     ) -> None:
         self.policy = policy
         self.engine = engine
         self._colocated = generation.colocated.enabled
         self._num_restarts_left = generation.vllm_cfg.max_restarts
         self._cluster = cluster
-        self._rest_engine()
-        policy.offload_after_refit()
-        self._introduce()
+        with timer.phase("engine"):
+            self._rest_engine()
+        with timer.phase("policy"):
+            policy.offload_after_refit()
+            self._introduce()
+        self.start_s = timer.seconds()
 
     def owners(self) -> dict[int, str]:
         """Whom each process of the driver's host belongs to: `policy` or `engine`, by process id."""
@@ -118,14 +137,19 @@ def grpo_workers(
     from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 
     colocated = config.policy.generation.colocated.enabled
-    with cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1) as cluster:
+    timer = PhaseTimer()
+    with ExitStack() as stack:
+        with timer.phase("Ray"):
+            session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
+            cluster = stack.enter_context(session)
         engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
         engine = RayGenerationEngine(engine_cluster, config.engine)
         if colocated and config.cluster.device_type == "cuda":
-            engine.wait_until_ready()
-            engine.finish_generation(discard_weights=True)
+            with timer.phase("engine"):
+                engine.wait_until_ready()
+                engine.finish_generation(discard_weights=True)
         policy = start_policy(cluster, config.worker, keep_reference, teacher)
-        yield GrpoWorkers(policy, engine, config.policy.generation, cluster)
+        yield GrpoWorkers(policy, engine, config.policy.generation, cluster, timer)
 
 
 def _engine_devices(config: RolloutConfig) -> ClusterConfig:

@@ -107,6 +107,7 @@ def test_a_person_sees_each_step_and_answers_of_the_validation(run):
 
 def test_the_residency_plan_is_told_once(run):
     assert run.stdout.count("residency plan of each policy worker:") == 1
+    assert re.search(r"^started in \d+ s \(Ray \d+, engine \d+, policy \d+\)$", run.stdout, re.MULTILINE)
     assert re.search(r"^params \(\S+ GiB\) +DEVICE +DEVICE +DEVICE +DEVICE +HOST$", run.stdout, re.MULTILINE)
 
 
