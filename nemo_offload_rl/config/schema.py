@@ -37,9 +37,9 @@ class GrpoMasterConfig:
     policy: Annotated[PolicyConfig, doc("The model and its training.")]
     data: Annotated[DataConfig, doc("Prompts.")]
     env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
-    logger: Annotated[LoggerConfig, doc("What is written where.")]
+    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
     cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, GrpoSectionConfig]:
@@ -57,9 +57,9 @@ class DistillationMasterConfig:
     teacher: Annotated[TeacherConfig, doc("The teacher.")]
     data: Annotated[DataConfig, doc("Prompts.")]
     env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]
-    logger: Annotated[LoggerConfig, doc("What is written where.")]
+    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
     cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, DistillationSectionConfig]:
@@ -77,12 +77,12 @@ class SftMasterConfig:
     """Every key of an SFT run."""
 
     sft: Annotated[SftSectionConfig, doc("The loop.")]
-    loss_fn: Annotated[OwnLossConfig, doc("A loss of your own; absent: the mean of minus the logprobs.")] | None = None
+    loss_fn: Annotated[OwnLossConfig, doc("A custom loss; if omitted, the mean negative logprob.")] | None = None
     policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[SftDataConfig, doc("Conversations.")]
-    logger: Annotated[LoggerConfig, doc("What is written where.")]
+    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
     cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, SftSectionConfig]:
@@ -95,12 +95,12 @@ class DpoMasterConfig:
     """Every key of a DPO run."""
 
     dpo: Annotated[DpoSectionConfig, doc("The loop and the loss.")]
-    loss_fn: Annotated[OwnLossConfig, doc("A loss of your own; absent: DPO's.")] | None = None
+    loss_fn: Annotated[OwnLossConfig, doc("A custom loss; if omitted, the DPO loss.")] | None = None
     policy: Annotated[TrainedPolicyConfig, doc("The model and its training.")]
     data: Annotated[DpoDataConfig, doc("Pairs.")]
-    logger: Annotated[LoggerConfig, doc("What is written where.")]
+    logger: Annotated[LoggerConfig, doc("What is logged, and where.")]
     cluster: Annotated[ClusterConfig, doc("The machines.")]
-    checkpointing: Annotated[CheckpointingConfig, doc("When a run is saved.")]
+    checkpointing: Annotated[CheckpointingConfig, doc("When to save checkpoints.")]
 
     @property
     def algorithm(self) -> tuple[str, DpoSectionConfig]:
@@ -113,7 +113,7 @@ class EvalMasterConfig:
     """Every key of an evaluation."""
 
     eval: Annotated[EvalSectionConfig, doc("What is measured.")]
-    generation: Annotated[EvalGenerationConfig, doc("The model, and how it responds.")]
+    generation: Annotated[EvalGenerationConfig, doc("The model and its sampling.")]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer, with the keys of `policy.tokenizer`.")]
     data: Annotated[EvalDataConfig, doc("Prompts.")]
     env: Annotated[dict[str, EnvConfig], doc("Environments by name.")]

@@ -17,65 +17,69 @@ class VllmConfig:
     async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")]
     precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of the engine's weights and compute.")]
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")]
-    tensor_parallel_size: Annotated[int, doc("Devices that one engine is spread over.", ge=1)]
+    tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)]
     gpu_memory_utilization: Annotated[
-        float, doc("Share of the GPU's memory that the engine may fill while it is awake.", gt=0, lt=1)
+        float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
     ]
     kv_cache_memory_gib: Annotated[
-        float | None, doc("A fixed KV cache size in GiB instead of that share; needed on CPU.", gt=0)
+        float | None, doc("Fixed size of the KV cache in GiB, instead of that fraction; needed on CPU.", gt=0)
     ]
     enable_sleep_mode: Annotated[
         bool,
         doc(
-            "Release the engine's memory between generations. false keeps it for the whole run, training "
+            "Release the engine's memory between generations. false keeps it resident for the whole run, training "
             "included, and the policy is not offloaded for generation: for GPUs that hold both."
         ),
     ]
     max_model_len: Annotated[
-        int, doc("Longest prompt plus response that the engine takes, in tokens: it ends every response there.", ge=2)
+        int, doc("Maximum length of prompt plus response in tokens; the engine ends every response there.", ge=2)
     ]
-    enforce_eager: Annotated[bool, doc("No CUDA graphs: slower to generate, quicker to start.")]
+    enforce_eager: Annotated[bool, doc("Disable CUDA graphs: slower generation, faster startup.")]
     per_request_seeds: Annotated[
         bool,
         doc(
-            "Draw every response from a seed of its own, derived from `grpo.seed`, step and prompt. A run is "
-            "then reproducible however the engine batches its requests, also after a resume. vLLM draws row "
-            "by row then; with 512 responses at a time that took no longer. false draws all from one "
-            "generator of the engine, seeded with `grpo.seed`."
+            "Sample each response with its own seed, derived from `grpo.seed`, step and prompt. Runs are then "
+            "reproducible regardless of how the engine batches requests, also after a resume. vLLM samples row by "
+            "row in this mode, which took no longer with 512 concurrent responses. false samples all responses from "
+            "one generator of the engine, seeded with `grpo.seed`."
         ),
     ]
     max_restarts: Annotated[
         int,
         doc(
-            "How often in a run the engines may be restarted after one of them died or found no memory to "
-            "wake in; the interrupted generation is repeated. 0 ends the run at the first failure.",
+            "How often per run the engines may be restarted after one dies or lacks the memory to wake; the "
+            "interrupted generation is repeated. 0 ends the run at the first failure.",
             ge=0,
         ),
     ]
     expose_http_server: Annotated[
         bool,
         doc(
-            "Serve `/v1/chat/completions` from each engine, for environments that talk HTTP (docs/guides/agents.md); "
-            "needs `async_engine`. Left out: false."
+            "Serve `/v1/chat/completions` from each engine, for environments that use HTTP (docs/guides/agents.md); "
+            "needs `async_engine`. If omitted: false."
         ),
     ] = False
     http_server_host: Annotated[
         str,
         doc(
-            "Address that the engines listen on. Any but a loopback address needs the environment variable "
-            "`NEMO_OFFLOAD_RL_TOKEN`, which requests then bear. Left out: 127.0.0.1.",
+            "Address that the engines listen on. Any address other than loopback needs the environment variable "
+            "`NEMO_OFFLOAD_RL_TOKEN`, and requests must send that token. If omitted: 127.0.0.1.",
             min_length=1,
         ),
     ] = "127.0.0.1"
     http_server_port: Annotated[
         int,
-        doc("Port of the first engine, the next one's is one more; 0, or left out: any that is free.", ge=0, le=65535),
+        doc(
+            "Port of the first engine; each further engine uses the next one. 0 or omitted: any free port.",
+            ge=0,
+            le=65535,
+        ),
     ] = 0
     http_server_serving_chat_kwargs: Annotated[
         dict[str, Any] | None,
         doc(
-            "Arguments of vLLM's `OpenAIServingChat`: `enable_auto_tools`, `tool_parser` and `reasoning_parser`. null "
-            "or left out: calls of tools and reasoning stay in the text."
+            "Arguments of vLLM's `OpenAIServingChat`: `enable_auto_tools`, `tool_parser` and `reasoning_parser`. "
+            "null or omitted: tool calls and reasoning stay in the text."
         ),
     ] = None
 
@@ -87,7 +91,8 @@ class ColocatedResourcesConfig:
     gpus_per_node: Annotated[
         int | None,
         doc(
-            "GPUs (on CPU: workers) on each node for generation, beside those of `cluster`; null when colocated.", ge=1
+            "GPUs (on CPU: workers) per node for generation, in addition to those of `cluster`; null when colocated.",
+            ge=1,
         ),
     ]
     num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
@@ -99,9 +104,12 @@ class ColocatedConfig:
 
     enabled: Annotated[
         bool,
-        doc("Engine and trainer share the same devices in turn. false: each has its own, and nothing is offloaded."),
+        doc(
+            "Engine and trainer take turns on the same devices. false gives each its own, and nothing is offloaded "
+            "for generation."
+        ),
     ]
-    resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines otherwise.")]
+    resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines when not colocated.")]
 
 
 @section
@@ -111,35 +119,37 @@ class GenerationConfig:
     backend: Annotated[Literal["vllm"], doc("The inference engine.")]
     max_new_tokens: Annotated[
         int,
-        doc("Longest response, in tokens; after a long prompt `vllm_cfg.max_model_len` ends it earlier.", ge=1),
+        doc("Maximum response length in tokens; after a long prompt, `vllm_cfg.max_model_len` ends it earlier.", ge=1),
     ]
     temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
     top_p: Annotated[
         float,
         doc(
-            "Nucleus sampling: share of the probability mass that is kept. Logprobs of engine and policy are over the "
-            "tokens that `top_k` and it leave, as in NeMo-RL; those of the reference and its KL over all.",
+            "Nucleus sampling: probability mass to keep. Logprobs of engine and policy are normalized over the "
+            "tokens kept by `top_k` and `top_p`, as in NeMo-RL; the reference's logprobs and the KL are over all "
+            "tokens.",
             gt=0,
             le=1,
         ),
     ]
     top_k: Annotated[
         int | None,
-        doc("Sample from this number of most likely tokens; null for all. Logprobs: see `top_p`.", ge=1),
+        doc("Sample from this many of the most likely tokens; null for all. Logprobs: see `top_p`.", ge=1),
     ]
-    val_temperature: Annotated[float, doc("`temperature` of validation.", ge=0)]
-    val_top_p: Annotated[float, doc("`top_p` of validation.", gt=0, le=1)]
-    val_top_k: Annotated[int | None, doc("`top_k` of validation.", ge=1)]
+    val_temperature: Annotated[float, doc("`temperature` for validation.", ge=0)]
+    val_top_p: Annotated[float, doc("`top_p` for validation.", gt=0, le=1)]
+    val_top_k: Annotated[int | None, doc("`top_k` for validation.", ge=1)]
     stop_token_ids: Annotated[
-        tuple[int, ...] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
+        tuple[int, ...] | None,
+        doc("Token ids that end a response, in addition to the tokenizer's end-of-sequence token."),
     ]
-    stop_strings: Annotated[tuple[str, ...] | None, doc("Texts that end a response.")]
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")]
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
     vllm_kwargs: Annotated[
         dict[str, Any],
         doc(
-            "Further arguments of `vllm.LLM` that change how fast it computes or what it reports. Arguments "
-            "that change the model, its placement or the sampling are refused with the reason."
+            "Further arguments of `vllm.LLM` that affect its speed or what it reports. Arguments that change the "
+            "model, its placement or the sampling are rejected with the reason."
         ),
     ]
     colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]

@@ -21,16 +21,16 @@ class OptimizerConfig:
     name: Annotated[
         str,
         doc(
-            "Dotted path of a torch optimizer class, as `torch.optim.AdamW`; `nemo_offload_rl.optim.AdamW` keeps "
-            "moments of 16 bits."
+            "Dotted path of a torch optimizer class, such as `torch.optim.AdamW`; `nemo_offload_rl.optim.AdamW` "
+            "keeps its moments in 16 bits."
         ),
     ]
     kwargs: Annotated[dict[str, Any], doc("Its arguments: `lr`, `weight_decay`, `betas`, `eps`, ...")]
     decay_norm_and_bias: Annotated[
         bool,
         doc(
-            "Apply `weight_decay` to norms and biases too, as torch does when it is given all parameters. false leaves "
-            "them out, as Megatron does."
+            "Apply `weight_decay` to norms and biases too, as torch does when given all parameters. false excludes "
+            "them, as Megatron does."
         ),
     ]
 
@@ -39,7 +39,7 @@ class OptimizerConfig:
 class SchedulerPhaseConfig:
     """An entry of `policy.scheduler`: one phase of the learning-rate schedule."""
 
-    name: Annotated[str, doc("Dotted path of a torch scheduler class, as `torch.optim.lr_scheduler.LinearLR`.")]
+    name: Annotated[str, doc("Dotted path of a torch scheduler class, such as `torch.optim.lr_scheduler.LinearLR`.")]
     kwargs: Annotated[dict[str, Any], doc("Its arguments.")]
 
 
@@ -48,7 +48,7 @@ class SchedulerMilestonesConfig:
     """The last entry of `policy.scheduler` when there are several phases."""
 
     milestones: Annotated[
-        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begin; ascending.")
+        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins; ascending.")
     ]
 
 
@@ -66,105 +66,106 @@ SchedulerEntry = Annotated[
 class BatchingConfig:
     """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
 
-    enabled: Annotated[bool, doc("Use it; dynamic batching and sequence packing exclude each other.")]
-    train_mb_tokens: Annotated[int, doc("Tokens of one training micro-batch, padding included, at most.", ge=1)]
-    logprob_mb_tokens: Annotated[int, doc("The same of one micro-batch for logprobs.", ge=1)]
-    sequence_length_round: Annotated[int, doc("Lengths are rounded up to a multiple of this many tokens.", ge=1)]
+    enabled: Annotated[bool, doc("Use it. Dynamic batching and sequence packing exclude each other.")]
+    train_mb_tokens: Annotated[int, doc("Maximum tokens in a training micro-batch, padding included.", ge=1)]
+    logprob_mb_tokens: Annotated[int, doc("Maximum tokens in a logprob micro-batch, padding included.", ge=1)]
+    sequence_length_round: Annotated[int, doc("Round lengths up to a multiple of this many tokens.", ge=1)]
 
 
 @section
 class TrainedPolicyConfig:
     """`policy`: the model, how it is trained and where its state lives. All that SFT and DPO have."""
 
-    model_name: Annotated[str, doc("Folder or hub name of a Hugging Face causal language model.", min_length=1)]
+    model_name: Annotated[str, doc("Local folder or hub name of a Hugging Face causal language model.", min_length=1)]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
-    hf_config_overrides: Annotated[dict[str, Any], doc("Values to set in the model's Hugging Face configuration.")]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values to override in the model's Hugging Face configuration.")]
     train_global_batch_size: Annotated[
-        int, doc("Sequences for each optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
+        int, doc("Sequences per optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
     ]
-    train_micro_batch_size: Annotated[int, doc("Sequences in one forward and backward pass of one worker.", ge=1)]
-    logprob_batch_size: Annotated[int, doc("Sequences in one forward pass for logprobs of one worker.", ge=1)]
+    train_micro_batch_size: Annotated[int, doc("Sequences per worker in one forward and backward pass.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass for logprobs.", ge=1)]
     logprob_chunk_size: Annotated[
-        int | None, doc("Positions whose logits are turned into logprobs at once, to save memory; null for all.", ge=1)
+        int | None, doc("Positions whose logits are converted to logprobs at once, to save memory; null for all.", ge=1)
     ]
-    max_total_sequence_length: Annotated[int, doc("Longest prompt plus response, in tokens.", ge=2)]
-    make_sequence_length_divisible_by: Annotated[
-        int, doc("Batches are padded to a multiple of this many tokens.", ge=1)
-    ]
+    max_total_sequence_length: Annotated[int, doc("Maximum length of prompt plus response in tokens.", ge=2)]
+    make_sequence_length_divisible_by: Annotated[int, doc("Pad batches to a multiple of this many tokens.", ge=1)]
     precision: Annotated[
         Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
     ]
     deterministic: Annotated[
         bool,
         doc(
-            "Use operations whose results repeat bit by bit. Of others a warning tells with Megatron; with DTensor "
-            "they end the run. Slower; for comparing runs."
+            "Use operations whose results are bitwise reproducible. Other operations log a warning with Megatron "
+            "and end the run with DTensor. Slower; for comparing runs."
         ),
     ]
-    max_grad_norm: Annotated[float | None, doc("Gradients are scaled down to this norm; null for no limit.", gt=0)]
+    max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)]
     max_skipped_updates: Annotated[
         int,
         doc(
-            "An update whose gradient norm is not finite is skipped by all workers and leaves parameters, optimizer "
-            "and schedule as they were; more than this many in a row end the run.",
+            "Consecutive updates with a non-finite gradient norm that are tolerated; one more ends the run. All "
+            "workers skip such an update, and parameters, optimizer and schedule stay unchanged.",
             ge=0,
         ),
     ]
     optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
     scheduler: Annotated[
         tuple[SchedulerEntry, ...] | None,
-        doc("Learning-rate phases, then their milestones; null keeps the rate constant."),
+        doc("Learning-rate phases, followed by their milestones; null keeps the rate constant."),
     ]
-    dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of like length into one micro-batch.")]
-    sequence_packing: Annotated[BatchingConfig, doc("Put the sequences of a micro-batch into one row without padding.")]
+    dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of similar length into micro-batches.")]
+    sequence_packing: Annotated[
+        BatchingConfig, doc("Pack the sequences of a micro-batch into one row without padding.")
+    ]
     dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
     megatron_cfg: Annotated[MegatronConfig, doc("The Megatron backend.")] | None = None
     residency_overlap: Annotated[
         bool,
-        doc("Let copies run beside compute. false waits for each one where it starts: for measuring and debugging."),
+        doc("Overlap copies with compute. false waits for each copy where it starts: for measuring and debugging."),
     ]
     residency_verify: Annotated[
         bool,
-        doc("Compare host copies that count as valid with the device, byte by byte. Slow; for finding bugs."),
+        doc("Compare host copies that are considered valid with the device, byte by byte. Slow; for finding bugs."),
     ]
     host_memory_budget_gib: Annotated[
         float | None,
         doc(
-            "Host memory that one worker may take for offloaded state and activations, in GiB. With null the "
-            "workers of a host derive it together from the machine's memory, their cgroups and their resource "
-            "limits. Set it where a machine grows its memory on use and therefore reports too little.",
+            "Host memory in GiB that one worker may use for offloaded state and activations. With null, the workers "
+            "of a host derive it together from the machine's memory, their cgroups and their resource limits. Set "
+            "it if the machine's memory grows on use and is therefore reported too low.",
             gt=0,
         ),
     ]
     gpu_memory_limit_gib: Annotated[
         float | None,
         doc(
-            "GPU memory that one policy worker's tensors may take, in GiB, CUDA's context and the engine aside; null "
-            "for all. For a GPU that others use too, or to try whether a run would fit a smaller one.",
+            "GPU memory in GiB for the tensors of one policy worker, excluding CUDA's context and the engine; null "
+            "for all. For a shared GPU, or to test whether a run would fit on a smaller one.",
             gt=0,
         ),
     ]
     memory_snapshot_dir: Annotated[
         str | None,
-        doc("Folder for a snapshot of the CUDA allocator, one file a rank, when memory runs out; null for none."),
+        doc("Folder for snapshots of the CUDA allocator when memory runs out, one file per rank; null for none."),
     ]
     reference_dir: Annotated[
         str | None,
         doc(
-            "Folder for the frozen reference of GRPO and DPO, on a disk of each host: every worker writes its part "
-            "once, into a file that has no name and is gone with it, and reads it for each pass. Takes 0.125 GiB of "
-            "a worker's host memory. null keeps the reference in host memory."
+            "Folder on a disk of each host for the frozen reference of GRPO and DPO. Each worker writes its shard "
+            "once, to an unnamed file that disappears with the worker, and reads it for each pass. Uses 0.125 GiB "
+            "of host memory per worker. null keeps the reference in host memory."
         ),
     ]
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(
-            "Keep offloaded state in one pinned host arena and copy asynchronously at the speed of the link; costs as "
-            "much pinned host memory as the state. false uses pageable memory. Changes nothing on CPU."
+            "Keep offloaded state in one pinned host arena and copy it asynchronously at the full speed of the "
+            "link; needs as much pinned host memory as the state is large. false uses pageable memory. No effect on "
+            "CPU."
         ),
     ]
     offload_optimizer_states_for_logprob: Annotated[
-        bool, doc("Keep the optimizer on the host while logprobs are computed too: less GPU memory, more copies.")
+        bool, doc("Keep the optimizer offloaded during logprobs too: less GPU memory, more copies.")
     ]
 
     @property
@@ -180,7 +181,7 @@ class TeacherDTensorConfig:
     """`teacher.dtensor_cfg`: how the teacher is spread over the devices, with that backend."""
 
     tensor_parallel_size: Annotated[
-        int, doc("Devices that each layer of the teacher is split over; the student's may be another number.", ge=1)
+        int, doc("Devices that each layer of the teacher is sharded over; may differ from the student's.", ge=1)
     ]
 
 
@@ -192,25 +193,26 @@ class TeacherConfig:
     """
 
     model_name: Annotated[
-        str, doc("Folder or hub name of the teacher, with the tokenizer of `policy.model_name`.", min_length=1)
+        str,
+        doc("Local folder or hub name of the teacher; it must use the tokenizer of `policy.model_name`.", min_length=1),
     ]
-    hf_config_overrides: Annotated[dict[str, Any], doc("Values to set in its Hugging Face configuration.")]
-    precision: Annotated[
-        Literal["float32", "bfloat16", "float16"], doc("Type in which its weights are kept and computed with.")
+    hf_config_overrides: Annotated[
+        dict[str, Any], doc("Values to override in the teacher's Hugging Face configuration.")
     ]
-    logprob_batch_size: Annotated[int, doc("Sequences in one forward pass of one worker.", ge=1)]
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of its weights and compute.")]
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass.", ge=1)]
     logprob_chunk_size: Annotated[
-        int | None, doc("Positions whose logits are searched for the top-k at once; null for all.", ge=1)
+        int | None, doc("Positions whose top-k logits are computed at once; null for all.", ge=1)
     ]
     stream_layers: Annotated[
         bool,
         doc(
-            "Keep its layers on the host in its pass too: each comes for its own forward, two are on the device at "
-            "once, and all of them are copied for every micro-batch. For a teacher that does not fit; with the DTensor "
-            "backend."
+            "Keep its layers on the host and stream each one in for its forward. Two layers are on the device at "
+            "once, and all layers are copied for every micro-batch. For a teacher that does not fit; DTensor "
+            "backend only."
         ),
     ]
-    dtensor_cfg: Annotated[TeacherDTensorConfig, doc("With the DTensor backend.")]
+    dtensor_cfg: Annotated[TeacherDTensorConfig, doc("Settings with the DTensor backend.")]
 
 
 @section
@@ -218,19 +220,19 @@ class RolloutKeys:
     """Keys of `policy` that a policy worker reads where an engine generates."""
 
     refit_buffer_size_gib: Annotated[
-        float, doc("Size of each of the two buffers that carry weights to the engine, in GiB.", gt=0)
+        float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)
     ]
     residency: Annotated[
         Literal["always", "auto"],
         doc(
-            "`always` moves every state group as in the residency table. `auto` leaves groups on the device "
-            "during generation when they fit beside the engine (`gpu_memory_utilization` of the device); the "
-            "resolved plan is logged once."
+            "`always` moves every state group as in the residency table. `auto` keeps groups on the device during "
+            "generation if they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan "
+            "is logged once."
         ),
     ]
     residency_overrides: Annotated[
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
-        doc("Groups whose place during refit and generation is fixed, whatever `residency` is; {} for none."),
+        doc("Groups with a fixed placement during refit and generation, whatever `residency` is; {} for none."),
     ]
 
 
