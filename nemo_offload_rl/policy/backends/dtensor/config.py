@@ -14,21 +14,21 @@ from nemo_offload_rl.schema import doc, section
 class DTensorLoraConfig:
     """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
 
-    enabled: Annotated[bool, doc("Use it. The model's weights are frozen; a refit and an export send merged ones.")]
+    enabled: Annotated[bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")]
     target_modules: Annotated[
         tuple[str, ...],
         doc(
-            "Linear layers that get adapters: names as `q_proj`, or patterns of whole names as `*.layers.0.*`; `*` is "
-            "every one, the output layer included. Not read with `match_all_linear`."
+            "Linear layers that get adapters: names such as `q_proj`, or patterns of full names such as "
+            "`*.layers.0.*`; `*` is every layer, including the output layer. Ignored with `match_all_linear`."
         ),
     ]
-    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get none.")]
-    match_all_linear: Annotated[bool, doc("Every linear layer but the output layer gets adapters.")]
+    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get no adapters.")]
+    match_all_linear: Annotated[bool, doc("Add adapters to every linear layer except the output layer.")]
     dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
-    alpha: Annotated[int, doc("Their product is multiplied by alpha / dim.", ge=1)]
-    dropout: Annotated[float, doc("Share of an adapter's inputs that are dropped in training.", ge=0, lt=1)]
+    alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Dropout probability of an adapter's inputs in training.", ge=0, lt=1)]
     lora_A_init: Annotated[
-        Literal["xavier", "uniform"], doc("First values of A: Xavier's normal, or peft's uniform. B begins with zeros.")
+        Literal["xavier", "uniform"], doc("Initialization of A: Xavier normal, or peft's uniform. B starts at zero.")
     ]
 
 
@@ -37,21 +37,21 @@ class DTensorConfig:
     """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
 
     enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
-    tensor_parallel_size: Annotated[int, doc("Devices that each layer is split over.", ge=1)]
+    tensor_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)]
     context_parallel_size: Annotated[
         int,
         doc(
-            "Devices that share each row, with the same numbers: for rows whose activations one device does not hold. "
-            "Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an `expert_parallel_size` "
-            "above 1.",
+            "Devices that each row is split over, with the same results: for rows whose activations do not fit on "
+            "one device. Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an "
+            "`expert_parallel_size` above 1.",
             ge=1,
         ),
     ]
     expert_parallel_size: Annotated[
         int,
         doc(
-            "Data-parallel devices that share the experts of each layer: each holds its part of them, and tokens go to "
-            "the device of their experts. Divides the data-parallel devices and the experts; needs "
+            "Data-parallel devices that the experts of each layer are distributed over; tokens are sent to their "
+            "experts' devices. Must divide the number of data-parallel devices and of experts; needs "
             "`tensor_parallel_size` 1.",
             ge=1,
         ),
@@ -59,8 +59,8 @@ class DTensorConfig:
     sequence_parallel: Annotated[
         bool,
         doc(
-            "Also split norms, dropout and the residual stream along the sequence, with the same numbers: fewer "
-            "activations on each device. Needs `tensor_parallel_size` above 1."
+            "Also shard norms, dropout and the residual stream along the sequence, with the same results: fewer "
+            "activations per device. Needs `tensor_parallel_size` above 1."
         ),
     ]
     activation_checkpointing: Annotated[
@@ -69,54 +69,62 @@ class DTensorConfig:
     activation_offload: Annotated[
         bool,
         doc(
-            "Move what decoder layers keep for the backward pass to the host, and back ahead of it; with "
-            "`activation_checkpointing` the layers' inputs. Needs `tensor_parallel_size` 1."
+            "Offload what decoder layers save for the backward pass to the host, and prefetch it in time for that "
+            "pass; with `activation_checkpointing`, the layers' inputs. Needs `tensor_parallel_size` 1."
         ),
     ]
     activation_offload_fraction: Annotated[
         float,
         doc(
-            "Share of the layers, from the first one on, whose activations move; those of the last layer stay.",
+            "Fraction of the layers, counted from the first, whose activations are offloaded; those of the last "
+            "layer stay.",
             gt=0,
             le=1,
         ),
     ]
     activation_offload_host_limit_gib: Annotated[
-        float, doc("GiB of pinned host memory of one worker for them; what does not fit stays on the device.", gt=0)
+        float,
+        doc("Pinned host memory in GiB per worker for these activations; what does not fit stays on the device.", gt=0),
     ]
     torch_compile: Annotated[
         bool,
         doc(
-            "Compile the layers with torch.compile: faster and smaller, for half a minute at the first step (kept on "
-            "disk between runs). Needs `tensor_parallel_size` 1. Changes nothing on CPU, nor layers with experts."
+            "Compile the layers with torch.compile: faster and less memory, for half a minute in the first step "
+            "(cached on disk between runs). Needs `tensor_parallel_size` 1. No effect on CPU or on layers with "
+            "experts."
         ),
     ]
     cpu_offload: Annotated[
         bool,
         doc(
-            "For models larger than the GPU: parameters, gradients and optimizer states are on the host, and pass "
-            "through the device part by part (a layer, the embedding, the output layer), in every pass and in the "
-            "update, which the device computes. With `activation_checkpointing`, without `activation_offload`, "
-            "training passes go layer by layer over many micro-batches, so that a part crosses once in each direction; "
-            "else once for every micro-batch. For one policy worker, without `lora_cfg`."
+            "For models larger than the GPU: keep parameters, gradients and optimizer states on the host and stream "
+            "them through the device part by part (a layer, the embedding, the output layer), in every pass and in "
+            "the update, which runs on the device. With `activation_checkpointing` and without "
+            "`activation_offload`, training passes go layer by layer over many micro-batches, so each part is "
+            "copied once in each direction; otherwise once per micro-batch. One policy worker only, without "
+            "`lora_cfg`."
         ),
     ]
     offload_optimizer_states: Annotated[
         bool,
         doc(
-            "Keep optimizer states on the host except around the optimizer step: they return beside the micro-batches "
-            "before it where there is room, and leave beside the next forward pass. The update stays on the device."
+            "Offload optimizer states to the host except around the optimizer step: they are prefetched during the "
+            "preceding micro-batches if there is room, and offloaded during the next forward pass. The update runs "
+            "on the device."
         ),
     ]
     offload_optimizer_states_fraction: Annotated[
-        float, doc("Share of those states that leaves, with `offload_optimizer_states`; the rest stays.", gt=0, le=1)
+        float,
+        doc(
+            "Fraction of those states to offload, with `offload_optimizer_states`; the rest stays resident.", gt=0, le=1
+        ),
     ]
     offload_optimizer_states_chunk_mib: Annotated[
         float | None,
         doc(
-            "With `offload_optimizer_states`: states come, are updated and leave in parts of this many MiB. At least "
-            "two are on the device in the step, and more as far as there is room beside the passes. null for one "
-            "part, which needs room for all of the states.",
+            "With `offload_optimizer_states`: stream the states in parts of this many MiB. At least two parts are "
+            "on the device during the step, more if there is room beside the passes. null uses one part, which "
+            "needs room for all states.",
             gt=0,
         ),
     ]
