@@ -23,46 +23,46 @@ from nemo_offload_rl.schema import doc, section
 class ArithmeticConfig(TaskKeys):
     """`dataset_name: arithmetic`: made-up problems such as `37+48=`, with exact answers; nothing is downloaded."""
 
-    dataset_name: Annotated[Literal["arithmetic"], doc("This data set.")]
-    num_digits: Annotated[int, doc("Digits of each operand, at most.", ge=1, le=9)]
+    dataset_name: Annotated[Literal["arithmetic"], doc("Selects this data set.")]
+    num_digits: Annotated[int, doc("Maximum digits of each operand.", ge=1, le=9)]
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], doc("Operators to draw from.", min_length=1)]
     size: Annotated[int, doc("Training problems, all different.", ge=1)]
     holdout: Annotated[
-        int, doc("Further problems for validation, none of which training sees, whatever its seed.", ge=0)
+        int, doc("Additional problems for validation, never in the training data, whatever its seed.", ge=0)
     ]
-    seed: Annotated[int, doc("Seed that picks the problems.", ge=0)]
+    seed: Annotated[int, doc("Seed for drawing the problems.", ge=0)]
 
 
 @section
 class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: ResponseDataset`: a prompt and its answer or completion in each row."""
 
-    dataset_name: Annotated[Literal["ResponseDataset"], doc("This data set.")]
+    dataset_name: Annotated[Literal["ResponseDataset"], doc("Selects this data set.")]
     input_key: Annotated[
-        str, doc("Field of a row that holds the prompt; `a.b.0` is a field inside of others, 0 the first of a list.")
+        str, doc("Row field with the prompt; `a.b.0` addresses nested fields, with 0 the first item of a list.")
     ]
-    output_key: Annotated[str, doc("Field of a row that holds the answer, likewise.")]
+    output_key: Annotated[str, doc("Row field with the answer, addressed in the same way.")]
 
 
 @section
 class OpenAIFormatConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: OpenAIFormatDataset`: a conversation in each row, a list of `role` and `content`."""
 
-    dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("This data set.")]
-    chat_key: Annotated[str, doc("Field of a row that holds the messages, as `messages`.")]
+    dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("Selects this data set.")]
+    chat_key: Annotated[str, doc("Row field with the messages, such as `messages`.")]
 
 
 @section
 class BinaryPreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     """`dataset_name: BinaryPreferenceDataset`: a better and a worse response in each row, as text or messages."""
 
-    dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("This data set.")]
+    dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("Selects this data set.")]
     prompt_key: Annotated[
         str | None,
-        doc("Field that holds the prompt, text or messages; null where both responses are whole conversations."),
+        doc("Field with the prompt, text or messages; null if both responses are complete conversations."),
     ]
-    chosen_key: Annotated[str, doc("Field that holds the better response.")]
-    rejected_key: Annotated[str, doc("Field that holds the worse response.")]
+    chosen_key: Annotated[str, doc("Field with the better response.")]
+    rejected_key: Annotated[str, doc("Field with the worse response.")]
 
 
 @section
@@ -72,7 +72,7 @@ class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
     The completion of the lowest rank is the better one, that of the highest the worse one.
     """
 
-    dataset_name: Annotated[Literal["PreferenceDataset"], doc("This data set.")]
+    dataset_name: Annotated[Literal["PreferenceDataset"], doc("Selects this data set.")]
 
 
 Questions = (
@@ -91,12 +91,12 @@ DpoSource = Annotated[Pairs, Field(discriminator="dataset_name")]
 class MixtureKeys:
     """Several data sets in fixed proportions."""
 
-    dataset_name: Annotated[Literal["mixture"], doc("This data set.")]
+    dataset_name: Annotated[Literal["mixture"], doc("Selects this data set.")]
     weights: Annotated[
         tuple[Annotated[float, Field(gt=0)], ...] | None,
         doc(
-            "Share of each data set in the rows, in proportion to the others. Small data sets are repeated more often. "
-            "null: by their sizes, every row once in an epoch."
+            "Relative share of the rows for each data set; smaller data sets are repeated more often. null: in "
+            "proportion to their sizes, every row once per epoch."
         ),
     ]
 
@@ -105,21 +105,21 @@ class MixtureKeys:
 class GrpoMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[tuple[GrpoSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[GrpoSource, ...], doc("The data sets, each with the keys of `data.train`.")]
 
 
 @section
 class SftMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[tuple[SftSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[SftSource, ...], doc("The data sets, each with the keys of `data.train`.")]
 
 
 @section
 class DpoMixtureConfig(MixtureKeys):
     """`dataset_name: mixture`: several data sets in fixed proportions."""
 
-    datasets: Annotated[tuple[DpoSource, ...], doc("The data sets, each with keys as `data.train` has them.")]
+    datasets: Annotated[tuple[DpoSource, ...], doc("The data sets, each with the keys of `data.train`.")]
 
 
 DatasetConfig = Annotated[Questions | GrpoMixtureConfig, Field(discriminator="dataset_name")]
@@ -136,13 +136,13 @@ class DataDefaultConfig:
     prompt_file: Annotated[
         str | None,
         doc(
-            "Text file with `{}` where the problem goes, and `{{` `}}` for literal braces; null sends the problem "
+            "Text file with `{}` in place of the problem, and `{{` `}}` for literal braces; null sends the problem "
             "alone."
         ),
     ]
-    system_prompt_file: Annotated[str | None, doc("Text file of the system message; null for none.")]
+    system_prompt_file: Annotated[str | None, doc("Text file with the system message; null for none.")]
     processor: Annotated[
-        str, doc("Function that turns a row into messages, by name, or one of your own: `path/to/file.py:name`.")
+        str, doc("Function that turns a row into messages: a built-in name, or your own as `path/to/file.py:name`.")
     ]
     env_name: Annotated[str, doc("Environment that scores the responses: a key of `env`.")]
 
@@ -154,27 +154,29 @@ class DataConfig:
     max_input_seq_length: Annotated[
         int,
         doc(
-            "Longest prompt, chat template included, in tokens; its response has the rest of "
-            "`policy.generation.vllm_cfg.max_model_len` at most.",
+            "Maximum prompt length in tokens, chat template included. The response may use what is left of "
+            "`policy.generation.vllm_cfg.max_model_len`.",
             ge=1,
         ),
     ]
     overlong_rows: Annotated[
         Literal["mask", "drop", "error"],
         doc(
-            "What happens to a longer prompt: `mask` keeps its place, cut to a few tokens, and trains on no "
-            "response to it, as NeMo-RL does; `drop` leaves it out; both are counted in `data/overlong_rows`. `error` "
-            "names the row and ends the run."
+            "How to treat longer prompts: `mask` keeps the prompt's place, cuts it to a few tokens and trains on "
+            "none of its responses, as NeMo-RL does; `drop` removes it; both are counted in `data/overlong_rows`. "
+            "`error` names the row and ends the run."
         ),
     ]
-    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
     shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
-    train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` determines which keys follow.")]
+    train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` determines the other keys.")]
     validation: Annotated[
         DatasetConfig | None,
         doc(
-            "Validation prompts, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
-            "validation; null for that part alone."
+            "Validation prompts, with the keys of `data.train`. All rows are used, in addition to those that "
+            "`train` holds out; null uses only the latter."
         ),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
@@ -184,15 +186,20 @@ class DataConfig:
 class EvalDataConfig:
     """`data` of an evaluation: the prompts."""
 
-    max_input_seq_length: Annotated[int, doc("Longest prompt, chat template included, in tokens.", ge=1)]
+    max_input_seq_length: Annotated[int, doc("Maximum prompt length in tokens, chat template included.", ge=1)]
     overlong_rows: Annotated[
         Literal["drop", "error"],
-        doc("What happens to a longer prompt: `drop` leaves it out and logs how many there are, `error` ends the run."),
+        doc("How to treat longer prompts: `drop` removes them and logs their number, `error` ends the run."),
     ]
-    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
     validation: Annotated[
         DatasetConfig,
-        doc("All rows of this data set; of `arithmetic` the held-out ones. Keys as `data.train` of GRPO."),
+        doc(
+            "Data set to evaluate: all of its rows, or for `arithmetic` the held-out ones. It has the keys of "
+            "`data.train` of GRPO."
+        ),
     ]
     default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
 
@@ -202,13 +209,17 @@ class SftDefaultConfig:
     """`data.default`: how rows become conversations, unless a data set says otherwise."""
 
     prompt_file: Annotated[
-        str | None, doc("Text file with `{}` where the prompt of a row goes; null sends the prompt alone.")
+        str | None, doc("Text file with `{}` in place of a row's prompt; null sends the prompt alone.")
     ]
     system_prompt_file: Annotated[
-        str | None, doc("Text file of the system message, for conversations that have none; null for none.")
+        str | None, doc("Text file with the system message for conversations without one; null for none.")
     ]
     processor: Annotated[
-        str, doc("Function that turns a row with a prompt into messages, by name, or your own: `path/to/file.py:name`.")
+        str,
+        doc(
+            "Function that turns a row with a prompt into messages: a built-in name, or your own as "
+            "`path/to/file.py:name`."
+        ),
     ]
 
 
@@ -217,7 +228,7 @@ class DpoDefaultConfig:
     """`data.default`: how rows become pairs, unless a data set says otherwise."""
 
     system_prompt_file: Annotated[
-        str | None, doc("Text file of the system message, for prompts that have none; null for none.")
+        str | None, doc("Text file with the system message for prompts without one; null for none.")
     ]
 
 
@@ -225,23 +236,26 @@ class DpoDefaultConfig:
 class SupervisedDataKeys:
     """What the data of SFT and of DPO have in common."""
 
-    max_input_seq_length: Annotated[int, doc("Longest sequence, prompt and response together, in tokens.", ge=2)]
+    max_input_seq_length: Annotated[int, doc("Maximum sequence length in tokens, prompt and response together.", ge=2)]
     overlong_rows: Annotated[
         Literal["error", "drop", "mask"],
         doc(
-            "What happens to a longer sequence: `error` names the row and ends the run; `drop` leaves it out; `mask` "
-            "keeps its place, cut to a few tokens, without a share in the loss, as NeMo-RL does. Both are counted in "
-            "`data/overlong_rows`."
+            "How to treat longer sequences: `error` names the row and ends the run; `drop` removes it; `mask` keeps "
+            "its place, cuts it to a few tokens and excludes it from the loss, as NeMo-RL does. The last two are "
+            "counted in `data/overlong_rows`."
         ),
     ]
-    add_bos: Annotated[bool, doc("Begin with the tokenizer's begin token, where it has one and the template has not.")]
-    add_eos: Annotated[bool, doc("End with the end-of-sequence token where the chat template does not.")]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
+    add_eos: Annotated[bool, doc("Append the end-of-sequence token if the chat template does not.")]
     loss_span: Annotated[
         Literal["response", "response_and_end", "message"],
         doc(
-            "What of each turn of the assistant the loss counts: `response` is what it wrote, with its end token; "
-            "`response_and_end` also the white space that the chat template writes after that; `message` also what it "
-            "writes before a response, such as the speaker's name, as NeMo-RL does without `add_generation_prompt`."
+            "Part of each assistant turn that the loss counts: `response` is what the assistant wrote, with its end "
+            "token; `response_and_end` adds the white space that the chat template writes after it; `message` also "
+            "adds what the template writes before the response, such as the speaker's name, as NeMo-RL does without "
+            "`add_generation_prompt`."
         ),
     ]
     shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
@@ -251,12 +265,12 @@ class SupervisedDataKeys:
 class SftDataConfig(SupervisedDataKeys):
     """`data`: conversations for training and validation."""
 
-    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` determines which keys follow.")]
+    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` determines the other keys.")]
     validation: Annotated[
         SftDatasetConfig | None,
         doc(
-            "Validation data, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
-            "validation; null for that part alone."
+            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
+            "holds out; null uses only the latter."
         ),
     ]
     default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
@@ -266,12 +280,12 @@ class SftDataConfig(SupervisedDataKeys):
 class DpoDataConfig(SupervisedDataKeys):
     """`data`: pairs of responses for training and validation."""
 
-    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` determines which keys follow.")]
+    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` determines the other keys.")]
     validation: Annotated[
         DpoDatasetConfig | None,
         doc(
-            "Validation data, with the keys of `data.train`, used whole, beside the part that `train` keeps for "
-            "validation; null for that part alone."
+            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
+            "holds out; null uses only the latter."
         ),
     ]
     default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
@@ -285,42 +299,44 @@ BUILT_IN = ("arithmetic", "math")
 class EnvConfig:
     """`env.NAME`: one environment: `arithmetic`, `math`, or with `target` one of your own under any name."""
 
-    num_workers: Annotated[int, doc("Processes that score responses; 0 scores in the driver.", ge=0)]
+    num_workers: Annotated[int, doc("Number of processes that score responses; 0 scores in the driver.", ge=0)]
     retry_message: Annotated[
         str | None,
         doc(
-            "Message to the policy after a wrong answer, where `grpo.max_rollout_turns` allows another turn; "
-            "null or absent: a rollout has one turn."
+            "Message sent to the policy after a wrong answer, if `grpo.max_rollout_turns` allows another turn. null "
+            "or omitted: a rollout has one turn."
         ),
     ] = None
     target: Annotated[
         str | tuple[str, ...] | None,
         doc(
-            "Code of your own (docs/guides/your-own-reward.md): `package.module.Name` or `path/to/file.py:name` of a "
-            "reward function, a list of such functions, or the class of an environment or of an agent "
-            "(docs/guides/agents.md). null or absent: NAME is built in."
+            "Your own code (docs/guides/your-own-reward.md), as `package.module.Name` or `path/to/file.py:name`: a "
+            "reward function, a list of reward functions, an environment class or an agent class "
+            "(docs/guides/agents.md). null or omitted: NAME is built in."
         ),
     ] = None
     weights: Annotated[
         tuple[float, ...] | None,
-        doc("Factors of the rewards of a list of functions, whose sum is the reward; null or absent: 1 each."),
+        doc(
+            "Weights of the rewards of a list of functions; the reward is their weighted sum. null or omitted: 1 each."
+        ),
     ] = None
     kwargs: Annotated[
-        dict[str, Any] | None, doc("Further arguments of the function, or those of the class; null or absent: none.")
+        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
     ] = None
     timeout_s: Annotated[
         float | None,
         doc(
-            "Seconds in which a worker process scores a response, or an agent does a whole rollout; one that takes "
-            "longer has reward 0. null or left out: 5, of agents 600.",
+            "Time limit in seconds for a worker process to score a response, or for an agent to run a whole "
+            "rollout; the reward is 0 if it is exceeded. null or omitted: 5, for agents 600.",
             gt=0,
         ),
     ] = None
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"],
         doc(
-            "Of `math`: `hf_math_verify` compares answers as mathematics; `dapo_math_verify` compares the text after "
-            "the last `Answer:`, which the prompts of DAPOMath17K ask for. Left out: hf_math_verify."
+            "For `math`: `hf_math_verify` compares answers as mathematics; `dapo_math_verify` compares the text "
+            "after the last `Answer:`, which the prompts of DAPOMath17K ask for. If omitted: hf_math_verify."
         ),
     ] = "hf_math_verify"
 
@@ -329,12 +345,12 @@ class EnvConfig:
 class TokenizerConfig:
     """`policy.tokenizer`."""
 
-    name: Annotated[str, doc("Folder or hub name of the tokenizer.", min_length=1)]
+    name: Annotated[str, doc("Local folder or hub name of the tokenizer.", min_length=1)]
     chat_template: Annotated[
         str | None,
         doc(
-            "Jinja chat template, or the path of a `.jinja` file that holds one; null or `default` for the tokenizer's "
-            "own. NeMo-RL's null, messages put one after the other, is a template of its own here."
+            "Jinja chat template, or the path of a `.jinja` file with one; null or `default` for the tokenizer's "
+            "own. NeMo-RL's null, which concatenates the messages, has to be given as a template here."
         ),
     ]
-    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments of the chat template.")]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments for the chat template.")]

@@ -15,7 +15,7 @@ class PublishedKeys(HeldOutKeys, TaskKeys):
     path: Annotated[
         str | None,
         doc(
-            "File or folder with the published columns, or another name on the hub; left out: where it is published, "
+            "File or folder with the published columns, or another hub name; if omitted, the published data set, "
             "from the hub or its local cache."
         ),
     ] = None
@@ -25,13 +25,14 @@ class PublishedKeys(HeldOutKeys, TaskKeys):
 class OpenMathInstruct2Config(PublishedKeys):
     """`dataset_name: OpenMathInstruct-2`: nvidia/OpenMathInstruct-2 (arXiv 2410.01560)."""
 
-    dataset_name: Annotated[Literal["OpenMathInstruct-2"], doc("This data set.")]
+    dataset_name: Annotated[Literal["OpenMathInstruct-2"], doc("Selects this data set.")]
     split: (
-        Annotated[Literal["train", "train_1M", "train_2M", "train_5M"], doc("Its split; left out: train_1M.")] | None
+        Annotated[Literal["train", "train_1M", "train_2M", "train_5M"], doc("Split to use; if omitted: train_1M.")]
+        | None
     ) = None
     output_key: Annotated[
         Literal["expected_answer", "generated_solution"],
-        doc("Field that is the answer; left out: `expected_answer`. SFT on solutions takes the other."),
+        doc("Field with the answer; if omitted: `expected_answer`. Use the other for SFT on solutions."),
     ] = "expected_answer"
 
 
@@ -46,20 +47,20 @@ class MathProblemsConfig(PublishedKeys):
 
     dataset_name: Annotated[
         Literal["DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "MATH-500"],
-        doc("This data set."),
+        doc("Selects this data set."),
     ]
-    repeat: Annotated[int, doc("Copies of all rows, one after the other; left out: 1.", ge=1)] = 1
+    repeat: Annotated[int, doc("Number of times that all rows are repeated in sequence; if omitted: 1.", ge=1)] = 1
 
 
 @section
 class Gsm8kConfig(PublishedKeys):
     """`dataset_name: gsm8k` or `GSM8K`: openai/gsm8k."""
 
-    dataset_name: Annotated[Literal["gsm8k", "GSM8K"], doc("This data set.")]
-    subset: Annotated[Literal["main", "socratic"], doc("Its part; left out: main.")] | None = None
-    split: Annotated[Literal["train", "test"], doc("Its split; left out: train.")] | None = None
+    dataset_name: Annotated[Literal["gsm8k", "GSM8K"], doc("Selects this data set.")]
+    subset: Annotated[Literal["main", "socratic"], doc("Subset to use; if omitted: main.")] | None = None
+    split: Annotated[Literal["train", "test"], doc("Split to use; if omitted: train.")] | None = None
     extract_answer: Annotated[
-        bool, doc("The answer is what follows `####`; false: the whole solution. Left out: true.")
+        bool, doc("Use only what follows `####` as the answer; false uses the whole solution. If omitted: true.")
     ] = True
 
 
@@ -67,10 +68,10 @@ class Gsm8kConfig(PublishedKeys):
 class MathConfig(PublishedKeys):
     """`dataset_name: MATH`: all seven parts of EleutherAI/hendrycks_math (arXiv 2103.03874)."""
 
-    dataset_name: Annotated[Literal["MATH"], doc("This data set.")]
-    split: Annotated[Literal["train", "test"], doc("Its split; left out: train.")] | None = None
+    dataset_name: Annotated[Literal["MATH"], doc("Selects this data set.")]
+    split: Annotated[Literal["train", "test"], doc("Split to use; if omitted: train.")] | None = None
     extract_answer: Annotated[
-        bool, doc("The answer is the last boxed formula; false: the whole solution. Left out: true.")
+        bool, doc("Use only the last boxed formula as the answer; false uses the whole solution. If omitted: true.")
     ] = True
 
 
@@ -78,16 +79,18 @@ class MathConfig(PublishedKeys):
 class SquadConfig(PublishedKeys):
     """`dataset_name: squad`: rajpurkar/squad; the text is the system message, the first answer the assistant's."""
 
-    dataset_name: Annotated[Literal["squad"], doc("This data set.")]
-    split: Annotated[Literal["train", "validation"], doc("Its split; left out: train.")] | None = None
+    dataset_name: Annotated[Literal["squad"], doc("Selects this data set.")]
+    split: Annotated[Literal["train", "validation"], doc("Split to use; if omitted: train.")] | None = None
 
 
 @section
 class ConversationsConfig(PublishedKeys):
     """Conversations: allenai/tulu-3-sft-mixture; the math part of nvidia/Nemotron-Cascade-2-SFT-Data."""
 
-    dataset_name: Annotated[Literal["tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"], doc("This data set.")]
-    max_samples: Annotated[int | None, doc("Conversations to draw, by `seed`; null or left out: all.", ge=1)] = None
+    dataset_name: Annotated[Literal["tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"], doc("Selects this data set.")]
+    max_samples: Annotated[
+        int | None, doc("Number of conversations to draw, by `seed`; null or omitted: all.", ge=1)
+    ] = None
 
 
 @section
@@ -98,12 +101,12 @@ class PublishedPairsConfig(PublishedKeys):
     HuggingFaceH4/ultrafeedback_binarized.
     """
 
-    dataset_name: Annotated[Literal["HelpSteer3", "Tulu3Preference", "UltraFeedback"], doc("This data set.")]
+    dataset_name: Annotated[Literal["HelpSteer3", "Tulu3Preference", "UltraFeedback"], doc("Selects this data set.")]
     split: Annotated[
         str | None,
         doc(
-            "Its split: train or validation of HelpSteer3, train_prefs or test_prefs of UltraFeedback; left out: the "
-            "first."
+            "Split to use: train or validation of HelpSteer3, train_prefs or test_prefs of UltraFeedback; if "
+            "omitted: the first."
         ),
     ] = None
 

@@ -38,12 +38,12 @@ class HeldOutKeys:
         float,
         AfterValidator(_share_or_count),
         doc(
-            "Rows kept for validation: below 1 a share of them, from 1 on their number. 0, or left out, keeps none, as "
-            "in `data.validation`.",
+            "Rows held out for validation: a fraction if below 1, otherwise a number of rows. 0 or omitted holds "
+            "out none, as `data.validation` requires.",
             ge=0,
         ),
     ] = 0.0
-    seed: Annotated[int, doc("Seed that picks those rows; left out: 42.", ge=0)] = 42
+    seed: Annotated[int, doc("Seed for choosing those rows; if omitted: 42.", ge=0)] = 42
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,18 @@ class FileKeys(HeldOutKeys):
     path: Annotated[
         str,
         doc(
-            "A .jsonl, .json or .parquet file, a folder of such files, a folder that `datasets` saved, or else the "
-            "name of a data set on the Hugging Face hub, as `openai/gsm8k`, fetched or taken from the local cache.",
+            "A .jsonl, .json or .parquet file, a folder of such files, a folder saved by `datasets`, or the name of "
+            "a data set on the Hugging Face hub, such as `openai/gsm8k`, downloaded or read from the local cache.",
             min_length=1,
         ),
     ]
-    subset: Annotated[str | None, doc("Of the hub: the part, called configuration there, of one that has several.")] = (
-        None
-    )
+    subset: Annotated[str | None, doc("For hub data sets with several configurations: the one to use.")] = None
     split: Annotated[
         str | None,
-        doc("Split of what has several; in a folder of files, how their names begin. Null where there is one."),
+        doc(
+            "Split to use if there are several; in a folder of files, the prefix of their names. null if there is "
+            "only one."
+        ),
     ] = None
 
 
@@ -81,7 +82,7 @@ class ToolKeys:
     tool_key: Annotated[
         str | None,
         doc(
-            "Field of a row that holds the tools that the assistant may call, for the chat template; left out: "
-            "`tools`. null leaves tools out. Rows without the field have none."
+            "Row field with the tools that the assistant may call, for the chat template; if omitted: `tools`. null "
+            "ignores tools. Rows without the field have none."
         ),
     ] = "tools"
