@@ -12,17 +12,17 @@ from nemo_offload_rl.schema import doc, section
 class RewardShapingConfig:
     """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13), or one for cut responses."""
 
-    enabled: Annotated[bool, doc("Lower the reward of responses that come near the length limit, or were cut.")]
+    enabled: Annotated[bool, doc("Lower the reward of responses that approach the length limit or were truncated.")]
     overlong_buffer_length: Annotated[
         int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
     ]
     overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)]
-    max_response_length: Annotated[int, doc("Length limit that the penalty refers to, in tokens.", ge=1)]
+    max_response_length: Annotated[int, doc("Length limit for the penalty, in tokens.", ge=1)]
     stop_properly_penalty_coef: Annotated[
         float | None,
         doc(
-            "Multiply the reward of responses that were cut at a token limit by this instead (ProRLv2): 0 takes it "
-            "away, 1 leaves it; the other keys are not read then. null or absent: the soft length penalty.",
+            "Instead multiply the reward of responses truncated at a token limit by this (ProRLv2): 0 removes the "
+            "reward, 1 keeps it; the other keys are then ignored. null or omitted: the soft length penalty.",
             ge=0,
             le=1,
         ),
@@ -34,8 +34,8 @@ class RewardScalingConfig:
     """`grpo.reward_scaling`: a linear map of rewards, clipped at both ends."""
 
     enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")]
-    source_min: Annotated[float, doc("Reward that becomes `target_min`; lower ones are clipped.")]
-    source_max: Annotated[float, doc("Reward that becomes `target_max`; higher ones are clipped.")]
+    source_min: Annotated[float, doc("Reward mapped to `target_min`; lower rewards are clipped.")]
+    source_max: Annotated[float, doc("Reward mapped to `target_max`; higher rewards are clipped.")]
     target_min: Annotated[float, doc("Lower end of the mapped reward.")]
     target_max: Annotated[float, doc("Upper end of the mapped reward.")]
 
@@ -47,31 +47,31 @@ class AdvEstimatorConfig:
     name: Annotated[
         Literal["grpo", "gdpo", "reinforce_plus_plus"],
         doc(
-            "`grpo` compares within each group, as `grpo.normalize_rewards` and `use_leave_one_out_baseline` say; "
-            "`gdpo` (arXiv 2601.05242) does so for each part of a reward by itself, as for each of several functions, "
-            "and normalizes their weighted sum over the step; `reinforce_plus_plus` (arXiv 2501.03262) normalizes over "
-            "all tokens of the step and reads neither."
+            "`grpo` compares within each group, according to `grpo.normalize_rewards` and "
+            "`use_leave_one_out_baseline`. `gdpo` (arXiv 2601.05242) does so for each part of a reward separately, "
+            "such as each of several functions, and normalizes their weighted sum over the step. "
+            "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and ignores both keys."
         ),
     ]
     minus_baseline: Annotated[
         bool,
-        doc("For `reinforce_plus_plus`: subtract the mean reward of the group first; not read by others."),
+        doc("For `reinforce_plus_plus`: subtract the group's mean reward first; ignored by the others."),
     ]
     reward_weights: Annotated[
         tuple[float, ...] | None,
         doc(
-            "For `gdpo`: factors of the parts' advantages, in the alphabetical order of the parts' names, as in "
-            "NeMo-RL; null or absent: 1 each. The factors of `env.NAME.weights` make the reward that is reported."
+            "For `gdpo`: weights of the parts' advantages, in alphabetical order of the parts' names, as in "
+            "NeMo-RL; null or omitted: 1 each. The reported reward uses the weights of `env.NAME.weights`."
         ),
     ] = None
     target: Annotated[
         str | None,
         doc(
-            "A function of your own instead (docs/guides/your-own-reward.md): `package.module.name` or "
-            "`path/to/file.py:name`; null or absent: `name` says how."
+            "Your own function instead (docs/guides/your-own-reward.md), as `package.module.name` or "
+            "`path/to/file.py:name`; null or omitted: use `name`."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
 @section
@@ -81,11 +81,12 @@ class RolloutFilterConfig:
     target: Annotated[
         str | None,
         doc(
-            "`package.module.name` or `path/to/file.py:name`: from the rollouts of a group to a list that says whether "
-            "each is trained on; null trains on all. Their rewards count for advantages and metrics in any case."
+            "Function, as `package.module.name` or `path/to/file.py:name`, that takes the rollouts of a group and "
+            "returns a list that says whether to train on each; null trains on all. The rewards of all of them "
+            "count in advantages and metrics."
         ),
     ]
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
 @section
@@ -95,12 +96,13 @@ class RolloutStopConfig:
     target: Annotated[
         str | None,
         doc(
-            "`package.module.name` or `path/to/file.py:name`: from a `Response` and the environment's `Observation` to "
-            "True, which ends the rollout with `Observation.otherwise`, a `Score`, which ends it with that, or False. "
-            "null ends none. Asked after each turn that another could follow, in validations too; agents end their own."
+            "Function, as `package.module.name` or `path/to/file.py:name`, that takes a `Response` and the "
+            "environment's `Observation`. True ends the rollout with `Observation.otherwise`, a `Score` ends it "
+            "with that score, False continues. Called after each turn that another could follow, also in "
+            "validation; agents end their own rollouts. null ends none."
         ),
     ]
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
 @section
@@ -110,11 +112,11 @@ class OwnLossConfig:
     target: Annotated[
         str | None,
         doc(
-            "A function `(logprobs, batch, norm)` in the place of the algorithm's loss "
-            "(docs/guides/your-own-reward.md): `package.module.name` or `path/to/file.py:name`; null: none."
+            "Function `(logprobs, batch, norm)` that replaces the algorithm's loss "
+            "(docs/guides/your-own-reward.md), as `package.module.name` or `path/to/file.py:name`; null: none."
         ),
     ]
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
 class OwnCodeConfig(Protocol):
@@ -135,44 +137,43 @@ class OwnCodeConfig(Protocol):
 class RolloutSectionConfig:
     """What algorithms with rollouts have in common: prompts, responses, steps and validation."""
 
-    num_prompts_per_step: Annotated[int, doc("Prompts in one step.", ge=1)]
-    num_generations_per_prompt: Annotated[int, doc("Responses sampled for each prompt: the group size.", ge=1)]
+    num_prompts_per_step: Annotated[int, doc("Prompts per step.", ge=1)]
+    num_generations_per_prompt: Annotated[int, doc("Responses sampled per prompt: the group size.", ge=1)]
     max_rollout_turns: Annotated[
-        int, doc("Maximum number of the policy's turns in a rollout; the environment may reply between them.", ge=1)
+        int, doc("Maximum number of policy turns in a rollout; the environment may reply between them.", ge=1)
     ]
     max_num_epochs: Annotated[
         int,
         doc(
-            "Stop after this number of passes over the training prompts, those that dynamic sampling draws included.",
+            "Maximum number of passes over the training prompts, including those drawn by dynamic sampling.",
             ge=1,
         ),
     ]
-    max_num_steps: Annotated[int, doc("Stop after this number of steps, if the epochs do not end first.", ge=1)]
-    val_period: Annotated[int, doc("Steps from one validation to the next; 0 disables validation.", ge=0)]
+    max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)]
+    val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
     val_at_start: Annotated[bool, doc("Validate before the first step.")]
     val_at_end: Annotated[bool, doc("Validate after the last step.")]
-    max_val_samples: Annotated[int, doc("Maximum number of prompts in a validation.", ge=1)]
-    val_batch_size: Annotated[int, doc("Validation prompts that the engine gets at once.", ge=1)]
+    max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]
+    val_batch_size: Annotated[int, doc("Validation prompts sent to the engine at once.", ge=1)]
     val_num_generations_per_prompt: Annotated[
-        int, doc("Responses to each validation prompt; accuracy is their mean.", ge=1)
+        int, doc("Responses per validation prompt; accuracy is averaged over them.", ge=1)
     ]
     max_token_mult_prob_error: Annotated[
         float | None,
         doc(
-            "Limit of `train/token_mult_prob_error`, which measures how far engine and policy disagree about "
-            "the probabilities of sampled tokens (1 is agreement): a step above it ends the run. null for no "
-            "limit.",
+            "Limit for `train/token_mult_prob_error`, which measures how far engine and policy disagree about the "
+            "probabilities of sampled tokens (1 is agreement). A step above it ends the run. null for no limit.",
             gt=1,
         ),
     ]
     log_rollouts: Annotated[
         bool,
         doc(
-            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file a "
-            "step: about 60 bytes a token."
+            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file per "
+            "step: about 60 bytes per token."
         ),
     ]
-    seed: Annotated[int, doc("Seed of data order, sampling and initial state.", ge=0)]
+    seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)]
 
     @property
     def prompts_per_generation_batch(self) -> int:
@@ -188,38 +189,47 @@ class GrpoSectionConfig(RolloutSectionConfig):
         bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
     ]
     use_leave_one_out_baseline: Annotated[
-        bool, doc("The baseline of a response is the mean reward of the others in its group, not of all.")
+        bool,
+        doc(
+            "Use the mean reward of the other responses in the group as a response's baseline, instead of the mean "
+            "of all."
+        ),
     ]
     overlong_filtering: Annotated[
-        bool, doc("Leave responses that were cut at the token limit out of the loss (DAPO); their rewards still count.")
+        bool, doc("Exclude responses truncated at the token limit from the loss (DAPO); their rewards still count.")
     ]
     use_dynamic_sampling: Annotated[
-        bool, doc("Drop groups whose rewards are all equal and sample further prompts until the step is full (DAPO).")
+        bool, doc("Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO).")
     ]
     dynamic_sampling_max_gen_batches: Annotated[
-        int, doc("Generation batches that dynamic sampling may spend on one step before it is an error.", ge=1)
+        int,
+        doc(
+            "Maximum number of generation batches that dynamic sampling may use for one step; needing more is an "
+            "error.",
+            ge=1,
+        ),
     ]
     batch_multiplier: Annotated[
         float,
         doc(
-            "Prompts of each generation batch of dynamic sampling, as a multiple of `num_prompts_per_step`, rounded "
-            "down: more than one step needs, because some groups will be dropped. 1 without dynamic sampling.",
+            "Size of dynamic sampling's generation batches, as a multiple of `num_prompts_per_step`, rounded down. "
+            "Above 1 it makes up for groups that will be dropped. Must be 1 without dynamic sampling.",
             ge=1,
         ),
     ]
     reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
     reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
-    adv_estimator: Annotated[AdvEstimatorConfig, doc("From rewards to advantages.")]
-    rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts are trained on; absent: all.")] | None = None
-    async_grpo: Annotated[AsyncGrpoConfig, doc("Rollouts beside training; absent: none.")] | None = None
-    rollout_stop: Annotated[RolloutStopConfig, doc("When rollouts end early; absent: never.")] | None = None
-    advantage_clip_low: Annotated[float | None, doc("Advantages below this become this; null for no bound.")]
-    advantage_clip_high: Annotated[float | None, doc("Advantages above this become this; null for no bound.")]
+    adv_estimator: Annotated[AdvEstimatorConfig, doc("How advantages are computed from rewards.")]
+    rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts to train on; if omitted, all.")] | None = None
+    async_grpo: Annotated[AsyncGrpoConfig, doc("Generate rollouts during training; if omitted, off.")] | None = None
+    rollout_stop: Annotated[RolloutStopConfig, doc("When to end rollouts early; if omitted, never.")] | None = None
+    advantage_clip_low: Annotated[float | None, doc("Lower bound that advantages are clipped to; null for none.")]
+    advantage_clip_high: Annotated[float | None, doc("Upper bound that advantages are clipped to; null for none.")]
     seq_logprob_error_threshold: Annotated[
         float | None,
         doc(
-            "Responses whose mean `token_mult_prob_error` is above this are left out of the loss: engine and policy "
-            "disagree about them (1 is agreement). null keeps all.",
+            "Exclude responses whose mean `token_mult_prob_error` is above this from the loss, since engine and "
+            "policy disagree about them (1 is agreement). null keeps all.",
             gt=1,
         ),
     ]
@@ -245,9 +255,9 @@ class ClippedPGLossConfig:
     reference_policy_kl_type: Annotated[
         Literal["k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w", "k3w"],
         doc(
-            "Estimator of the KL. k1+ and k3+ have the value of k1 and k3 and the gradient of the KL, as k2 has; "
-            "k1 has none in expectation, k3 another one; k1w, k2w and k3w are NeMo-RL's k1, k2 and k3 "
-            "(docs/reference/metrics.md, estimators of the KL)."
+            "Estimator of the KL. k1+ and k3+ have the values of k1 and k3 and the gradient of the KL, as does k2. "
+            "The gradient of k1 is zero in expectation, and that of k3 is not the KL's. k1w, k2w and k3w are "
+            "NeMo-RL's k1, k2 and k3 (docs/reference/metrics.md, estimators of the KL)."
         ),
     ]
     kl_input_clamp_value: Annotated[
@@ -265,35 +275,35 @@ class ClippedPGLossConfig:
     use_kl_in_reward: Annotated[
         bool,
         doc(
-            "Subtract the weighted KL of each token from its reward, without a gradient of its own, instead of adding "
-            "it to the loss. Requires `grpo.adv_estimator.name` reinforce_plus_plus."
+            "Subtract each token's weighted KL from its reward, without a gradient, instead of adding it to the "
+            "loss. Requires `grpo.adv_estimator.name` reinforce_plus_plus."
         ),
     ]
-    ratio_clip_min: Annotated[float, doc("The probability ratio is clipped from below at 1 minus this.", ge=0, le=1)]
-    ratio_clip_max: Annotated[float, doc("The probability ratio is clipped from above at 1 plus this.", ge=0)]
+    ratio_clip_min: Annotated[float, doc("Clip the probability ratio from below at 1 minus this.", ge=0, le=1)]
+    ratio_clip_max: Annotated[float, doc("Clip the probability ratio from above at 1 plus this.", ge=0)]
     ratio_clip_c: Annotated[
         float | None, doc("Dual-clip bound for negative advantages (arXiv 1912.09729), above 1; null for none.", gt=1)
     ]
     use_on_policy_kl_approximation: Annotated[
         bool,
         doc(
-            "Weight the KL estimate by the current over the sampling probability, so that it is on-policy; k1 and k3 "
-            "then have the gradient of the KL too."
+            "Weight the KL estimate by the ratio of the current to the sampling probability, so that it is "
+            "on-policy; k1 and k3 then also have the gradient of the KL."
         ),
     ]
     use_importance_sampling_correction: Annotated[
         bool,
         doc(
-            "Weight tokens by the policy's probability over the engine's, because the two compute slightly "
+            "Weight tokens by the ratio of the policy's to the engine's probability, since the two compute slightly "
             "different numbers."
         ),
     ]
     truncated_importance_sampling_type: Annotated[
         Literal["tis", "icepop", "seq-mask-tis"] | None,
         doc(
-            "What happens to weights out of bounds. tis, which null stands for too, clamps them to the bounds; icepop "
-            "makes them 0; seq-mask-tis leaves out responses whose geometric mean weight is out of bounds, and "
-            "applies all others as they are."
+            "How to treat weights out of bounds: tis (also null) clamps them to the bounds; icepop sets them to 0; "
+            "seq-mask-tis excludes responses whose geometric mean weight is out of bounds, and applies all other "
+            "weights unchanged."
         ),
     ]
     truncated_importance_sampling_ratio: Annotated[
@@ -303,7 +313,7 @@ class ClippedPGLossConfig:
         float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
     ]
     sequence_level_importance_ratios: Annotated[
-        bool, doc("One ratio for each response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
+        bool, doc("Use one ratio per response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
     ]
     token_level_loss: Annotated[
         bool, doc("Average over all tokens of the global batch; false averages within each response first.")
@@ -311,8 +321,8 @@ class ClippedPGLossConfig:
     constant_length_divisor: Annotated[
         int | None,
         doc(
-            "Divide the sum over a response's tokens by this number, the same for all, instead of by its length, "
-            "before the mean over responses (Dr. GRPO, arXiv 2503.20783); null divides by lengths. Requires "
+            "Divide the sum over a response's tokens by this constant instead of by the response's length, before "
+            "averaging over responses (Dr. GRPO, arXiv 2503.20783); null divides by lengths. Requires "
             "`token_level_loss` false.",
             ge=1,
         ),
@@ -320,38 +330,38 @@ class ClippedPGLossConfig:
     use_cispo: Annotated[
         bool,
         doc(
-            "The clipped ratio is a weight without a gradient, on the logprob of each token (CISPO, arXiv 2506.13585): "
-            "clipped tokens have a gradient too."
+            "Use the clipped ratio as a weight, without a gradient, on each token's logprob (CISPO, arXiv "
+            "2506.13585). Clipped tokens then have a gradient too."
         ),
     ]
     positive_example_nll_weight: Annotated[
         float,
         doc(
-            "Weight of minus the logprob of tokens of responses whose reward, scaled and shaped, is above 0, a mean "
-            "over those tokens of the global batch, added to the loss (VAPO, arXiv 2504.05118). Left out: "
-            "0. NeMo-RL reads it in PPO only.",
+            "Weight of an added loss term (VAPO, arXiv 2504.05118): the negative logprob of tokens in responses "
+            "with a reward above 0 after scaling and shaping, averaged over those tokens of the global batch. If "
+            "omitted: 0. NeMo-RL reads it in PPO only.",
             ge=0,
         ),
     ] = 0.0
     disable_ppo_ratio: Annotated[
-        bool, doc("No ratio and no clip: the loss is minus advantage times logprob (REINFORCE, RLOO).")
+        bool, doc("Use no ratio and no clipping: the loss is minus advantage times logprob (REINFORCE, RLOO).")
     ]
     force_on_policy_ratio: Annotated[
         bool,
         doc(
-            "The ratio is exactly 1 in value: the logprobs of the training pass replace those before the "
-            "step, which need no pass then. Requires one update for each step."
+            "Fix the value of the ratio at exactly 1: the logprobs of the training pass replace those before the "
+            "step, so that no separate pass is needed for them. Requires one update per step."
         ),
     ]
     target: Annotated[
         str | None,
         doc(
-            "A function of your own instead of this loss (docs/guides/your-own-reward.md): `package.module.name` or "
-            "`path/to/file.py:name`; null or absent: none. Of the other keys those still say which logprobs it is "
-            "given: `reference_policy_kl_penalty` (not 0) and `force_on_policy_ratio`."
+            "Your own function instead of this loss (docs/guides/your-own-reward.md), as `package.module.name` or "
+            "`path/to/file.py:name`; null or omitted: none. Two other keys still determine which logprobs it "
+            "receives: `reference_policy_kl_penalty` (not 0) and `force_on_policy_ratio`."
         ),
     ] = None
-    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or absent: none.")] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
 
 
 def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> bool:
@@ -367,9 +377,9 @@ class DistillationSectionConfig(RolloutSectionConfig):
     topk_logits_k: Annotated[
         int | None,
         doc(
-            "Tokens of the teacher's distribution that the student is compared with, the likeliest: 8 bytes each for "
-            "every sampled token. null compares whole distributions: the teacher's last hidden states travel instead, "
-            "and its output layer is on the device in training.",
+            "Number of the teacher's most likely tokens that the student is compared on, at 8 bytes each for every "
+            "sampled token. null compares whole distributions: the teacher's last hidden states are transferred "
+            "instead, and its output layer is on the device in training.",
             ge=1,
         ),
     ]
@@ -381,15 +391,15 @@ class DistillationLossConfig:
 
     kl_type: Annotated[
         Literal["forward", "reverse", "mixed"],
-        doc("forward is KL(teacher || student), reverse KL(student || teacher), mixed a weighted sum of both."),
+        doc("forward is KL(teacher || student), reverse is KL(student || teacher), mixed is a weighted sum of both."),
     ]
     mixed_kl_weight: Annotated[
-        float, doc("Weight of the forward KL in `mixed`; the reverse KL has the rest.", ge=0, le=1)
+        float, doc("Weight of the forward KL in `mixed`; the reverse KL has 1 minus this.", ge=0, le=1)
     ]
     zero_outside_topk: Annotated[
         bool,
         doc(
-            "The teacher's probability is taken to be 0 (its logprob -100) outside of its top-k, and the student keeps "
-            "its own over the whole vocabulary; false renormalizes both over the top-k."
+            "Take the teacher's probability outside its top-k as 0 (logprob -100), and the student's over the whole "
+            "vocabulary; false renormalizes both over the top-k."
         ),
     ]

@@ -16,22 +16,26 @@ class EvalSectionConfig:
     metric: Annotated[
         Literal["pass@k", "cons@k"],
         doc(
-            "pass@k: the chance that one of k responses is right, estimated without bias. cons@k: beside it the chance "
-            "that the answer most of k responses agree on is right; the environment has to say what it read as answer."
+            "pass@k: an unbiased estimate of the probability that at least one of k responses is correct. cons@k: "
+            "also the probability that the majority answer of k responses is correct; the environment must report "
+            "the answer that it extracted."
         ),
     ]
-    num_tests_per_prompt: Annotated[int, doc("Responses to each prompt.", ge=1)]
-    k_value: Annotated[
-        int, doc("The k of the score; powers of two up to num_tests_per_prompt are told beside it.", ge=1)
-    ]
+    num_tests_per_prompt: Annotated[int, doc("Responses per prompt.", ge=1)]
+    k_value: Annotated[int, doc("The k of the score; powers of two up to num_tests_per_prompt are reported too.", ge=1)]
     greedy: Annotated[
-        bool, doc("Also one greedy response to each prompt, for `accuracy_greedy`, where the others are sampled.")
+        bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`, if the others are sampled.")
     ]
-    max_samples: Annotated[int | None, doc("Prompts, the first of each data set in turn; null for all.", ge=1)]
-    seed: Annotated[int, doc("Seed of the sampling.", ge=0)]
+    max_samples: Annotated[
+        int | None, doc("Maximum number of prompts, taken from each data set in turn; null for all.", ge=1)
+    ]
+    seed: Annotated[int, doc("Seed for sampling.", ge=0)]
     save_path: Annotated[
         str | None,
-        doc("Folder for results.json, responses.jsonl and the page index.html, written over; null writes nothing."),
+        doc(
+            "Folder for results.json, responses.jsonl and the page index.html, which are overwritten; null writes "
+            "nothing."
+        ),
     ]
 
 
@@ -43,22 +47,23 @@ class EvalGenerationConfig:
     model_name: Annotated[
         str,
         doc(
-            "Model folder, name on the hub, or checkpoint of a run: `step_<n>` with `hf/` in it, or a folder of such, "
-            "of which the newest is taken.",
+            "Model folder, hub name, or checkpoint of a run: a `step_<n>` folder with `hf/` in it, or a folder of "
+            "these, whose newest is used.",
             min_length=1,
         ),
     ]
-    hf_config_overrides: Annotated[dict[str, Any], doc("Values over those of the model's config.json.")]
-    max_new_tokens: Annotated[int, doc("Longest response, in tokens.", ge=1)]
-    temperature: Annotated[float, doc("Sampling temperature; 0 is greedy, for one response to each prompt.", ge=0)]
-    top_p: Annotated[float, doc("Nucleus sampling: share of the probability mass that is kept.", gt=0, le=1)]
-    top_k: Annotated[int | None, doc("Sample from this number of most likely tokens; null for all.", ge=1)]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values that override those of the model's config.json.")]
+    max_new_tokens: Annotated[int, doc("Maximum response length in tokens.", ge=1)]
+    temperature: Annotated[float, doc("Sampling temperature; 0 is greedy, for one response per prompt.", ge=0)]
+    top_p: Annotated[float, doc("Nucleus sampling: probability mass to keep.", gt=0, le=1)]
+    top_k: Annotated[int | None, doc("Sample from this many of the most likely tokens; null for all.", ge=1)]
     stop_token_ids: Annotated[
-        tuple[int, ...] | None, doc("Token ids that end a response beside the tokenizer's end of sequence.")
+        tuple[int, ...] | None,
+        doc("Token ids that end a response, in addition to the tokenizer's end-of-sequence token."),
     ]
-    stop_strings: Annotated[tuple[str, ...] | None, doc("Texts that end a response.")]
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")]
     num_prompts_per_step: Annotated[
-        int | None, doc("Prompts that are asked and scored at a time; null for all at once.", ge=1)
+        int | None, doc("Prompts to generate for and score at a time; null for all at once.", ge=1)
     ]
     vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
     vllm_kwargs: Annotated[dict[str, Any], doc("Further arguments of `vllm.LLM`, as in `policy.generation`.")]

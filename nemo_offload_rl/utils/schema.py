@@ -11,14 +11,14 @@ from nemo_offload_rl.schema import doc, section
 class WandbConfig:
     """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
 
-    project: Annotated[str, doc("Project that the run appears in.")]
+    project: Annotated[str, doc("Project of the run.")]
     name: Annotated[str, doc("Name of the run.")]
-    entity: Annotated[str | None, doc("User or team that the run belongs to; null for the login's default.")]
-    group: Annotated[str | None, doc("Group of runs that it appears in; null for none.")]
-    tags: Annotated[tuple[str, ...], doc("Labels of the run.")]
+    entity: Annotated[str | None, doc("User or team that owns the run; null for the login's default.")]
+    group: Annotated[str | None, doc("Group of the run; null for none.")]
+    tags: Annotated[tuple[str, ...], doc("Tags of the run.")]
     mode: Annotated[
         Literal["online", "offline", "disabled"],
-        doc("`offline` writes into the run folder for a later `wandb sync`; `online` needs a login."),
+        doc("`offline` writes to the run folder for a later `wandb sync`; `online` needs a login."),
     ]
 
 
@@ -26,13 +26,14 @@ class WandbConfig:
 class MlflowConfig:
     """`logger.mlflow`: MLflow. A resumed run goes on as the same run there."""
 
-    experiment_name: Annotated[str, doc("Experiment that the run appears in; made if need be.", min_length=1)]
+    experiment_name: Annotated[str, doc("Experiment of the run; created if needed.", min_length=1)]
     run_name: Annotated[str, doc("Name of the run.")]
     tracking_uri: Annotated[
         str,
         doc(
-            "Address of the tracking server; or `sqlite:///PATH`, which needs the package `mlflow` where a server does "
-            "with `mlflow-skinny`; or `file:PATH`, which MLflow 3 takes with `MLFLOW_ALLOW_FILE_STORE=true` only.",
+            "Address of the tracking server; or `sqlite:///PATH`, which needs the package `mlflow` (`mlflow-skinny` "
+            "is enough for a server); or `file:PATH`, which MLflow 3 accepts only with "
+            "`MLFLOW_ALLOW_FILE_STORE=true`.",
             min_length=1,
         ),
     ]
@@ -45,12 +46,12 @@ class PrometheusConfig:
     host: Annotated[
         str,
         doc(
-            "Address to listen on. Others than this machine's own, 127.0.0.1, need a token in the environment variable "
-            "`NEMO_OFFLOAD_RL_TOKEN`, which the server sends as `Authorization: Bearer TOKEN`.",
+            "Address to listen on. Any address other than this machine's own, 127.0.0.1, needs a token in the "
+            "environment variable `NEMO_OFFLOAD_RL_TOKEN`, which the server sends as `Authorization: Bearer TOKEN`.",
             min_length=1,
         ),
     ]
-    port: Annotated[int, doc("Port to listen on; 0 for any that is free, which the log names.", ge=0, le=65535)]
+    port: Annotated[int, doc("Port to listen on; 0 for any free port, which is logged.", ge=0, le=65535)]
 
 
 @section
@@ -60,12 +61,13 @@ class SinkConfig:
     target: Annotated[
         str,
         doc(
-            "`package.module.Name` or `path/to/file.py:name`: a function of step and metrics, or a class with `write`.",
+            "A function of step and metrics, or a class with `write`, as `package.module.Name` or "
+            "`path/to/file.py:name`.",
             min_length=1,
         ),
     ]
     kwargs: Annotated[
-        dict[str, Any] | None, doc("Further arguments of the function, or those of the class; null or absent: none.")
+        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
     ] = None
 
 
@@ -74,33 +76,33 @@ class LoggerConfig:
     """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
 
     log_dir: Annotated[
-        str, doc("Run folder. An older metrics.jsonl in it is renamed, never overwritten.", min_length=1)
+        str, doc("Run folder. An existing metrics.jsonl in it is renamed, never overwritten.", min_length=1)
     ]
     numbered_runs: Annotated[
         bool,
         doc(
-            "Each start makes a run folder of its own below `log_dir`, exp_001, exp_002 and so on, a resumed run too. "
-            "false: `log_dir` itself is the run folder."
+            "Create a numbered run folder in `log_dir` (exp_001, exp_002, ...) at each start, also when a run is "
+            "resumed. false: `log_dir` itself is the run folder."
         ),
     ]
     num_val_samples_to_print: Annotated[
-        int, doc("Validation samples shown at each validation, and written to `log_dir`/samples.", ge=0)
+        int, doc("Samples to print at each validation, and to write to `log_dir`/samples.", ge=0)
     ]
     memory_sample_period_s: Annotated[
-        float, doc("Seconds from one line of `log_dir`/memory.jsonl to the next; a longer one may miss a peak.", gt=0)
+        float, doc("Seconds between lines of `log_dir`/memory.jsonl; a longer period may miss a peak.", gt=0)
     ]
-    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events into `log_dir`/tensorboard.")]
+    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")]
     wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
-    wandb: Annotated[WandbConfig, doc("Weights & Biases; may be deleted with `~logger.wandb`.")] | None = None
+    wandb: Annotated[WandbConfig, doc("Weights & Biases; can be removed with `~logger.wandb`.")] | None = None
     mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
-    mlflow: Annotated[MlflowConfig, doc("MLflow; may be deleted with `~logger.mlflow`.")] | None = None
+    mlflow: Annotated[MlflowConfig, doc("MLflow; can be removed with `~logger.mlflow`.")] | None = None
     prometheus_enabled: Annotated[
-        bool, doc("Also answer a Prometheus server while the run goes on; needs the section `logger.prometheus`.")
+        bool, doc("Also serve metrics to a Prometheus server during the run; needs the section `logger.prometheus`.")
     ]
-    prometheus: Annotated[PrometheusConfig, doc("Prometheus; may be deleted with `~logger.prometheus`.")] | None = None
-    sinks: Annotated[tuple[SinkConfig, ...], doc("Code of your own that metrics go to too; absent: none.")] | None = (
-        None
-    )
+    prometheus: Annotated[PrometheusConfig, doc("Prometheus; can be removed with `~logger.prometheus`.")] | None = None
+    sinks: (
+        Annotated[tuple[SinkConfig, ...], doc("Your own code that also receives the metrics; if omitted, none.")] | None
+    ) = None
 
 
 @section
@@ -109,13 +111,13 @@ class ClusterConfig:
 
     gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)]
     cpu_workers_per_node: Annotated[
-        int, doc("Policy workers on each node when `gpus_per_node` is 0; not read otherwise.", ge=1)
+        int, doc("Policy workers on each node when `gpus_per_node` is 0; otherwise ignored.", ge=1)
     ]
     num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)]
     master_port_range_low: Annotated[
-        int, doc("First port that the policy workers' rendezvous may take.", ge=1024, le=65535)
+        int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)
     ]
-    master_port_range_high: Annotated[int, doc("Last port that it may take.", ge=1024, le=65535)]
+    master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)]
 
     @property
     def device_type(self) -> str:
@@ -138,41 +140,44 @@ class CheckpointingConfig:
     """`checkpointing`: when and where a run is saved."""
 
     enabled: Annotated[bool, doc("Save checkpoints.")]
-    checkpoint_dir: Annotated[str, doc("Folder of the checkpoints, one `step_N` folder each.", min_length=1)]
+    checkpoint_dir: Annotated[str, doc("Folder for checkpoints, with one `step_N` folder each.", min_length=1)]
     metric_name: Annotated[
         str | None,
         doc(
-            "Metric that ranks checkpoints, such as `val:accuracy` or `train:reward_mean`; null ranks them by "
-            "step, so that the newest are kept."
+            "Metric that ranks checkpoints, such as `val:accuracy` or `train:reward_mean`; null ranks by step, so "
+            "the newest are kept."
         ),
     ]
-    higher_is_better: Annotated[bool, doc("Whether a greater metric is the better one.")]
+    higher_is_better: Annotated[bool, doc("Whether a higher metric is better.")]
     keep_top_k: Annotated[
         int | None,
         doc(
-            "Number of best checkpoints that stay on disk, in addition to the newest and the newest that has "
-            "the optimizer; null keeps all.",
+            "Number of best checkpoints to keep, in addition to the newest and the newest with the optimizer; null "
+            "keeps all.",
             ge=1,
         ),
     ]
-    save_period: Annotated[int, doc("Steps from one checkpoint to the next.", ge=1)]
-    save_optimizer: Annotated[bool, doc("Save the optimizer too. Without it a run can be used but not continued.")]
+    save_period: Annotated[int, doc("Steps between checkpoints.", ge=1)]
+    save_optimizer: Annotated[
+        bool,
+        doc("Also save the optimizer. Without it, a checkpoint can be used but training cannot be resumed from it."),
+    ]
     save_consolidated: Annotated[
-        bool, doc("Also write a Hugging Face folder `hf` into each checkpoint, which transformers and vLLM load.")
+        bool, doc("Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load.")
     ]
     async_save: Annotated[
         bool,
         doc(
-            "Write to disk while training goes on. What is on the GPU is copied into host memory first; where that "
-            "is not free, the run waits for the disk and logs a warning. What is on the host already is written from "
-            "there, and the next optimizer step waits until it has been."
+            "Write to disk while training continues. State on the GPU is first copied to host memory; if there is "
+            "no room, the run waits for the disk and logs a warning. Offloaded state is written from its host copy, "
+            "and the next optimizer step waits for that write."
         ),
     ]
     checkpoint_must_save_by: Annotated[
         str | None,
         doc(
-            "For machines that are lent for a time: days:hours:minutes:seconds after the first step begins, such as "
-            "00:03:45:00. Before a step that could end later the run saves and ends; started again, it goes on. null "
-            "for no limit."
+            "For machines with a time limit: days:hours:minutes:seconds after the first step begins, such as "
+            "00:03:45:00. The run saves and ends before a step that could end later; when started again, it "
+            "continues. null for no limit."
         ),
     ]
