@@ -49,7 +49,7 @@ class MathProblemsConfig(PublishedKeys):
         Literal["DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "MATH-500"],
         doc("Selects this data set."),
     ]
-    repeat: Annotated[int, doc("Number of times that all rows are repeated in sequence; if omitted: 1.", ge=1)] = 1
+    repeat: Annotated[int, doc("Number of copies of all rows, one after the other; if omitted: 1.", ge=1)] = 1
 
 
 @section

@@ -47,7 +47,7 @@ class PrometheusConfig:
         str,
         doc(
             "Address to listen on. Any address other than this machine's own, 127.0.0.1, needs a token in the "
-            "environment variable `NEMO_OFFLOAD_RL_TOKEN`, which the server sends as `Authorization: Bearer TOKEN`.",
+            "environment variable `NEMO_OFFLOAD_RL_TOKEN`; Prometheus sends it as `Authorization: Bearer TOKEN`.",
             min_length=1,
         ),
     ]
