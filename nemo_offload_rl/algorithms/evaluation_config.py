@@ -27,7 +27,7 @@ class EvalSectionConfig:
         bool, doc("Also generate one greedy response per prompt, for `accuracy_greedy`, if the others are sampled.")
     ]
     max_samples: Annotated[
-        int | None, doc("Maximum number of prompts, taken from each data set in turn; null for all.", ge=1)
+        int | None, doc("Maximum number of prompts, taken in order from each data set in turn; null for all.", ge=1)
     ]
     seed: Annotated[int, doc("Seed for sampling.", ge=0)]
     save_path: Annotated[
