@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,24 @@ def run_variant(model: Path, variant: str, arguments: argparse.Namespace) -> dic
     return _or_out_of_memory(run_trl, model, *sizes, changes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def peer_parser(description: str | None, variants: Sequence[str], timeout_s: float) -> argparse.ArgumentParser:
+    """The command line of a peer's run on this work."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8B", choices=list(SHAPES))
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=list(variants), choices=list(variants))
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=8, help="responses")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--engine-share", type=float, default=0.2, help="of the GPU, for vLLM")
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="for each variant")
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="for each variant")
     parser.add_argument("--json", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = peer_parser(__doc__, list(VARIANTS), 240.0)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

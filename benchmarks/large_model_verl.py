@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo"))
-from qwen3_shapes import SHAPES
+from large_model_trl import peer_parser
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 VARIANTS: dict[str, Sequence[str]] = {
@@ -166,18 +166,8 @@ def run_variant(folder: Path, arguments: argparse.Namespace, variant: str) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8B", choices=list(SHAPES))
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=8, help="responses")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--engine-share", type=float, default=0.2, help="of the GPU, for vLLM")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for each variant")
+    parser = peer_parser(__doc__, list(VARIANTS), 300.0)
     parser.add_argument("--dir", type=Path, help="folder of the model and the runs; a temporary one without it")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--print-config", action="store_true")
     arguments = parser.parse_args()
     from grpo_gpu import machine
