@@ -6,9 +6,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,34 +17,26 @@ from torch import Tensor
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.groups import StorageRecord, unique_storages
-from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES, HostAllowance, HostArena, aligned
+from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena
 from nemo_offload_rl.residency.host_limits import lockable_bytes
 from nemo_offload_rl.residency.host_regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.leftovers import Leftover, find_kept_blocks, find_leftovers
+from nemo_offload_rl.residency.pieces import (
+    CHUNK_BYTES,
+    STAGING_BYTES,
+    Piece,
+    end_of_cuda_allocation,
+    pieces_of,
+    single,
+)
 
 logger = logging.getLogger(__name__)
 
-STAGED_BELOW_BYTES = 4 << 20  # a copy of its own loses bandwidth below this size
-STAGING_BYTES = 32 << 20
-# An event about every 1.2 ms of the link: memory is released, or a layer begun, at most that much late.
-CHUNK_BYTES = 64 << 20
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
 # from pages of their own.
 BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Copies that cross the link in one go: a large one alone, or neighbours in host memory through staging."""
-
-    copies: tuple[Copy, ...]
-    host: Tensor
-
-    @property
-    def staged(self) -> bool:
-        return len(self.copies) > 1
 
 
 class CudaTransfer:
@@ -60,7 +51,7 @@ class CudaTransfer:
         self._num_passed = 0
         self._started.record(stream)
 
-    def add(self, piece: _Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """Count copies that were put on the stream."""
         self._num_copies += len(piece.copies)
         self.num_bytes += sum(copy.host.numel() for copy in piece.copies)
@@ -302,7 +293,7 @@ class CudaDevice:
         unmarked_bytes = 0
         try:
             with torch.cuda.stream(stream):
-                pieces = pieces_of(copies) if stream in self._staging else (_Piece((it,), it.host) for it in copies)
+                pieces = pieces_of(copies, end_of_cuda_allocation) if stream in self._staging else map(single, copies)
                 for piece in pieces:
                     self._cross(piece, stream, to_host)
                     transfer.add(piece)
@@ -317,11 +308,13 @@ class CudaDevice:
             transfer.mark()
         return transfer
 
-    def _cross(self, piece: _Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
+    def _cross(self, piece: Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
         """One piece on the present (side) stream. Staging is reused by the next piece: the stream keeps the order."""
-        if not piece.staged:
-            device = piece.copies[0].device
-            (piece.host if to_host else device).copy_(device if to_host else piece.host, non_blocking=True)
+        if piece.device is not None:
+            if to_host:
+                piece.host.copy_(piece.device, non_blocking=True)
+            else:
+                piece.device.copy_(piece.host, non_blocking=True)
             return
         staging = self._staging[stream][: piece.host.numel()]
         base = piece.host.data_ptr()
@@ -358,40 +351,6 @@ def uncached_free_bytes(device: torch.device) -> int:
         return free_bytes
     # torch refuses more than that, though it is free.
     return min(free_bytes, max(0, int(share * total_bytes) - torch.cuda.memory_reserved(device)))
-
-
-def pieces_of(copies: Iterable[Copy]) -> Iterator[_Piece]:
-    """Join small copies that lie side by side in host memory, in order, into pieces of at most the staging size."""
-    run: list[Copy] = []
-    for copy in copies:
-        if run and not (_is_small(copy) and _follows(run, copy)):
-            yield _joined(run)
-            run = []
-        if _is_small(copy):
-            run.append(copy)
-        else:
-            yield _Piece((copy,), copy.host)
-    if run:
-        yield _joined(run)
-
-
-def _is_small(copy: Copy) -> bool:
-    return copy.host.numel() < STAGED_BELOW_BYTES
-
-
-def _follows(run: Sequence[Copy], copy: Copy) -> bool:
-    last = run[-1].host
-    same_memory = last.untyped_storage().data_ptr() == copy.host.untyped_storage().data_ptr()
-    gap = copy.host.data_ptr() - (last.data_ptr() + aligned(last.numel()))
-    span = copy.host.data_ptr() + copy.host.numel() - run[0].host.data_ptr()
-    return same_memory and 0 <= gap < ALIGNMENT_BYTES and span <= STAGING_BYTES
-
-
-def _joined(run: Sequence[Copy]) -> _Piece:
-    first, last = run[0].host, run[-1].host
-    num_bytes = last.data_ptr() + last.numel() - first.data_ptr()
-    host = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), first.storage_offset(), (num_bytes,), (1,))
-    return _Piece(tuple(run), host)
 
 
 def _splits_are_limited() -> bool:

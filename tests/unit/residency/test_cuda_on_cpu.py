@@ -22,6 +22,7 @@ from nemo_offload_rl.residency import (
     cuda,
     host_regions,
     ledger,
+    pieces,
 )
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
@@ -43,7 +44,7 @@ VARIANTS = {
 @pytest.mark.parametrize("staged_below", [0, 200, 4 << 20], ids=["alone", "mixed", "staged"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatch, variant, staged_below):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", staged_below)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", staged_below)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 512)
     runtime = FakeRuntime()
     read_dtype = torch.bfloat16 if "layered" in VARIANTS[variant] else torch.float32
@@ -73,7 +74,7 @@ def test_late_copies_through_streams_staging_and_events_change_no_bit(monkeypatc
 
 @pytest.mark.parametrize("room", [0, 3, 20])
 def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypatch, room):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     held = PartsTraining(device)
     monkeypatch.setattr(
@@ -105,7 +106,7 @@ def make_copies(arena, sizes):
 
 
 def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypatch):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = device.new_arena(True, HostAllowance())
@@ -122,6 +123,25 @@ def test_memory_can_be_released_chunk_by_chunk_while_later_copies_wait(monkeypat
     assert transfer.seconds() == pytest.approx(4e-3)
     for index, copy in enumerate(copies):
         assert torch.equal(copy.host, torch.full_like(copy.host, index))
+
+
+def test_neighbours_on_both_sides_cross_in_one_copy_and_each_counts_as_one(monkeypatch):
+    device = make_cuda_device(monkeypatch, FakeRuntime())
+    monkeypatch.setattr(cuda, "end_of_cuda_allocation", lambda address: address + (1 << 30))
+    arena = device.new_arena(True, HostAllowance())
+    arena.reserve(8192)
+    memory = torch.arange(4096).to(torch.uint8)
+    copies = [Copy(memory[i : i + 500], arena.alloc(500, "test").buffer) for i in range(0, 4096, 512)]
+    transfer = device.copy_out(copies)
+    assert len(device._out.queue) == 1
+    transfer.wait_host()
+    assert (transfer.num_finished(), transfer.num_bytes) == (8, 4000)
+    before = memory.clone()
+    memory.zero_()
+    device.copy_in(copies).wait_host()
+    assert len(device._in.queue) == 1
+    for index, copy in enumerate(copies):
+        assert torch.equal(copy.device, before[512 * index : 512 * index + 500])
 
 
 def test_copies_in_follow_copies_out_whose_memory_they_use_again_and_ask_for_no_new_block(monkeypatch):
@@ -177,7 +197,7 @@ def test_what_was_waited_for_on_the_device_is_exposed_and_what_was_not_is_hidden
 
 
 def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_wait_exposes_is_summed(monkeypatch):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 2000)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     arena = device.new_arena(True, HostAllowance())
@@ -199,7 +219,7 @@ def test_the_first_copies_can_be_waited_for_while_later_ones_wait_and_what_each_
 
 
 def test_what_layers_wait_for_is_charged_to_the_phase_that_brought_them_once_the_last_has_run(monkeypatch):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     monkeypatch.setattr(cuda, "CHUNK_BYTES", 1)
     monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # what `enter` takes the host
     device = make_cuda_device(monkeypatch, FakeRuntime())

@@ -20,9 +20,9 @@ from nemo_offload_rl.residency import (
     HostArena,
     Phase,
     ResidencyError,
-    cuda,
     disk_copy,
     disk_problem,
+    pieces,
     staging_bytes,
 )
 from nemo_offload_rl.residency.device import Room
@@ -151,7 +151,7 @@ def test_parameters_without_a_host_copy_have_the_reference_beside_them_or_are_re
 
 @pytest.mark.parametrize("staged_below", [0, 4 << 20], ids=["alone", "staged"])
 def test_copies_through_streams_from_two_threads_change_no_bit(tmp_path, monkeypatch, staged_below):
-    monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", staged_below)
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", staged_below)
     monkeypatch.setattr(disk_copy, "PIECE_BYTES", 512)
     runtime = FakeRuntime()
     device = make_cuda_device(monkeypatch, runtime)

@@ -21,6 +21,7 @@ from nemo_offload_rl.residency import (
     TransitionReport,
     cuda,
     ledger,
+    pieces,
     resolve_plan,
 )
 from nemo_offload_rl.residency.device import Copy
@@ -39,7 +40,7 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = make_cuda_device(monkeypatch, FakeRuntime())
-        monkeypatch.setattr(cuda, "STAGED_BELOW_BYTES", 0)
+        monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
         self._arena = self.device.new_arena(True, HostAllowance())
         self._arena.reserve(1 << 20)
         self.stream = torch.cuda.current_stream()
