@@ -98,5 +98,7 @@ def megatron_on_cpu() -> Iterator[None]:
                     stack.enter_context(patch.object(module, name, answer))
         distributed = torch.distributed
         stack.enter_context(patch.object(distributed, "all_to_all_single", _with_lists(distributed.all_to_all_single)))
+        # Megatron-core compiles small functions, for which a CPU's compiler takes seconds each.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaMeansCpu())
         yield
