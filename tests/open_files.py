@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
 def open_files(folder: Path) -> list[Path]:
     """Descriptors whose files are, or were, in a folder."""
-    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [path for path in descriptors if os.readlink(path).startswith(str(folder))]
+    return [path for path, target in _descriptors() if target.startswith(str(folder))]
+
+
+def _descriptors() -> Iterator[tuple[Path, str]]:
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # another thread has closed it since it was listed, as the listing itself is
+            yield path, os.readlink(path)
