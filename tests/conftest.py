@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Before torch is imported: processes of tests side by side, each with a thread for every core, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # while libraries are imported, of which nothing is garbage
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,10 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
 
 
-def pytest_collection_finish() -> None:
-    """Libraries are imported: what they keep is not looked through in every collection."""
+@pytest.fixture(scope="module", autouse=True)
+def collects_only_what_a_module_makes() -> None:
+    """Libraries, and what the session's fixtures keep, are not looked through in every collection.
+
+    Nor is there a collection for every 700 objects. Tests of workers collect when one has ended.
+    """
+    gc.set_threshold(50_000, 20, 20)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
