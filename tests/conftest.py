@@ -9,7 +9,6 @@ from pathlib import Path
 
 # Before torch is imported: processes of tests side by side, each with a thread for every core, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # while libraries are imported, of which nothing is garbage
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, names in MARKED.items():
             if any(item.path.is_relative_to(TESTS / name) for name in names):
                 item.add_marker(marker)
+
+
+def pytest_configure() -> None:
+    """Modules of tests import libraries, of which nothing is garbage."""
+    gc.disable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,6 +42,7 @@ def context(*, with_vllm: bool = False) -> ForkServerContext:
         "FORKED_IMPORTS": "vllm" if with_vllm and has_vllm_for_cpus() else "",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",  # read as torch is loaded: threads of a forked process would spin
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process that forks has one thread
     }
     with patch.dict(os.environ, variables):

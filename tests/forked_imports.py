@@ -35,6 +35,8 @@ OF_VLLM = (
     "vllm.v1.worker.cpu_worker",
 )
 
+gc.disable()
+
 # Ray is imported after the fork: its library reads the environment then, such as the job that a worker is for.
 sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]
 with warnings.catch_warnings(action="ignore"):
@@ -46,3 +48,5 @@ del sys.modules["ray"]
 # What is here already stays: a collection in a process that is forked from this one would go through it, and copy it.
 gc.collect()
 gc.freeze()
+gc.set_threshold(50_000, 20, 20)
+gc.enable()
