@@ -1,8 +1,8 @@
 """What crosses the link to and from a GPU in one copy.
 
 A copy of its own for each storage is slow twice over. Small ones lose bandwidth. And a stream takes about a thousand
-copies; the host waits in the next call until the first have finished. On an H200 it took 1.1 s to start loading the 4,900
-states of a mixture of experts, about as long as their copies take.
+copies; the host waits in the next call until the first have finished. On an H200 it took 1.1 s to start loading the
+4,900 states of a mixture of experts, about as long as their copies take.
 """
 
 from __future__ import annotations
