@@ -49,4 +49,5 @@ del sys.modules["ray"]
 gc.collect()
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
+gc.unfreeze = lambda: None  # vLLM's engines do it as they end, and collect three times then: 2 s
 gc.enable()

@@ -134,9 +134,9 @@ def test_ranks_get_all_that_they_need_or_all_hear_of_the_same_limit(ranks):
 
 def test_resident_size_grows_with_touched_memory():
     before = resident_bytes()
-    block = bytearray(b"x" * (64 << 20))
-    assert resident_bytes() - before > 48 << 20
-    assert len(block) == 64 << 20
+    block = bytearray(b"x" * (256 << 20))
+    assert resident_bytes() - before > 128 << 20  # the system may take some of what is idle meanwhile
+    assert len(block) == 256 << 20
     assert available_bytes() > 0
 
 
