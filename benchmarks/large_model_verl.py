@@ -98,6 +98,7 @@ def overrides(folder: Path, arguments: argparse.Namespace, variant: str) -> list
         f"{REF}.log_prob_micro_batch_size_per_gpu={arguments.micro_batch}",
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.n={arguments.group}",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"{ROLLOUT}.ignore_eos=True",
         f"{ROLLOUT}.gpu_memory_utilization={share}",
         f"{ROLLOUT}.free_cache_engine=True",

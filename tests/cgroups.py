@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from nemo_offload_rl.residency import host_limits
+from nemo_offload_rl.utils import ray_memory
 
 NAME = "nemo_offload_rl_test"
 VERSIONS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -78,7 +79,7 @@ def joined(cgroup: OwnCgroup, fallback: Path) -> Iterator[None]:
     procs = cgroup.folder / "cgroup.procs"
     if not procs.exists():
         fake = partial(host_limits.read_host_limits, fallback / "proc")
-        with patch.object(host_limits, "read_host_limits", fake):
+        with patch.object(host_limits, "read_host_limits", fake), patch.object(ray_memory, "read_host_limits", fake):
             yield
         return
     procs.write_text(str(os.getpid()))

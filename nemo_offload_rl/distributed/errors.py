@@ -7,6 +7,7 @@ import re
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.errors import WorkerDiedError
+from nemo_offload_rl.utils.ray_memory import killed_by_monitor
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:
@@ -30,7 +31,8 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
         cause.add_note(f"Raised in {worker}, {method}:\n{_without_colours(str(error)).strip()}")
         return cause
     if isinstance(error, RayActorError | OutOfMemoryError):
-        return WorkerDiedError(f"{worker} died during {method}: {_one_line_cause(str(error))}")
+        text = str(error)
+        return WorkerDiedError(f"{worker} died during {method}: {killed_by_monitor(text) or _one_line_cause(text)}")
     return error
 
 

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.ray_memory import as_started_here
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,7 @@ def _init_ray(settings: ClusterConfig, log_to_driver: bool) -> None:
         return
     if settings.device_type == "cpu":
         common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
+    os.environ.update(as_started_here())
     # "local": never another user's cluster on this machine.
     ray.init(address="local", include_dashboard=False, **common)
 

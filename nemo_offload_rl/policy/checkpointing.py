@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
+from nemo_offload_rl.utils.ray_memory import host_limits
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class CheckpointSaver:
 
     def _has_room(self, missing_bytes: int) -> bool:
         """Whether the ranks of this host can all copy what of their state residency has no host copy of."""
-        verdict = reserve_host_memory({"copies for a save": missing_bytes})
+        verdict = reserve_host_memory({"copies for a save": missing_bytes}, host_limits())
         if isinstance(verdict, HostShare):
             return True
         logger.warning(

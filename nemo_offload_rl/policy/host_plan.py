@@ -29,11 +29,11 @@ from nemo_offload_rl.residency import (
     ResidencySettings,
     choose_resident,
     judge_host_memory,
-    read_host_limits,
     reserve_host_memory,
     resolve_plan,
     staging_bytes,
 )
+from nemo_offload_rl.utils.ray_memory import as_started_here, host_limits
 
 _GIB = 2**30
 # CUDA contexts and communication buffers of both processes, fragmentation.
@@ -131,7 +131,7 @@ def claim_host_memory(need: HostNeed) -> int:
     """
     if need.settings.host_memory_budget_gib is not None:
         return _within_budget(need, need.settings.host_memory_budget_gib)
-    return _granted(need, reserve_host_memory(need.parts()))
+    return _granted(need, reserve_host_memory(need.parts(), host_limits()))
 
 
 def foresee_host_memory(need: HostNeed, num_workers: int) -> None:
@@ -147,7 +147,7 @@ def foresee_host_memory(need: HostNeed, num_workers: int) -> None:
     if need.settings.host_memory_budget_gib is not None:
         _within_budget(need, need.settings.host_memory_budget_gib)
         return
-    shared = [limit for limit in read_host_limits() if not limit.name.startswith("RLIMIT")]
+    shared = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
     _granted(need, judge_host_memory([(shared, need.parts())] * num_workers, 0))
 
 

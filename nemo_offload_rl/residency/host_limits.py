@@ -30,11 +30,13 @@ class HostLimit:
         scope: Equal for processes that share the bound, on whatever host they are.
         name: For messages: `MemAvailable`, a file of a cgroup, or a resource limit.
         left_bytes: What these processes together may still take.
+        whole_bytes: What they could take if they had nothing yet.
     """
 
     scope: str
     name: str
     left_bytes: int
+    whole_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
         proc: Where the kernel's files are.
     """
     machine = _machine_id(proc)
-    limits = [HostLimit(f"{machine} memory", "MemAvailable", _meminfo_bytes(proc, "MemAvailable"))]
+    available, total = (_meminfo_bytes(proc, name) for name in ("MemAvailable", "MemTotal"))
+    limits = [HostLimit(f"{machine} memory", "MemAvailable", available, total)]
     for folder in _cgroup_folders(proc):
         for maximum, current, cache in _CGROUP_FILES:
             limit, used = _read_number(folder / maximum), _read_number(folder / current)
@@ -99,7 +102,7 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
                 left = limit - max(0, used - _table(folder / "memory.stat").get(cache, 0))
                 # The file's identity: processes may see the same cgroup under different paths.
                 scope = f"{machine} cgroup {folder.stat().st_dev}:{folder.stat().st_ino} {maximum}"
-                limits.append(HostLimit(scope, str(folder / maximum), max(0, left)))
+                limits.append(HostLimit(scope, str(folder / maximum), max(0, left), limit))
     sizes = _table(proc / "self/status")
     for name, kind, used in (
         ("RLIMIT_AS (ulimit -v)", resource.RLIMIT_AS, "VmSize:"),
@@ -108,7 +111,7 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
         soft_limit, _ = resource.getrlimit(kind)
         if soft_limit != resource.RLIM_INFINITY and used in sizes:
             left = soft_limit - 1024 * sizes[used]
-            limits.append(HostLimit(f"{machine} process {os.getpid()} {name}", name, max(0, left)))
+            limits.append(HostLimit(f"{machine} process {os.getpid()} {name}", name, max(0, left), soft_limit))
     return tuple(limits)
 
 

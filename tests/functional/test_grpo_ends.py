@@ -7,6 +7,8 @@ import signal
 
 import psutil
 
+from nemo_offload_rl.utils.ray_memory import THRESHOLD, as_started_here
+
 TIMEOUT_S = 60
 
 
@@ -33,6 +35,8 @@ def test_ctrl_c_ends_the_run_as_interrupted(start_endless_grpo, joined):
 def test_sigterm_to_every_process_of_the_run_at_once_ends_it_without_waiting_for_rays_daemons(start_endless_grpo):
     run = start_endless_grpo()
     run.wait_for_step(2)
+    (daemon,) = (child for child in run.children if child.name() == "raylet")
+    assert daemon.environ()[THRESHOLD] == as_started_here()[THRESHOLD]
     os.killpg(run.script.pid, signal.SIGTERM)
     status, _, alive = run.wait(20)
     assert status != 0

@@ -37,7 +37,7 @@ def load(monkeypatch):
     ):
         gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
         monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
-        monkeypatch.setattr(host_plan, "read_host_limits", lambda: [HostLimit("host", "MemAvailable", HOST_BYTES)])
+        monkeypatch.setattr(host_plan, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
         monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, parameters, 1, 1))
         return load_grpo_config(path, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 

@@ -227,9 +227,9 @@ def test_a_save_in_the_background_asks_for_all_that_it_copies_and_once_for_what_
         device.others = frozenset(storage_key(local_tensor(state).untyped_storage()) for state in states)
         reserve, reserved = checkpointing.reserve_host_memory, []
 
-        def noticing(parts):
+        def noticing(parts, limits):
             reserved.append(sum(parts.values()))
-            return reserve(parts)
+            return reserve(parts, limits)
 
         monkeypatch.setattr(checkpointing, "reserve_host_memory", noticing)
         for number in range(2):

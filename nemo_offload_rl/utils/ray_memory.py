@@ -1,0 +1,78 @@
+"""Ray's memory monitor: it kills a worker once its host uses more than a share of its memory.
+
+Source: `src/ray/common/threshold_memory_monitor.cc` and "Out-Of-Memory Prevention" in Ray's documentation (2.60).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from nemo_offload_rl.residency import HostLimit, memory_total_bytes, read_host_limits
+
+THRESHOLD = "RAY_memory_usage_threshold"
+_REFRESH = "RAY_memory_monitor_refresh_ms"
+_DEFAULT_THRESHOLD = 0.95
+# What a Ray that starts here leaves free, where that is less than its default.
+_FREE_BYTES = 3 * 2**30
+_MACHINE = "MemAvailable"
+# The files of a container's limit that the monitor reads, of either version of cgroups.
+_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_KILLED = re.compile(r"Memory usage (\d+)B exceeded threshold of (\d+)B \((\S+)% of (\d+)B limit\)")
+
+
+def as_started_here(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a Ray that starts on this machine: only 3 GiB have to stay free, if that is less than 5 %.
+
+    A run knows what it will take before it starts, and 5 % of a host of 1 TiB are 51 GiB. A threshold that is set
+    already stays.
+    """
+    threshold = max(_DEFAULT_THRESHOLD, 1 - _FREE_BYTES / memory_total_bytes())
+    return {THRESHOLD: f"{threshold:.4f}", **environment}
+
+
+def host_limits(environment: Mapping[str, str] = os.environ) -> tuple[HostLimit, ...]:
+    """`read_host_limits`, with what Ray's monitor leaves.
+
+    Args:
+        environment: Of Ray's daemon on this host; its workers inherit it.
+    """
+    if environment.get(_REFRESH, "").strip() == "0":
+        return read_host_limits()
+    try:
+        threshold = float(environment.get(THRESHOLD, _DEFAULT_THRESHOLD))
+    except ValueError:
+        threshold = _DEFAULT_THRESHOLD
+    return watched(read_host_limits(), threshold)
+
+
+def watched(limits: Sequence[HostLimit], threshold: float) -> tuple[HostLimit, ...]:
+    """Lower the limit that the monitor watches, of the machine or of a smaller container, to where it kills.
+
+    Args:
+        limits: Of a process.
+        threshold: Share of the whole that may be in use.
+    """
+    candidates = [limit for limit in limits if limit.name == _MACHINE or limit.name in _CONTAINER]
+    if not candidates:
+        return tuple(limits)
+    chosen = min(candidates, key=lambda limit: limit.whole_bytes)
+    left_bytes = chosen.left_bytes - int((1 - threshold) * chosen.whole_bytes)
+    name = f"Ray's memory monitor ({THRESHOLD}={threshold:g})"
+    lowered = replace(chosen, name=name, left_bytes=max(0, left_bytes))
+    return tuple(lowered if limit is chosen else limit for limit in limits)
+
+
+def killed_by_monitor(text: str) -> str | None:
+    """Ray's report on a worker that the monitor killed, as one line; None for any other text."""
+    found = _KILLED.search(text)
+    if found is None:
+        return None
+    used, allowed, whole = (int(found.group(group)) / 2**30 for group in (1, 2, 4))
+    return (
+        f"Ray's memory monitor killed it, because {used:.2f} of {whole:.2f} GiB of its host's memory were in use, and "
+        f"{THRESHOLD} allows {allowed:.2f} ({found.group(3)} %). Keep less in host memory (docs/guides/memory.md), or "
+        f"set {THRESHOLD} higher where Ray starts"
+    )
