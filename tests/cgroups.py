@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from nemo_offload_rl.policy import ray_memory
 from nemo_offload_rl.residency import host_limits
-from nemo_offload_rl.utils import ray_memory
 
 NAME = "nemo_offload_rl_test"
 VERSIONS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))

@@ -7,7 +7,7 @@ import re
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.errors import WorkerDiedError
-from nemo_offload_rl.utils.ray_memory import killed_by_monitor
+from nemo_offload_rl.policy.ray_memory import killed_by_monitor
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.ray_memory import as_started_here
+from nemo_offload_rl.policy.ray_memory import as_started_here
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)

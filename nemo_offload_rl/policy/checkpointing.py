@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.policy.ray_memory import host_limits
 from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
-from nemo_offload_rl.utils.ray_memory import host_limits
 
 logger = logging.getLogger(__name__)
 

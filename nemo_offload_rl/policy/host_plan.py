@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.ray_memory import as_started_here, host_limits
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
     BASE,
@@ -33,7 +34,6 @@ from nemo_offload_rl.residency import (
     resolve_plan,
     staging_bytes,
 )
-from nemo_offload_rl.utils.ray_memory import as_started_here, host_limits
 
 _GIB = 2**30
 # CUDA contexts and communication buffers of both processes, fragmentation.

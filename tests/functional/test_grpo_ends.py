@@ -7,7 +7,7 @@ import signal
 
 import psutil
 
-from nemo_offload_rl.utils.ray_memory import THRESHOLD, as_started_here
+from nemo_offload_rl.policy.ray_memory import THRESHOLD, as_started_here
 
 TIMEOUT_S = 60
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm import _custom_ops
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -24,6 +27,17 @@ class RefitCpuWorker(CPUWorker):
     Attention sinks (gpt-oss) may be of any type, where vLLM's kernel takes bfloat16 alone: it gets them rounded. Rotary
     embeddings reach every head of queries that come as [tokens, heads, size] (DeepSeek-V3), where its kernel sees one.
     """
+
+    def init_device(self) -> None:
+        """Start as vLLM does, and unlink the shared memory of its groups once all workers have mapped it.
+
+        vLLM itself leaves the files of a killed engine in /dev/shm, named by a port. An engine that gets the same port
+        later cannot start (vLLM 0.25.1).
+        """
+        super().init_device()
+        dist.barrier()
+        for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, with packed weights off in this process from here on."""
