@@ -41,6 +41,14 @@ class TwoArgumentError(Exception):
         self.code = code
 
 
+def remember(greeting: str, **others: object) -> None:
+    os.environ["LOADED_FOR"] = greeting
+
+
+def hang(**others: object) -> None:
+    time.sleep(600)
+
+
 class EchoWorker:
     """Does what tests need a worker to do."""
 

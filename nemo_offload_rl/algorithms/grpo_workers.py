@@ -1,7 +1,8 @@
 """The processes of a run with rollouts: policy workers and engines, on the same devices or each on their own.
 
 The order where devices are shared: the engines start first, while the devices are empty (vLLM measures what it may
-take), and go to sleep; the policy is built into what is free and leaves the devices; the first refit wakes the engines.
+take), and go to sleep, while the policy's processes import their libraries; the policy is built into what is free and
+leaves the devices; the first refit wakes the engines.
 Engines that start again find the devices left by the policy, as in every generation, and sleep until the next refit.
 """
 
@@ -144,11 +145,15 @@ def grpo_workers(
             cluster = stack.enter_context(session)
         engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
         engine = RayGenerationEngine(engine_cluster, config.engine)
-        if colocated and config.cluster.device_type == "cuda":
+
+        def wait_for_engine() -> None:
             with timer.phase("engine"):
                 engine.wait_until_ready()
                 engine.finish_generation(discard_weights=True)
-        policy = start_policy(cluster, config.worker, keep_reference, teacher)
+
+        shares_gpus = colocated and config.cluster.device_type == "cuda"
+        wait = wait_for_engine if shares_gpus else None
+        policy = start_policy(cluster, config.worker, keep_reference, teacher, wait)
         yield GrpoWorkers(policy, engine, config.policy.generation, cluster, timer)
 
 

@@ -58,6 +58,10 @@ class HostedWorker:
         """Where this worker runs."""
         return WorkerLocation(ray.get_runtime_context().get_node_id(), os.getpid(), os.readlink("/proc/self/fd/2"))
 
+    def load(self, function: str, kwargs: Mapping[str, Any]) -> None:
+        """Import what the worker will need, before it is built."""
+        import_factory(function)(**kwargs)
+
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""
         self._worker = import_factory(factory)(**kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
@@ -12,7 +13,11 @@ from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 
 
 def start_policy(
-    cluster: VirtualCluster, settings: PolicySettings, keep_reference: bool, teacher: TeacherSettings | None = None
+    cluster: VirtualCluster,
+    settings: PolicySettings,
+    keep_reference: bool,
+    teacher: TeacherSettings | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> Policy:
     """One policy worker in every slot of the cluster, behind the driver's facade. The workers start while this returns.
 
@@ -21,6 +26,7 @@ def start_policy(
         settings: The policy.
         keep_reference: Keep the initial parameters for reference logprobs.
         teacher: A frozen model of its own in each worker.
+        wait: Called while the workers import their libraries; they take no memory of a device before it has returned.
     """
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
@@ -37,11 +43,15 @@ def start_policy(
     spec = WorkerSpec(
         name="policy",
         factory="nemo_offload_rl.policy.worker:PolicyWorker",
+        libraries="nemo_offload_rl.policy.backends.factory:import_backend",
         kwargs={"settings": settings, "keep_reference": keep_reference, "teacher": teacher},
         per_rank_kwargs=[{"process": process} for process in processes],
         env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),
     )
-    group = RayWorkerGroup(cluster, spec)
+    group = RayWorkerGroup(cluster, spec, builds=wait is None)
+    if wait is not None:
+        wait()
+        group.build()
     return Policy(group, settings, teacher)
 
 

@@ -1,6 +1,7 @@
 """All ranks of one kind of worker as Ray actors, behind `WorkerGroup`.
 
-1. The constructor starts one actor in each slot and begins to build the workers, all at once; it does not wait.
+1. The constructor starts one actor in each slot, and it or `build` begins to build the workers, all at once; neither
+   waits.
 2. The first call (or `wait_until_ready`) waits for them and raises what went wrong.
 3. A call fails with the first error of any rank, without waiting for ranks that hang because of it.
 4. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.
@@ -45,6 +46,8 @@ class WorkerSpec:
     Attributes:
         name: For messages, such as "policy" or "vllm".
         factory: `"package.module:Class"`, imported in the worker's process.
+        libraries: `"package.module:function"`, called with `kwargs` in the process as soon as it runs, to import what
+            the class needs: it may have to wait for `build`. What it raises is not told; the class meets it again.
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
         env_vars: Set in the worker's process before anything is imported; they win over the rendezvous variables.
@@ -55,6 +58,7 @@ class WorkerSpec:
 
     name: str
     factory: str
+    libraries: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     per_rank_kwargs: Sequence[Mapping[str, Any]] = ()
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -80,9 +84,10 @@ class RayWorkerGroup:
     Args:
         cluster: Where the workers live; its end is theirs.
         spec: What they are.
+        builds: Build the workers at once; else `build` says when.
     """
 
-    def __init__(self, cluster: VirtualCluster, spec: WorkerSpec) -> None:
+    def __init__(self, cluster: VirtualCluster, spec: WorkerSpec, *, builds: bool = True) -> None:
         self._spec = spec
         span = spec.slots_per_worker
         num_workers = cluster.world_size // span if spec.num_workers is None else spec.num_workers
@@ -106,14 +111,24 @@ class RayWorkerGroup:
             options["max_concurrency"] = spec.max_concurrency
             self._actors.append(WorkerActor.options(**options).remote())
         self._location_refs = [actor.location.remote() for actor in self._actors]
-        extra = spec.per_rank_kwargs or ({},) * num_workers
-        refs = tuple(
-            actor.build.remote(spec.factory, {**spec.kwargs, **extra[rank]}) for rank, actor in enumerate(self._actors)
-        )
+        if spec.libraries is not None:
+            for actor in self._actors:
+                actor.load.remote(spec.libraries, spec.kwargs)
         self._raised: list[BaseException] = []
         # A call that was interrupted, or failed on some ranks only, may still run on others.
         self._unfinished: set[PendingCall] = set()
-        self._building: PendingCall | None = PendingCall("build", refs)
+        self._building: PendingCall | None = PendingCall("build", ())  # not begun: nothing to close either
+        if builds:
+            self.build()
+
+    def build(self) -> None:
+        """Begin to build the workers, once."""
+        extra = self._spec.per_rank_kwargs or ({},) * len(self._actors)
+        refs = tuple(
+            actor.build.remote(self._spec.factory, {**self._spec.kwargs, **extra[rank]})
+            for rank, actor in enumerate(self._actors)
+        )
+        self._building = PendingCall("build", refs)
 
     @property
     def world_size(self) -> int:

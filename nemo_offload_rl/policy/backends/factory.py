@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 
 from nemo_offload_rl.errors import ConfigError
@@ -51,6 +54,22 @@ def check_model(settings: PolicySettings) -> None:
         problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)
         if problem is not None:
             raise ConfigError(problem)
+
+
+def import_backend(settings: PolicySettings, **others: Any) -> None:
+    """Import the backend's libraries, which takes many seconds from a cold disk.
+
+    Of a device it takes at most the context that Transformer Engine may make.
+
+    Args:
+        settings: The policy.
+        others: What else a worker is made of.
+    """
+    if isinstance(settings.backend, MegatronConfig):
+        load_engine(settings)
+        importlib.import_module("nemo_offload_rl.policy.backends.megatron.backend")
+    else:
+        importlib.import_module("nemo_offload_rl.policy.backends.dtensor.backend")
 
 
 def build_backend(settings: PolicySettings, process: ProcessInfo) -> PolicyBackend:

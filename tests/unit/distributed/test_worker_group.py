@@ -19,7 +19,9 @@ ECHO = "echo_workers:EchoWorker"
 
 @pytest.fixture(scope="module")
 def group(cluster: VirtualCluster) -> Iterator[RayWorkerGroup]:
-    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:remember", kwargs={"greeting": "hi"})
+    workers = RayWorkerGroup(cluster, spec, builds=False)
+    workers.build()
     yield workers
     workers.shutdown()
 
@@ -38,6 +40,18 @@ def test_workers_find_a_rendezvous_that_works(group: RayWorkerGroup) -> None:
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
     ]
     assert group.run_all("all_reduce") == [3.0, 3.0]
+
+
+def test_libraries_are_loaded_in_each_process_with_what_the_worker_is_built_with(group: RayWorkerGroup) -> None:
+    assert group.run_all("environment", ["LOADED_FOR"]) == [{"LOADED_FOR": "hi"}] * 2
+
+
+def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
+    spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:hang", num_workers=1)
+    workers = RayWorkerGroup(cluster, spec, builds=False)
+    pids = workers.pids()
+    workers.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_a_large_tensor_reaches_every_rank(group: RayWorkerGroup) -> None:
