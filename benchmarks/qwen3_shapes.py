@@ -115,6 +115,8 @@ SHAPES = {
     "8B": Qwen3Shape(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8),
     "10B": Qwen3Shape(hidden=4096, layers=45, intermediate=12288, heads=32, kv_heads=8),  # no model's
     "14B": Qwen3Shape(hidden=5120, layers=40, intermediate=17408, heads=40, kv_heads=8),
+    # The sizes of Mistral Small 24B.
+    "24B": Qwen3Shape(hidden=5120, layers=40, intermediate=32768, heads=32, kv_heads=8, vocab=131072),
     "32B": Qwen3Shape(hidden=5120, layers=64, intermediate=25600, heads=64, kv_heads=8),
 }
 
