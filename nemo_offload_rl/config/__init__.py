@@ -18,6 +18,9 @@ from nemo_offload_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.convert import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
+    from nemo_offload_rl.config.rules.base import RuleSet
+    from nemo_offload_rl.config.schema import RunConfig
+    from nemo_offload_rl.policy.rules import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,34 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfi
     cfg = validate_keys(resolved, DpoMasterConfig)
     check_rules(cfg, DPO_RULES)
     return to_dpo_config(cfg, resolved)
+
+
+def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, tuple[Rule[Any], ...]]:
+    """A run's checked keys, and the rules between them apart from those on what this machine has.
+
+    Args:
+        path: Of a run that trains; the file says of which kind.
+        overrides: Hydra overrides, applied in order.
+
+    Raises:
+        ConfigError: One line that says what is wrong and what to change.
+    """
+    from nemo_offload_rl.config import rules, schema
+    from nemo_offload_rl.config.validate import validate_keys
+    from nemo_offload_rl.utils.config import load_unresolved
+
+    kinds: dict[str, tuple[type, RuleSet[Any]]] = {
+        "grpo": (schema.GrpoMasterConfig, rules.GRPO_RULES),
+        "distillation": (schema.DistillationMasterConfig, rules.DISTILLATION_RULES),
+        "sft": (schema.SftMasterConfig, rules.SFT_RULES),
+        "dpo": (schema.DpoMasterConfig, rules.DPO_RULES),
+    }
+    sections = load_unresolved(path)
+    name = next((name for name in kinds if name in sections), None)
+    if name is None:
+        raise ConfigError(f"{path} has no section {', '.join(kinds)}; give the configuration of a run that trains")
+    master, rule_set = kinds[name]
+    return validate_keys(_load(path, overrides, name, master), master), rule_set.rules
 
 
 def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig:

@@ -22,6 +22,7 @@ from nemo_offload_rl.residency import (
     TEACHER,
     TEACHER_HEAD,
     TEACHER_LAYER,
+    HostLimit,
     HostShare,
     HostShortage,
     Phase,
@@ -134,21 +135,24 @@ def claim_host_memory(need: HostNeed) -> int:
     return _granted(need, reserve_host_memory(need.parts(), host_limits()))
 
 
-def foresee_host_memory(need: HostNeed, num_workers: int) -> None:
-    """The same on the driver, before anything has started, for workers that are all to run on its own host.
+def foresee_host_memory(need: HostNeed, num_workers: int, limits: Sequence[HostLimit] | None = None) -> None:
+    """The same before anything has started, for workers that are all to run on one host.
 
     Args:
         need: Of one of the workers; they are taken to need the same.
         num_workers: How many there will be.
+        limits: Of that host; None reads those of this one, where no budget takes their place.
 
     Raises:
         ConfigError: They will not fit.
     """
     if need.settings.host_memory_budget_gib is not None:
         _within_budget(need, need.settings.host_memory_budget_gib)
-        return
-    shared = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
-    _granted(need, judge_host_memory([(shared, need.parts())] * num_workers, 0))
+        if limits is None:
+            return
+    if limits is None:
+        limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
+    _granted(need, judge_host_memory([(limits, need.parts())] * num_workers, 0))
 
 
 def _within_budget(need: HostNeed, budget_gib: float) -> int:
@@ -337,7 +341,18 @@ def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
     owners = host_bytes_by_owner(need, device_type, num_workers)
     state = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in need.state_parts().items() if size)
     shown = [f"{owner} {size / _GIB:.2f}" for owner, size in owners.items()]
-    return f"host memory: {' + '.join(shown)} = {sum(owners.values()) / _GIB:.2f} GiB (of each policy worker: {state})"
+    text = f"host memory: {' + '.join(shown)} = {sum(owners.values()) / _GIB:.2f} GiB"
+    return f"{text} (of each policy worker: {state})" if state else text
+
+
+def process_bytes(need: HostNeed) -> dict[str, int]:
+    """Main memory of a worker with a GPU and of the engine beside it, state aside, by name."""
+    parts = {PROCESS: POLICY_PROCESS_BYTES["cuda"]}
+    return {**parts, ENGINE: ENGINE_PROCESS_BYTES["cuda"]} if _has_engine_beside(need) else parts
+
+
+def _has_engine_beside(need: HostNeed) -> bool:
+    return need.settings.engine_memory_share > 0 and need.settings.colocated
 
 
 def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
@@ -345,7 +360,7 @@ def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> d
     in_use = need.other.get(DEVICE_STATE, 0)
     worker_bytes = POLICY_PROCESS_BYTES[device_type] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
-    if need.settings.engine_memory_share > 0 and need.settings.colocated:
+    if _has_engine_beside(need):
         engine_bytes = need.other.get(ENGINE, ENGINE_PROCESS_BYTES[device_type])
         owners["engine"] = num_workers * engine_bytes
     return {**owners, "driver": DRIVER_BYTES[device_type]}

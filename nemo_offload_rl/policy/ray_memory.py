@@ -29,8 +29,12 @@ def as_started_here(environment: Mapping[str, str] = os.environ) -> dict[str, st
     A run knows what it will take before it starts, and 5 % of a host of 1 TiB are 51 GiB. A threshold that is set
     already stays.
     """
-    threshold = max(_DEFAULT_THRESHOLD, 1 - _FREE_BYTES / memory_total_bytes())
-    return {THRESHOLD: f"{threshold:.4f}", **environment}
+    return {THRESHOLD: f"{share_in_use(memory_total_bytes()):.4f}", **environment}
+
+
+def share_in_use(total_bytes: int) -> float:
+    """The share of a host's memory that may be in use where a run starts Ray."""
+    return max(_DEFAULT_THRESHOLD, 1 - _FREE_BYTES / total_bytes)
 
 
 def host_limits(environment: Mapping[str, str] = os.environ) -> tuple[HostLimit, ...]:

@@ -37,6 +37,7 @@ from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.passing import PassingParts
 from nemo_offload_rl.residency.plan import (
     BASE,
+    GRADS,
     GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
@@ -66,6 +67,7 @@ from nemo_offload_rl.residency.streaming import (
 
 __all__ = [
     "BASE",
+    "GRADS",
     "GRADS_PART",
     "OPTIMIZER",
     "OPTIMIZER_PART",

@@ -8,7 +8,10 @@ backend says what its groups take at least.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
@@ -25,7 +28,14 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.host_plan import DEVICE_STATE, HostNeed, foresee_host_memory, gpu_limit_refusal
+from nemo_offload_rl.policy.host_plan import (
+    DEVICE_STATE,
+    DRIVER_BYTES,
+    HostNeed,
+    foresee_host_memory,
+    gpu_limit_refusal,
+    process_bytes,
+)
 from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.residency import (
@@ -36,6 +46,7 @@ from nemo_offload_rl.residency import (
     PARAMS,
     PARAMS_PART,
     TEACHER,
+    HostLimit,
     Phase,
     ResidencyPlan,
     ResidencySettings,
@@ -73,6 +84,40 @@ def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
     )
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A host that a run is planned for.
+
+    Attributes:
+        gpu_bytes: Memory of each of its GPUs.
+        host_bytes: Main memory that a run may take.
+        num_parameters: Of the policy's model; None reads them from its folder.
+    """
+
+    gpu_bytes: int
+    host_bytes: int
+    num_parameters: int | None = None
+
+
+_PLANNED: ContextVar[Machine | None] = ContextVar("planned machine", default=None)
+
+
+@contextmanager
+def planned_for(machine: Machine) -> Iterator[None]:
+    """The rules of this module are about `machine` and not about this host."""
+    token = _PLANNED.set(machine)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def _smallest_gpu_bytes() -> int | None:
+    if (planned := _PLANNED.get()) is not None:
+        return planned.gpu_bytes
+    return min((use.total_bytes for use in read_gpus().values()), default=None)
+
+
 def gpu_limit_is_within_the_gpu(cfg: RunConfig) -> str | None:
     """The policy's limit of GPU memory is for a GPU, and at most all of it."""
     limit_gib = cfg.policy.gpu_memory_limit_gib
@@ -80,7 +125,7 @@ def gpu_limit_is_within_the_gpu(cfg: RunConfig) -> str | None:
         return None
     if not cfg.cluster.gpus_per_node:
         return gpu_limit_refusal(limit_gib, None)
-    total_bytes = min((use.total_bytes for use in read_gpus().values()), default=None)
+    total_bytes = _smallest_gpu_bytes()
     if total_bytes is None or limit_gib * _GIB <= total_bytes:
         return None
     return gpu_limit_refusal(limit_gib, total_bytes / _GIB)
@@ -162,34 +207,48 @@ def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
     """Memory of the smallest GPU, and of one worker's state groups, both in bytes."""
-    gpus = read_gpus() if cfg.cluster.gpus_per_node else {}
-    groups = _group_bytes(cfg) if gpus else None
-    return None if groups is None else (min(use.total_bytes for use in gpus.values()), groups)
+    total_bytes = _smallest_gpu_bytes() if cfg.cluster.gpus_per_node else None
+    groups = None if total_bytes is None else group_bytes(cfg)
+    return None if total_bytes is None or groups is None else (total_bytes, groups)
 
 
-def _group_bytes(cfg: RunConfig) -> dict[str, int] | None:
-    """Of one worker's state groups; None for a model that is no local folder."""
+def num_parameters(cfg: RunConfig) -> int | None:
+    """Of the policy's model; None for one that is no local folder."""
+    if (planned := _PLANNED.get()) is not None and planned.num_parameters is not None:
+        return planned.num_parameters
     sizes = read_model_sizes(cfg.policy.model_name)
-    if sizes is None:
+    return None if sizes is None else sizes.num_parameters
+
+
+def group_bytes(cfg: RunConfig) -> dict[str, int] | None:
+    """Of one worker's state groups; None for a model that is no local folder."""
+    count = num_parameters(cfg)
+    if count is None:
         return None
     backend = megatron if isinstance(cfg.policy.backend, MegatronConfig) else dtensor
-    groups = backend.least_group_bytes(cfg, sizes.num_parameters)
+    groups = backend.least_group_bytes(cfg, count)
     streamed_bytes = int(cfg.policy.backend.streamed_share * groups[OPTIMIZER])
     return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
 
 
 def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
-    """The workers of a host fit its memory; checked where all of them run on this one."""
-    if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ or (groups := _group_bytes(cfg)) is None:
+    """The workers of a host fit its memory; checked where all of them run on this one, or on a planned machine."""
+    planned = _PLANNED.get()
+    is_elsewhere = planned is None and (cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ)
+    if is_elsewhere or (groups := group_bytes(cfg)) is None:
         return None
+    need, limits = host_need(cfg, groups), None
+    if planned is not None:
+        need = replace(need, other={**need.other, **process_bytes(need)})
+        limits = [HostLimit("planned", "the machine", planned.host_bytes - DRIVER_BYTES["cuda"], planned.host_bytes)]
     try:
-        foresee_host_memory(_host_need(cfg, groups), cfg.cluster.world_size)
+        foresee_host_memory(need, cfg.cluster.workers_per_node, limits)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
+def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     """The least that a worker takes: neither loading nor activations nor an engine are counted."""
     if isinstance(cfg, WITH_ROLLOUTS):
         settings = grpo_worker(cfg.policy, cfg.algorithm[1].seed)
@@ -209,7 +268,7 @@ def _host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     if isinstance(cfg, DistillationMasterConfig) and (teacher_bytes := _teacher_bytes(cfg)) is not None:
         sizes[TEACHER] = teacher_bytes
     on_cpu = cfg.cluster.gpus_per_node == 0
-    device_bytes = memory_total_bytes() if on_cpu else max((use.total_bytes for use in read_gpus().values()), default=0)
+    device_bytes = memory_total_bytes() if on_cpu else _smallest_gpu_bytes() or 0
     return HostNeed(
         settings=settings,
         sizes=sizes,
@@ -235,8 +294,8 @@ def reference_fits_its_folder(cfg: RunConfig) -> str | None:
         return f"policy.reference_dir {name} is for a reference, and this run keeps none; set it to null"
     if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:
         return None  # each worker looks at its own disk
-    groups = _group_bytes(cfg)
-    worker_bytes = 0 if groups is None else _host_need(cfg, groups).reference_bytes
+    groups = group_bytes(cfg)
+    worker_bytes = 0 if groups is None else host_need(cfg, groups).reference_bytes
     problem = disk_problem(Path(name), worker_bytes * cfg.cluster.world_size)
     return None if problem is None else f"policy.reference_dir cannot hold the reference: {problem}; {CHOOSE_ANOTHER}"
 

@@ -114,9 +114,9 @@ def test_the_benchmark_of_14_b_parameters_fits_its_gpu_and_128_gib_of_main_memor
     path = Path(__file__).parents[3] / "benchmarks" / f"large_model_14b{name}.yaml"
     loaded = partial(load, parameters=QWEN3_14B, gpu_gib=gpu_gib, path=path)
     config = loaded(ONE_GPU)
-    groups = memory._group_bytes(config)
+    groups = memory.group_bytes(config)
     assert groups["grads"] / GIB == pytest.approx(grads_gib, abs=0.1)
-    need = memory._host_need(config, groups)
+    need = memory.host_need(config, groups)
     bytes_a_parameter = {row: size / QWEN3_14B for row, size in need.resolve().arena.items()}
     assert bytes_a_parameter == {"optimizer/part": 6, "reference": 2}
     assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
@@ -136,7 +136,7 @@ def test_14_b_parameters_whose_states_stay_in_part_take_8_bytes_each_of_all_proc
     path = Path(__file__).parents[3] / "benchmarks" / "large_model_14b.yaml"
     kept = [f"{OPTIMIZER}.offload_optimizer_states_fraction=0.85", "++policy.residency_overrides.optimizer=device"]
     config = load([*ONE_GPU, *kept, *changes], parameters=QWEN3_14B, gpu_gib=139.8, path=path)
-    need = memory._host_need(config, memory._group_bytes(config))
+    need = memory.host_need(config, memory.group_bytes(config))
     assert most - 0.5 < sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) / QWEN3_14B < most
 
 
@@ -156,7 +156,7 @@ PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}
 def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, name, parameters, on_host):
     path = Path(__file__).parents[3] / "benchmarks" / f"{name}.yaml"
     config = load(ONE_GPU, parameters=parameters, gpu_gib=139.8, path=path)
-    need = memory._host_need(config, memory._group_bytes(config))
+    need = memory.host_need(config, memory.group_bytes(config))
     assert {row: size / parameters for row, size in need.resolve().arena.items() if size} == on_host
     assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
 

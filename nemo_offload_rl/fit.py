@@ -1,0 +1,219 @@
+"""Whether a run fits a machine, found out on any other: `python -m nemo_offload_rl.fit --help`.
+
+The plan and the checks are those of a real start, for GPUs and main memory of the sizes that are given. Activations are
+not counted, nor what a GPU needs while a model is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.cli import run_main
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.rules.memory import Machine
+    from nemo_offload_rl.config.schema import RunConfig
+    from nemo_offload_rl.policy.host_plan import HostNeed
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PhaseUse:
+    """What a GPU holds in a phase, in bytes; of streamed groups only what stays.
+
+    Attributes:
+        phase: Its name in the plan.
+        state_bytes: The policy's.
+        engine_bytes: The engine's.
+        other_bytes: Contexts and captured graphs.
+    """
+
+    phase: str
+    state_bytes: int
+    engine_bytes: int
+    other_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all."""
+        return self.state_bytes + self.engine_bytes + self.other_bytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a run takes of a machine.
+
+    Attributes:
+        num_parameters: Of the policy's model.
+        gpu_bytes: Of a GPU.
+        host_bytes: Main memory that the run may take.
+        phases: Of one GPU.
+        owners: Main memory by owner, in bytes, of all processes of a host.
+        streamed: Rows of the plan whose groups are on the GPU part by part only.
+        table: The residency plan of a worker, as text.
+        host_line: What the host holds, as text.
+        problems: Why it does not fit, and what to change; empty where it does.
+    """
+
+    num_parameters: int
+    gpu_bytes: int
+    host_bytes: int
+    phases: tuple[PhaseUse, ...]
+    owners: dict[str, int]
+    streamed: tuple[str, ...]
+    table: str
+    host_line: str
+    problems: tuple[str, ...]
+
+    def render(self) -> str:
+        """As text."""
+        lines = [
+            f"{self.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
+            self.table,
+            f"{'GPU, GiB of ' + format(self.gpu_bytes / _GIB, '.1f'):22s}"
+            + "".join(f"{title:>10s}" for title in ("policy", "engine", "other", "left")),
+        ]
+        for use in self.phases:
+            sizes = (use.state_bytes, use.engine_bytes, use.other_bytes, self.gpu_bytes - use.total_bytes)
+            lines.append(f"{use.phase:22s}" + "".join(f"{size / _GIB:10.1f}" for size in sizes))
+        if self.streamed:
+            lines.append(f"parts of {' and '.join(self.streamed)} come beside what is shown of the GPU, two at least")
+        lines.append(f"{self.host_line}, of {self.host_bytes / _GIB:.2f}")
+        lines += [f"does not fit: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def plan_fit(
+    path: str | Path, overrides: Sequence[str], gpu_gib: float, host_gib: float, num_parameters: int | None = None
+) -> Fit:
+    """What a run takes of GPUs of `gpu_gib` on a host of `host_gib`.
+
+    Args:
+        path: The configuration of a run that trains.
+        overrides: Hydra overrides.
+        gpu_gib: Memory of a GPU, as its driver says.
+        host_gib: Main memory of the host, of which a Ray that a run starts leaves 3 GiB free.
+        num_parameters: Of the model; None reads the folder `policy.model_name`.
+
+    Raises:
+        ConfigError: The configuration is wrong whatever the machine, or nothing is known of the model.
+    """
+    from nemo_offload_rl.config import load_for_planning
+    from nemo_offload_rl.config.rules import memory
+    from nemo_offload_rl.config.validate import join_problems
+    from nemo_offload_rl.policy.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.policy.ray_memory import share_in_use
+    from nemo_offload_rl.residency import GRADS
+
+    cfg, rules = load_for_planning(path, overrides)
+    if not cfg.cluster.gpus_per_node:
+        raise ConfigError("cluster.gpus_per_node is 0, and the plan is for GPUs; set it to their number on a host")
+    host_bytes = int(share_in_use(int(host_gib * _GIB)) * host_gib * _GIB)
+    machine = memory.Machine(int(gpu_gib * _GIB), host_bytes, num_parameters)
+    with memory.planned_for(machine):
+        count, groups = memory.num_parameters(cfg), memory.group_bytes(cfg)
+        if count is None or groups is None:
+            raise ConfigError(
+                f"policy.model_name={cfg.policy.model_name} is no local folder with weights; give --parameters"
+            )
+        of_memory = (*memory.RULES, *memory.ROLLOUT_RULES)
+        found = {rule: rule(cfg) for rule in rules}
+        wrong = [message for rule, message in found.items() if message is not None and rule not in of_memory]
+        if wrong:
+            raise ConfigError(join_problems(wrong))
+        need = memory.host_need(cfg, groups)
+    plan = need.resolve()
+    workers = cfg.cluster.workers_per_node
+    return Fit(
+        num_parameters=count,
+        gpu_bytes=machine.gpu_bytes,
+        host_bytes=host_bytes,
+        phases=tuple(_phases(cfg, need, groups[GRADS], count, machine.gpu_bytes)),
+        owners=host_bytes_by_owner(need, "cuda", workers),
+        streamed=tuple(sorted(_in_parts(need) & {name for name, size in plan.sizes.items() if size})),
+        table=plan.plan.render(plan.sizes),
+        host_line=render_host_plan(need, "cuda", workers),
+        problems=tuple(message for message in (*found.values(), _engine_problem(cfg, need, count, machine)) if message),
+    )
+
+
+def _in_parts(need: HostNeed) -> set[str]:
+    from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER_PART, PARAMS_PART
+
+    return {PARAMS_PART, GRADS_PART, *([OPTIMIZER_PART] if need.settings.backend.streams_in_parts else [])}
+
+
+def _phases(cfg: RunConfig, need: HostNeed, grads_bytes: int, count: int, gpu_bytes: int) -> list[PhaseUse]:
+    from nemo_offload_rl.config.rules.memory import RESTING_BYTES
+    from nemo_offload_rl.residency import GRADS, GRADS_PART, Phase
+
+    plan, weights_bytes = need.resolve(), _engine_weight_bytes(cfg, need, count)
+    stays = {name: size for name, size in plan.sizes.items() if name not in _in_parts(need)}
+    if GRADS_PART not in plan.sizes:
+        stays[GRADS] = grads_bytes
+    engine_bytes = {
+        Phase.REFIT: weights_bytes,
+        Phase.GENERATION: weights_bytes and int(need.settings.engine_memory_share * gpu_bytes),
+    }
+    return [
+        PhaseUse(phase.name, plan.plan.device_bytes(stays, phase), engine_bytes.get(phase, 0), RESTING_BYTES)
+        for phase in plan.plan.phases
+        if weights_bytes or phase not in engine_bytes
+    ]
+
+
+def _engine_weight_bytes(cfg: RunConfig, need: HostNeed, count: int) -> int:
+    """On each GPU; 0 where no engine shares it."""
+    from nemo_offload_rl.config.schema import WITH_ROLLOUTS
+    from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+
+    if not isinstance(cfg, WITH_ROLLOUTS) or not need.settings.colocated:
+        return 0
+    vllm = cfg.policy.generation.vllm_cfg
+    return count * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
+
+
+def _engine_problem(cfg: RunConfig, need: HostNeed, count: int, machine: Machine) -> str | None:
+    """The engine's share of a GPU holds its weights."""
+    weights_bytes, share = _engine_weight_bytes(cfg, need, count), need.settings.engine_memory_share
+    if weights_bytes <= share * machine.gpu_bytes:
+        return None
+    return (
+        f"the engine's weights take {weights_bytes / _GIB:.1f} GiB of each GPU, and its share is "
+        f"{share * machine.gpu_bytes / _GIB:.1f}; raise policy.generation.vllm_cfg.gpu_memory_utilization, or "
+        "policy.generation.vllm_cfg.tensor_parallel_size where there are more GPUs"
+    )
+
+
+def main() -> int:
+    """Read the command line, print the plan."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_offload_rl.fit",
+        description="Print the residency plan of a run, what it takes of a GPU in each phase and of main memory, and "
+        "whether that fits. Needs neither a GPU nor the model's weights.",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="PATH", help="YAML file of a run that trains")
+    parser.add_argument(
+        "--gpu-gib", type=float, required=True, help="memory of a GPU: 79.2 of an H100, 139.8 of an H200"
+    )
+    parser.add_argument("--host-gib", type=float, required=True, help="main memory of a host")
+    parser.add_argument(
+        "--parameters", type=float, help="of the model, such as 14.8e9; without it, policy.model_name is read"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
+    given = parser.parse_intermixed_args()
+    count = None if given.parameters is None else int(given.parameters)
+    fit = plan_fit(given.config, given.overrides, given.gpu_gib, given.host_gib, count)
+    sys.stdout.write(f"{fit.render()}\n")
+    return 2 if fit.problems else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,107 @@
+"""What a run will take of another machine, beside what runs have taken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.fit import plan_fit
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+H200_GIB, HOST_GIB = 139.8, 125.87
+CPU_OFFLOAD = "policy.dtensor_cfg.cpu_offload=true"
+CASES = {
+    "large_model_14b": ("large_model_14b.yaml", ()),
+    "large_model_14b_fraction": (
+        "large_model_14b.yaml",
+        (
+            "policy.megatron_cfg.optimizer.offload_optimizer_states_fraction=0.7",
+            "++policy.residency_overrides.optimizer=device",
+        ),
+    ),
+    "large_model_8b": ("large_model_8b.yaml", ()),
+    "large_model_8b_24gb": ("large_model_8b_24gb.yaml", ()),
+    "megatrain_7b": ("megatrain_7b.yaml", ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_took_of_the_host_what_was_planned_for_it(name):
+    file, overrides = CASES[name]
+    seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    fit = plan_fit(ROOT / "benchmarks" / file, overrides, H200_GIB, HOST_GIB, seen["num_parameters"])
+    assert not fit.problems
+    planned = {owner: num_bytes / GIB for owner, num_bytes in fit.owners.items()}
+    assert planned == pytest.approx(seen["plan_gib"], abs=0.2)  # shares are of whole tensors
+    taken_bytes = sum(size for owner in seen["peak_bytes"].values() for size in owner.values())
+    assert taken_bytes == pytest.approx(sum(fit.owners.values()), rel=0.02)
+    # What the GPU held while the engine generated, with a context of the policy's.
+    state_gib = next(use.state_bytes for use in fit.phases if use.phase == "GENERATION") / GIB
+    assert state_gib < seen["steps"][-1]["memory/generation_policy_gib"] < state_gib + 3
+
+
+def phases_gib(fit):
+    return {use.phase: (use.state_bytes / GIB, use.engine_bytes / GIB) for use in fit.phases}
+
+
+def test_phases_are_sums_of_bytes_for_each_parameter():
+    file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.5"
+    fit = plan_fit(file, [share], 79.2, 2048, GIB)  # 4 bytes of parameters, 4 of gradients, 8 of Adam
+    assert phases_gib(fit) == {
+        "TRAINING": (16, 0),
+        "OPTIM_STEP": (16, 0),
+        "LP_INFERENCE": (12, 0),
+        "REFIT": (4, 2),
+        "GENERATION": (0, pytest.approx(39.6)),
+    }
+    assert fit.streamed == () and not fit.problems
+    whole = "policy.dtensor_cfg.offload_optimizer_states=true"
+    in_parts = "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=256"
+    without_engine = plan_fit(ROOT / "examples" / "configs" / "sft.yaml", [whole], 79.2, 2048, GIB)
+    assert phases_gib(without_engine) == {"TRAINING": (8, 0), "OPTIM_STEP": (16, 0), "LP_INFERENCE": (4, 0)}
+    streamed = plan_fit(file, [share, whole, in_parts], 79.2, 2048, GIB)
+    assert phases_gib(streamed)["OPTIM_STEP"] == (8, 0) and streamed.streamed == ("optimizer/part",)
+
+
+def test_what_does_not_fit_is_told_and_the_advice_fits():
+    file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
+    fit = plan_fit(file, [], 24, 64, 8 * GIB)
+    gpu, host, engine = fit.problems
+    assert gpu.startswith("policy.model_name needs 131.0 GiB on each GPU in training")
+    assert "(params 32.00, optimizer 64.00, reference 16.00, process 3.00, engine 2.00), but the machine leaves" in host
+    assert engine.startswith("the engine's weights take 16.0 GiB of each GPU, and its share is 14.4;")
+    offload = (CPU_OFFLOAD, "policy.generation.vllm_cfg.gpu_memory_utilization=0.8")
+    assert not plan_fit(file, offload, 24, 256, 8 * GIB).problems
+
+
+def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
+    configs = ROOT / "examples" / "configs"
+    for file, overrides, message in (
+        ("eval.yaml", [], "has no section grpo, distillation, sft, dpo"),
+        ("sft_arithmetic_cpu.yaml", [], "cluster.gpus_per_node is 0"),
+        ("sft.yaml", [f"policy.model_name={tmp_path}"], "give --parameters"),
+        ("sft.yaml", [CPU_OFFLOAD, "policy.dtensor_cfg.offload_optimizer_states=true"], "cpu_offload"),
+        ("sft.yaml", ["policy.no_such_key=3"], "no_such_key"),
+    ):
+        count = None if "model_name" in "".join(overrides) else GIB
+        with pytest.raises(ConfigError, match=message):
+            plan_fit(configs / file, overrides, 80, 1000, count)
+
+
+def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits():
+    file = str(ROOT / "benchmarks" / "large_model_14b.yaml")
+    for host_gib, status in (("125.9", 0), ("64", 2)):
+        argv = ["--config", file, "--gpu-gib", "139.8", "--host-gib", host_gib, "--parameters", "14.77e9"]
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_offload_rl.fit", *argv], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (status, "")
+        assert done.stdout.startswith("14.77 B parameters; residency plan of each policy worker:\ngroup")
+        assert ("does not fit: " in done.stdout) == (status == 2)
