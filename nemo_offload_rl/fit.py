@@ -57,6 +57,7 @@ class Fit:
         phases: Of one GPU.
         owners: Main memory by owner, in bytes, of all processes of a host.
         streamed: Rows of the plan whose groups are on the GPU part by part only.
+        omits_teacher: A teacher's size is not known.
         table: The residency plan of a worker, as text.
         host_line: What the host holds, as text.
         problems: Why it does not fit, and what to change; empty where it does.
@@ -68,6 +69,7 @@ class Fit:
     phases: tuple[PhaseUse, ...]
     owners: dict[str, int]
     streamed: tuple[str, ...]
+    omits_teacher: bool
     table: str
     host_line: str
     problems: tuple[str, ...]
@@ -83,6 +85,8 @@ class Fit:
         for use in self.phases:
             sizes = (use.state_bytes, use.engine_bytes, use.other_bytes, self.gpu_bytes - use.total_bytes)
             lines.append(f"{use.phase:22s}" + "".join(f"{size / _GIB:10.1f}" for size in sizes))
+        if self.omits_teacher:
+            lines.append("the teacher is not counted: teacher.model_name is no local folder with weights")
         if self.streamed:
             lines.append(f"parts of {' and '.join(self.streamed)} come beside what is shown of the GPU, two at least")
         lines.append(f"{self.host_line}, of {self.host_bytes / _GIB:.2f}")
@@ -110,7 +114,7 @@ def plan_fit(
     from nemo_offload_rl.config.validate import join_problems
     from nemo_offload_rl.policy.host_plan import host_bytes_by_owner, render_host_plan
     from nemo_offload_rl.policy.ray_memory import share_in_use
-    from nemo_offload_rl.residency import GRADS
+    from nemo_offload_rl.residency import GRADS, TEACHER
 
     cfg, rules = load_for_planning(path, overrides)
     if not cfg.cluster.gpus_per_node:
@@ -138,6 +142,7 @@ def plan_fit(
         phases=tuple(_phases(cfg, need, groups[GRADS], count, machine.gpu_bytes)),
         owners=host_bytes_by_owner(need, "cuda", workers),
         streamed=tuple(sorted(_in_parts(need) & {name for name, size in plan.sizes.items() if size})),
+        omits_teacher=hasattr(cfg, "teacher") and TEACHER not in plan.sizes,
         table=plan.plan.render(plan.sizes),
         host_line=render_host_plan(need, "cuda", workers),
         problems=tuple(message for message in (*found.values(), _engine_problem(cfg, need, count, machine)) if message),
@@ -192,6 +197,19 @@ def _engine_problem(cfg: RunConfig, need: HostNeed, count: int, machine: Machine
     )
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _parameters(text: str) -> int:
+    """`14.8e9` and `14.8B` are the same."""
+    billions = text.upper().endswith("B")
+    return int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
+
+
 def main() -> int:
     """Read the command line, print the plan."""
     parser = argparse.ArgumentParser(
@@ -201,16 +219,15 @@ def main() -> int:
     )
     parser.add_argument("--config", type=Path, required=True, metavar="PATH", help="YAML file of a run that trains")
     parser.add_argument(
-        "--gpu-gib", type=float, required=True, help="memory of a GPU: 79.2 of an H100, 139.8 of an H200"
+        "--gpu-gib", type=_positive, required=True, help="memory of a GPU: 79.2 of an H100, 139.8 of an H200"
     )
-    parser.add_argument("--host-gib", type=float, required=True, help="main memory of a host")
+    parser.add_argument("--host-gib", type=_positive, required=True, help="main memory of a host")
     parser.add_argument(
-        "--parameters", type=float, help="of the model, such as 14.8e9; without it, policy.model_name is read"
+        "--parameters", type=_parameters, help="of the model, such as 14.8B; without it, policy.model_name is read"
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for the launch scripts")
     given = parser.parse_intermixed_args()
-    count = None if given.parameters is None else int(given.parameters)
-    fit = plan_fit(given.config, given.overrides, given.gpu_gib, given.host_gib, count)
+    fit = plan_fit(given.config, given.overrides, given.gpu_gib, given.host_gib, given.parameters)
     sys.stdout.write(f"{fit.render()}\n")
     return 2 if fit.problems else 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.fit import plan_fit
+from nemo_offload_rl.fit import main, plan_fit
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -61,7 +61,8 @@ def test_phases_are_sums_of_bytes_for_each_parameter():
         "REFIT": (4, 2),
         "GENERATION": (0, pytest.approx(39.6)),
     }
-    assert fit.streamed == () and not fit.problems
+    assert fit.streamed == () and not fit.omits_teacher and not fit.problems
+    assert plan_fit(ROOT / "examples" / "configs" / "distillation_math.yaml", [], 79.2, 2048, GIB).omits_teacher
     whole = "policy.dtensor_cfg.offload_optimizer_states=true"
     in_parts = "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=256"
     without_engine = plan_fit(ROOT / "examples" / "configs" / "sft.yaml", [whole], 79.2, 2048, GIB)
@@ -98,10 +99,22 @@ def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
 def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits():
     file = str(ROOT / "benchmarks" / "large_model_14b.yaml")
     for host_gib, status in (("125.9", 0), ("64", 2)):
-        argv = ["--config", file, "--gpu-gib", "139.8", "--host-gib", host_gib, "--parameters", "14.77e9"]
+        argv = ["--config", file, "--gpu-gib", "139.8", "--host-gib", host_gib, "--parameters", "14.77B"]
         done = subprocess.run(
             [sys.executable, "-m", "nemo_offload_rl.fit", *argv], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stderr) == (status, "")
         assert done.stdout.startswith("14.77 B parameters; residency plan of each policy worker:\ngroup")
         assert ("does not fit: " in done.stdout) == (status == 2)
+
+
+@pytest.mark.parametrize(
+    "option", ["--gpu-gib=0", "--host-gib=-1", "--gpu-gib=nan", "--parameters=8x", "--parameters=0B"]
+)
+def test_sizes_that_are_none_are_refused(option, monkeypatch, capsys):
+    others = ["--gpu-gib=80", "--host-gib=100", "--parameters=8B", "--config=c.yaml"]
+    monkeypatch.setattr(sys, "argv", ["fit", *others, option])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err
