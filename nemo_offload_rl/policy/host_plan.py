@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.ray_memory import as_started_here, host_limits
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
@@ -49,6 +52,7 @@ GROWTH_BYTES = _GIB // 2
 POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
 ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
 DRIVER_BYTES = {"cuda": 2 * _GIB, "cpu": _GIB}
+_ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's and of ours
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,8 @@ def _changes(need: HostNeed) -> list[Change]:
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
         changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=2))
+    if (moments := _narrow_moments(settings)) is not None:
+        changes.append(moments)
     return changes
 
 
@@ -251,6 +257,31 @@ def _kept(name: str) -> Change:
         return _with_settings(need, residency_overrides={**need.settings.residency_overrides, name: "device"})
 
     return Change(f"++policy.residency_overrides.{name}=device", keep)
+
+
+def _narrow_moments(settings: PolicySettings) -> Change | None:
+    """Adam with moments of 16 bits, where those of 32 can become so by their keys alone."""
+    backend, adam = settings.backend, settings.optimizer
+    if isinstance(backend, MegatronConfig):
+        wide = backend.optimizer
+        narrow = replace(wide, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+        dtype = COMPUTE_DTYPES[settings.precision]
+        old, new = (optimizer_spec(it).bytes_per_element(dtype) for it in (wide, narrow))
+        override = " ".join(
+            f"policy.megatron_cfg.optimizer.{name}_dtype=bfloat16" for name in ("exp_avg", "exp_avg_sq")
+        )
+        if old == new or wide.optimizer_cpu_offload:
+            return None
+    elif adam is not None and adam.name == "torch.optim.AdamW" and adam.kwargs.keys() <= _ADAMW_ARGUMENTS:
+        old, new, override = 8, 4, "policy.optimizer.name=nemo_offload_rl.optim.AdamW"
+    else:
+        return None
+
+    def narrowed(need: HostNeed) -> HostNeed:
+        states = {name: size * new // old for name, size in need.sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
+        return replace(need, sizes={**need.sizes, **states})
+
+    return Change(override, narrowed, rank=2)
 
 
 def _with_settings(need: HostNeed, **changes: object) -> HostNeed:
