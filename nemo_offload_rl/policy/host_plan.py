@@ -213,6 +213,8 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
         if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
             best = found
+    if best is None and need.settings.backend.streams_parameters:  # which is for one worker
+        return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
     return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
@@ -246,7 +248,9 @@ def _changes(need: HostNeed) -> list[Change]:
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=2))
+        # A folder for no reference is refused.
+        folder = "" if settings.reference_dir is None else " policy.reference_dir=null"
+        changes.append(Change(key + folder, lambda need: replace(need, reference_bytes=0), rank=2))
     if (moments := _narrow_moments(settings)) is not None:
         changes.append(moments)
     return changes

@@ -104,6 +104,8 @@ def test_a_run_without_an_engine_is_told_its_own_keys():
     assert "use policy.reference_dir=DIR, which needs 0.12" in message
     message = refused(need_of(0.1, activations=0, colocated=False))
     assert "use dpo.precompute_reference_logprobs=true, which needs 0.00" in message
+    message = refused(need_of(0.1, activations=0, colocated=False, reference_dir="a-folder"))
+    assert "use dpo.precompute_reference_logprobs=true policy.reference_dir=null, which needs 0.00" in message
 
 
 def test_an_engine_of_its_own_leaves_grpos_keys():
@@ -125,7 +127,7 @@ def test_state_that_all_streams_is_told_of_moments_of_16_bits_where_there_are_so
     message = refused(need_of(15.0, keep_reference=False, **in_parts))
     assert "use policy.optimizer.name=nemo_offload_rl.optim.AdamW, which needs 12.00 GiB" in message
     for optimizer in (torch_optimizer("Adam"), torch_optimizer("AdamW", amsgrad=True)):
-        assert "no setting makes it fit" in refused(
+        assert "or share the state among several GPUs without cpu_offload" in refused(
             need_of(15.0, keep_reference=False, optimizer=optimizer, **in_parts)
         )
     aware = {"use_precision_aware_optimizer": True, "precision": "bfloat16", "bf16": True}
