@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
+from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.policy.ray_memory import as_started_here, host_limits
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import (
@@ -50,6 +53,7 @@ GROWTH_BYTES = _GIB // 2
 POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
 ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
 DRIVER_BYTES = {"cuda": 2 * _GIB, "cpu": _GIB}
+_ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's and of ours
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,8 @@ def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
         found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
         if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
             best = found
+    if best is None and need.settings.backend.streams_parameters:  # which is for one worker
+        return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
     if best is None:
         return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
     return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
@@ -246,7 +252,11 @@ def _changes(need: HostNeed) -> list[Change]:
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=2))
+        # A folder for no reference is refused.
+        folder = "" if settings.reference_dir is None else " policy.reference_dir=null"
+        changes.append(Change(key + folder, lambda need: replace(need, reference_bytes=0), rank=2))
+    if (moments := _narrow_moments(settings)) is not None:
+        changes.append(moments)
     return changes
 
 
@@ -255,6 +265,31 @@ def _kept(name: str) -> Change:
         return _with_settings(need, residency_overrides={**need.settings.residency_overrides, name: "device"})
 
     return Change(f"++policy.residency_overrides.{name}=device", keep)
+
+
+def _narrow_moments(settings: PolicySettings) -> Change | None:
+    """Adam with moments of 16 bits, where those of 32 can become so by their keys alone."""
+    backend, adam = settings.backend, settings.optimizer
+    if isinstance(backend, MegatronConfig):
+        wide = backend.optimizer
+        narrow = replace(wide, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+        dtype = COMPUTE_DTYPES[settings.precision]
+        old, new = (optimizer_spec(it).bytes_per_element(dtype) for it in (wide, narrow))
+        override = " ".join(
+            f"policy.megatron_cfg.optimizer.{name}_dtype=bfloat16" for name in ("exp_avg", "exp_avg_sq")
+        )
+        if old == new or wide.optimizer_cpu_offload:
+            return None
+    elif adam is not None and adam.name == "torch.optim.AdamW" and adam.kwargs.keys() <= _ADAMW_ARGUMENTS:
+        old, new, override = 8, 4, "policy.optimizer.name=nemo_offload_rl.optim.AdamW"
+    else:
+        return None
+
+    def narrowed(need: HostNeed) -> HostNeed:
+        states = {name: size * new // old for name, size in need.sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
+        return replace(need, sizes={**need.sizes, **states})
+
+    return Change(override, narrowed, rank=2)
 
 
 def _with_settings(need: HostNeed, **changes: object) -> HostNeed:

@@ -249,7 +249,7 @@ def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
 
 
 def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
-    """The least that a worker takes: neither loading nor activations nor an engine are counted."""
+    """The least that a worker takes: neither loading nor an engine nor activations of Megatron are counted."""
     if isinstance(cfg, WITH_ROLLOUTS):
         settings = grpo_worker(cfg.policy, cfg.algorithm[1].seed)
     else:
@@ -257,7 +257,8 @@ def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     has_adapters = not groups["grads"]
     reference_bytes = 0 if has_adapters or not _keeps_reference(cfg) else groups["params"]
     read_bytes, fp32_bytes = COMPUTE_DTYPES[settings.precision].itemsize, COMPUTE_DTYPES["float32"].itemsize
-    is_cast = not isinstance(settings.backend, MegatronConfig) and read_bytes < fp32_bytes
+    on_megatron = isinstance(settings.backend, MegatronConfig)
+    is_cast = not on_megatron and read_bytes < fp32_bytes
     if is_cast:
         reference_bytes = reference_bytes * read_bytes // fp32_bytes
     # Adapters, and what follows from their number, are small.
@@ -275,7 +276,7 @@ def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         reference_bytes=reference_bytes,
         device_bytes=device_bytes,
         other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
-        activation_bytes=0,
+        activation_bytes=0 if on_megatron else dtensor.most_activation_bytes(cfg, settings),
         reference_is_cast=is_cast,
     )
 

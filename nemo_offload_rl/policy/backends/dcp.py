@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 METADATA_FILE = ".metadata"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 MASTER = "/master"  # ends the names of fp32 masters, which are there before the first step
+STEP_COUNT = "/step"
+_FOREIGN = "it is of another model or optimizer: resume with the settings that wrote it, or begin anew from an export"
 
 
 class TrainingState(Protocol):
@@ -205,7 +207,7 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
         CheckpointError: `path` holds no checkpoint, a damaged one, or one of another model or optimizer.
     """
     reader = _Reader(path)
-    _check_nothing_is_left_over(path, state.model_tensors(), reader.entries)
+    _check_nothing_is_left_over(reader, MODEL, state.model_tensors())
     random_states = _rng_entries(state)
     has_rng = reader.entries.keys() >= random_states.keys()
     if not has_rng:
@@ -226,6 +228,7 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
     others = [text for text in failures if text is not None]
     if others:
         raise CheckpointError(others[0])
+    _check_nothing_is_left_over(reader, OPTIMIZER, state_tensors(state))
     state.set_values({name: values[name].value for name in names})
     if has_rng:
         state.set_rng_state({name.rpartition("/")[2]: values[name] for name in random_states})
@@ -236,7 +239,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._folder = path
+        self.folder = path
         self._metadata = _read_metadata(path)
         self.entries = self._metadata.state_dict_metadata
 
@@ -249,7 +252,7 @@ class _Reader(FileSystemReader):
         Raises:
             CheckpointError: The checkpoint lacks one, has it in another shape, or is damaged.
         """
-        _check_fits(self._folder, entries, self.entries)
+        _check_fits(self.folder, entries, self.entries)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told of every load without it
@@ -257,7 +260,7 @@ class _Reader(FileSystemReader):
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
             raise CheckpointError(
-                f"{self._folder} cannot be read by rank {dist.get_rank()} ({type(cause).__name__}: "
+                f"{self.folder} cannot be read by rank {dist.get_rank()} ({type(cause).__name__}: "
                 f"{_first_line(cause)}); the checkpoint is damaged: remove it to go on from an older one"
             ) from error
 
@@ -280,16 +283,21 @@ def _read_alone(reader: _Reader, state: TrainingState, streamed: Iterable[str], 
     reader.read(others)
 
 
-def _check_nothing_is_left_over(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Refuse parameters of the checkpoint that no rank has; a collective."""
-    mine = [name for name in saved if name.startswith(MODEL) and name not in tensors]
+def _check_nothing_is_left_over(reader: _Reader, prefix: str, tensors: Container[str]) -> None:
+    """Refuse what the checkpoint has under `prefix` and no rank has; a collective."""
+    # Some forms of an optimizer count steps for each parameter, others for a group of them.
+    mine = [
+        name
+        for name in reader.entries
+        if name.startswith(prefix) and not name.endswith(STEP_COUNT) and name not in tensors
+    ]
     everyones: list[list[str]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     left_over = sorted(set(mine).intersection(*everyones))
     if left_over:
         raise CheckpointError(
-            f"The checkpoint {path} has {left_over[0]}, which the model lacks ({len(left_over)} such tensors); it "
-            "belongs to another model."
+            f"The checkpoint {reader.folder} has {left_over[0]}, which this run lacks ({len(left_over)} such tensors); "
+            f"{_FOREIGN}"
         )
 
 
@@ -318,15 +326,15 @@ def _check_fits(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, An
     missing = sorted(key for key in wanted if key not in saved)
     if missing:
         raise CheckpointError(
-            f"The checkpoint {path} has no {missing[0]} ({len(missing)} of {len(wanted)} tensors are missing); it "
-            "belongs to another model or optimizer."
+            f"The checkpoint {path} has no {missing[0]} ({len(missing)} of {len(wanted)} tensors are missing); "
+            f"{_FOREIGN}"
         )
     for key, tensor in wanted.items():
         entry = saved[key]
         if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             raise CheckpointError(
                 f"The checkpoint {path} has {key} with the shape {tuple(entry.size)} instead of {tuple(tensor.shape)}; "
-                "it belongs to another model or optimizer."
+                f"{_FOREIGN}"
             )
 
 

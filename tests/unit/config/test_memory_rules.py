@@ -9,11 +9,13 @@ from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_c
 from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy import host_plan
+from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.residency import HostLimit, disk_problem
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 
 GIB = 2**30
+QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 1024}
 QWEN3_14B = 14_768_307_200  # parameters
 ONE_GPU = ["policy.model_name=a-folder", "cluster.gpus_per_node=1"]
 HOST_BYTES = 1000 * GIB
@@ -228,6 +230,17 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
     load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 13\.00 GiB; use "):
         load([*one, "policy.host_memory_budget_gib=13"], parameters=GIB, gpu_gib=80)
+
+
+def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advised_fits(load, monkeypatch):
+    monkeypatch.setattr(dtensor, "local_model_config", lambda cfg: QWEN2)
+    monkeypatch.setitem(globals(), "HOST_BYTES", 48 * GIB)
+    leave = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.activation_offload=true"]
+    limit = "policy.dtensor_cfg.activation_offload_host_limit_gib"
+    with pytest.raises(ConfigError, match=rf"offloaded activations 64\.00\), but .*; lower {limit} to 34\.0, or raise"):
+        load(leave, parameters=GIB, gpu_gib=80)  # of the exemplar's state 14
+    load([*leave, f"{limit}=34"], parameters=GIB, gpu_gib=80)
+    load([*leave, "policy.dtensor_cfg.activation_checkpointing=true"], parameters=GIB, gpu_gib=80)  # inputs of layers
 
 
 def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_the_host(load, monkeypatch):

@@ -368,7 +368,7 @@ def test_a_parameter_that_only_the_checkpoint_has_is_refused(folder, tmp_path):
         worker.save_checkpoint(tmp_path / "saved")
     with make_worker(folder, **config) as worker:
         before = full_params(worker)
-        with pytest.raises(CheckpointError, match=r"has model/model.norm.bias, which the model lacks"):
+        with pytest.raises(CheckpointError, match=r"has model/model.norm.bias, which this run lacks"):
             worker.load_checkpoint(tmp_path / "saved")
         assert_equal(full_params(worker), before)
 

@@ -6,17 +6,27 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import make_settings
+from policy_cases import make_settings, torch_optimizer
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.host_plan import (
     HostNeed,
+    _changes,
     claim_host_memory,
     host_bytes_by_owner,
     render_host_plan,
     resident_groups,
 )
-from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PARAMS, REFERENCE, Phase, Placement
+from nemo_offload_rl.residency import (
+    GRADS_PART,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    PARAMS_PART,
+    REFERENCE,
+    Phase,
+    Placement,
+)
 
 GIB = 1 << 30
 STATE = {PARAMS: 4 * GIB, OPTIMIZER: 8 * GIB}
@@ -94,6 +104,8 @@ def test_a_run_without_an_engine_is_told_its_own_keys():
     assert "use policy.reference_dir=DIR, which needs 0.12" in message
     message = refused(need_of(0.1, activations=0, colocated=False))
     assert "use dpo.precompute_reference_logprobs=true, which needs 0.00" in message
+    message = refused(need_of(0.1, activations=0, colocated=False, reference_dir="a-folder"))
+    assert "use dpo.precompute_reference_logprobs=true policy.reference_dir=null, which needs 0.00" in message
 
 
 def test_an_engine_of_its_own_leaves_grpos_keys():
@@ -107,6 +119,25 @@ def test_streamed_states_are_not_said_to_stay_on_the_device():
     message = refused(need_of(3.9, **changes))
     both = r"dtensor_cfg\.offload_optimizer_states=false \+\+policy\.residency_overrides\.optimizer=device"
     assert re.search(both, message)
+
+
+def test_state_that_all_streams_is_told_of_moments_of_16_bits_where_there_are_some():
+    sizes = {PARAMS: 0, PARAMS_PART: 4 * GIB, GRADS_PART: 4 * GIB, OPTIMIZER_PART: 8 * GIB}
+    in_parts = {"backend": "dtensor", "sizes": sizes, "cpu_offload": True, "colocated": False, "activations": 0}
+    message = refused(need_of(15.0, keep_reference=False, **in_parts))
+    assert "use policy.optimizer.name=nemo_offload_rl.optim.AdamW, which needs 12.00 GiB" in message
+    for optimizer in (torch_optimizer("Adam"), torch_optimizer("AdamW", amsgrad=True)):
+        assert "or share the state among several GPUs without cpu_offload" in refused(
+            need_of(15.0, keep_reference=False, optimizer=optimizer, **in_parts)
+        )
+    aware = {"use_precision_aware_optimizer": True, "precision": "bfloat16", "bf16": True}
+    streamed = {"sizes": {PARAMS: 4 * GIB, OPTIMIZER_PART: 20 * GIB}, "offload_optimizer_states": True, **aware}
+    keys = (
+        "policy.megatron_cfg.optimizer.exp_avg_dtype=bfloat16 policy.megatron_cfg.optimizer.exp_avg_sq_dtype=bfloat16"
+    )
+    fits = need_of(None, keep_reference=False, activations=0, colocated=False, **streamed)
+    (narrow,) = [change for change in _changes(fits) if change.override == keys]
+    assert narrow.apply(fits).sizes == {PARAMS: 4 * GIB, OPTIMIZER_PART: 12 * GIB}  # 6 bytes a parameter of 10
 
 
 NEEDS = st.fixed_dictionaries(
@@ -159,6 +190,10 @@ def obey(need, message):
             policy = replace(policy, residency_overrides={**policy.residency_overrides, key.rpartition(".")[2]: value})
         elif key == "policy.offload_optimizer_states_for_logprob":
             policy = replace(policy, offload_optimizer_states_for_logprob=False)
+        elif key == "policy.optimizer.name":
+            assert value == "nemo_offload_rl.optim.AdamW"
+            half = {name: size // 2 for name, size in need.sizes.items() if name.startswith(OPTIMIZER)}
+            need = replace(need, sizes={**need.sizes, **half})
         else:
             section = "megatron_cfg.optimizer" if policy.megatron_cfg else "dtensor_cfg"
             assert key == f"policy.{section}.offload_optimizer_states"

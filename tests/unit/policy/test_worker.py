@@ -403,6 +403,33 @@ def test_a_checkpoint_of_another_model_is_refused(make_worker, folders, tmp_path
         worker.load_checkpoint(tmp_path / "qwen3")
 
 
+# What an optimizer keeps that the other one does not: neither an update nor a resume may pass over it.
+OTHER_OPTIMIZERS = {
+    "dtensor": (
+        ({"optimizer": torch_optimizer("AdamW", amsgrad=True)}, {}, "max_exp_avg_sq"),
+        ({}, {"optimizer": torch_optimizer("SGD")}, "exp_avg"),
+        ({}, {"optimizer": torch_optimizer("SGD"), "cpu_offload": True}, "exp_avg"),
+    ),
+    "megatron": (({"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}, {}, "exp_avg"),),
+}
+
+
+def test_a_checkpoint_of_another_optimizer_or_backend_is_refused(make_worker, backend, folders, tmp_path):
+    folder, _ = folders("qwen3-tied")
+    for number, (saved, resumed, state) in enumerate(OTHER_OPTIMIZERS[backend]):
+        path = tmp_path / str(number)
+        with make_worker(folder, **saved) as worker:
+            worker.prepare_for_training()
+            worker.train(make_batch(), NLL())
+            worker.save_checkpoint(path)
+        refused = rf"has optimizer/.*/{state}, which this run lacks .*: resume with the settings that wrote it, or"
+        with make_worker(folder, **resumed) as worker, pytest.raises(UserError, match=refused):
+            worker.load_checkpoint(path)
+    other = {"dtensor": "megatron", "megatron": "dtensor"}[backend]
+    with one_rank_worker(folder, backend=other) as worker, pytest.raises(UserError, match=r"or begin anew .* export$"):
+        worker.load_checkpoint(path)
+
+
 def test_an_exported_folder_loads_in_hugging_face_with_the_trained_weights(make_worker, folders, tmp_path):
     folder, _ = folders("qwen3-tied")
     batch = make_batch()

@@ -7,6 +7,8 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     context_problem,
     declared_plan,
@@ -17,6 +19,7 @@ from nemo_offload_rl.policy.backends.dtensor.split_plan import (
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
+from nemo_offload_rl.policy.settings import PolicySettings
 
 _FP32_BYTES = 4
 
@@ -231,6 +234,14 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
             spec = optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
             optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
     return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
+
+
+def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
+    """What a worker's offloaded activations can take of the host; 0 where the model is unknown."""
+    shape = ModelShape.of(local_model_config(cfg) or {})
+    if shape.num_layers is None or shape.hidden_size is None:
+        return 0
+    return host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
 
 
 AVAILABILITY: tuple[Rule[PolicyRun], ...] = (offloaded_activations_are_whole,)

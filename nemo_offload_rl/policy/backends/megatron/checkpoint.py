@@ -77,6 +77,11 @@ class MegatronState:
             CheckpointError: With both layouts, or what is wrong with the folder.
         """
         saved = dcp.saved_names(path)
+        if not any(name.startswith(VALUES) for name in saved):
+            raise CheckpointError(
+                f"The checkpoint {path} was written by another backend; resume with policy.dtensor_cfg, or begin anew "
+                "from an export"
+            )
         if self._with_scales and not any(name.startswith(SCALES) for name in saved):
             self._with_scales = False
             logger.warning("checkpoint %s has no scales of 8-bit layers; the next steps find them anew", path)
