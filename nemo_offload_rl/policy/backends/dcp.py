@@ -295,9 +295,9 @@ def _check_nothing_is_left_over(reader: _Reader, prefix: str, tensors: Container
     dist.all_gather_object(everyones, mine)
     left_over = sorted(set(mine).intersection(*everyones))
     if left_over:
+        others = f" and {len(left_over) - 1} more tensors" if len(left_over) > 1 else ""
         raise CheckpointError(
-            f"The checkpoint {reader.folder} has {left_over[0]}, which this run lacks ({len(left_over)} such tensors); "
-            f"{_FOREIGN}"
+            f"The checkpoint {reader.folder} has {left_over[0]}{others}, which this run lacks; {_FOREIGN}"
         )
 
 
