@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from hub_cache import fill_hub_cache
+from model_families import FAMILIES as TINY
+from model_families import family_config, trained_by
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.rules.model import (
@@ -160,6 +162,12 @@ def test_a_model_that_the_dtensor_backend_does_not_train_is_refused_in_one_line(
 @pytest.mark.parametrize("model", ACCEPTED)
 def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any]) -> None:
     assert message_about(tmp_path, model) is None
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
+def test_grpo_takes_every_model_that_the_matrix_has_seen_served(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_diff_dict()))
+    load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
 
 
 @pytest.mark.parametrize("rope", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
