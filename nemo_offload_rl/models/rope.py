@@ -21,6 +21,19 @@ def rope_type(config: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
+def each_rope(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of all layers, or those of each type of layers (Gemma 3)."""
+    rope = rope_settings(config)
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    return nested or [rope]
+
+
+def rotated_parts(config: Mapping[str, Any]) -> set[float]:
+    """What is said of the share of each head that is rotated."""
+    said = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in each_rope(config))]
+    return {part for part in said if part is not None}
+
+
 def malformed_rope(config: Mapping[str, Any]) -> str | None:
     """Why the settings of rotary embeddings cannot be read, or None."""
     given = config.get("rope_parameters") or config.get("rope_scaling")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
-from nemo_offload_rl.models.families import unserved
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
+from nemo_offload_rl.models.served import unserved
 from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
@@ -43,7 +43,10 @@ def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
     model = local_model_config(cfg)
     if model is None or (reason := unserved(model)) is None:
         return None
-    return f"config.json of {cfg.policy.model_name} has {reason}; use another model"
+    return (
+        f"config.json of {cfg.policy.model_name} has {reason}; use another model, or another value in "
+        "policy.hf_config_overrides if the weights are for it"
+    )
 
 
 RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)

@@ -11,6 +11,8 @@ import pytest
 from hub_cache import fill_hub_cache
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
+from policy_cases import make_settings
+from tiny_models import save_model_folder
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.rules.model import (
@@ -271,3 +273,22 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "phimoe"}))
     with pytest.raises(ConfigError, match="model_type phimoe"):
         load_grpo_config(CPU, ["policy.model_name=~/m"])
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"]}, r"\(3\) must be equal to the number of .*layer"),
+        ({"num_attention_heads": 3, "hidden_size": 64}, r"The hidden size \(64\) is not a multiple of the number of"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "Missing required keys in `rope_parameters`"),
+    ],
+)
+def test_what_the_model_library_refuses_of_a_config_ends_the_run_in_one_line_before_ray(
+    tmp_path: Path, model: dict[str, Any], words: str
+) -> None:
+    save_model_folder(tmp_path, 0)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
+    settings = make_settings(tmp_path)
+    with pytest.raises(UserError, match=words) as error:
+        check_model(settings)
+    assert "\n" not in str(error.value)
