@@ -49,6 +49,11 @@ def check_model(settings: PolicySettings) -> None:
             f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
             f"{reason}; use another model, or the other backend if it trains this one (docs/reference/models.md)"
         )
+    if in_megatron and not config.get("architectures"):
+        raise ConfigError(
+            f"config.json of {settings.model_name} has no architectures, by which Megatron-Bridge knows it; "
+            "add the name of the model's class, or use policy.dtensor_cfg"
+        )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     if not in_megatron and tp_size > 1:
         problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)

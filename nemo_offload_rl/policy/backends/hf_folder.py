@@ -36,7 +36,7 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())  # of the model library, over several lines
         raise UserError(f"The config of policy.model_name={model_name} cannot be read: {reason}") from error
     known = config.to_dict()

@@ -145,8 +145,19 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([f"{KEY}.moe_router_bias_update_rate=0.001"], "models of type qwen3_moe have no bias of experts", EXPERTS),
         ([f"{KEY}.moe_router_bias_update_rate=0.001", ADAPTERS], "with peft.enabled the model stays as it is", None),
     ],
-    "megatron_heads_divide_over_devices": [
-        ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
+    "megatron_layers_divide_over_devices": [
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "97 channels of MLPs",
+            {**DENSE, "intermediate_size": 97},
+        ),
+        ([f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS], "389 tokens of the", {**DENSE, "vocab_size": 389}),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "3 key-value heads",
+            {**DENSE, "num_key_value_heads": 3},
+        ),
+        ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE),
     ],
     "megatron_splits_the_layers_of_the_family": [
         (

@@ -53,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is no mapping"),
+    ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, which is none of transformers' default, linear,"),
+    ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta null, which is the base of the frequencies"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     LLAMA,
@@ -280,6 +282,7 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     [
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"]}, r"\(3\) must be equal to the number of .*layer"),
         ({"num_attention_heads": 3, "hidden_size": 64}, r"The hidden size \(64\) is not a multiple of the number of"),
+        ({"dtype": "float42"}, "has no attribute 'float42'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "Missing required keys in `rope_parameters`"),
     ],
 )
@@ -292,3 +295,21 @@ def test_what_the_model_library_refuses_of_a_config_ends_the_run_in_one_line_bef
     with pytest.raises(UserError, match=words) as error:
         check_model(settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "is not valid JSON"), ("[]", "holds no JSON object")])
+def test_a_config_that_is_none_is_named_before_ray(tmp_path: Path, text: str, words: str) -> None:
+    save_model_folder(tmp_path, 0)
+    (tmp_path / "config.json").write_text(text)
+    config = load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    with pytest.raises(UserError, match=words):
+        check_model(config.worker)
+
+
+def test_megatron_needs_the_name_of_the_models_class(tmp_path: Path) -> None:
+    save_model_folder(tmp_path, 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    check_model(make_settings(tmp_path))
+    with pytest.raises(ConfigError, match="has no architectures"):
+        check_model(make_settings(tmp_path, backend="megatron"))
