@@ -46,17 +46,18 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
 """By model type."""
 
 
-def unserved(config: ModelConfig) -> str | None:
+def unserved(config: ModelConfig, longest: int) -> str | None:
     """What of the config is computed otherwise and why, or None.
 
     Args:
         config: The contents of a config.json.
+        longest: Tokens that no row exceeds; windows of that size are as good as none.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
     problems = (
-        _window(config, family),
+        _window(config, family, longest),
         _activation(config, family),
         _rotary(config, family),
         *(refusal.problem(config) for refusal in SETTINGS.get(family.model_type, ())),
@@ -64,19 +65,20 @@ def unserved(config: ModelConfig) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _window(config: ModelConfig, family: ModelFamily) -> str | None:
+def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | None:
     """The engine gives `sliding_window` to all layers, unless `layer_types` differ; and some families the latter."""
     if family.has_sinks and not windows.in_turns(config):
         return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
     types = config.get("layer_types")
     if not windows.is_used(config):
         return None
-    if not family.has_window(config):
-        size = config["sliding_window"]
+    size = config["sliding_window"]
+    if not family.has_window(config) and size < longest:
         return f"sliding_window {size} without a layer that has it, and the engine would give it to layers all the same"
     if family.model_type in ("qwen2", "qwen3") and windows.in_some_layers(config):
         return "layers with a sliding window beside layers without, which the engine does not serve of its family"
-    if family.model_type in ("mixtral", "phi3", "starcoder2") and types is not None and len(set(types)) > 1:
+    differ = types is not None and len(set(types)) > 1
+    if family.model_type in ("mixtral", "phi3", "starcoder2") and differ and size < longest:
         return "layer_types that differ, by which the engine would give some layers no window, the model library all"
     return None
 

@@ -87,6 +87,7 @@ def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, change
     assert unsupported(family_config(name, **changes).to_dict()) == words
 
 
+LONGEST = 1024
 TURNS = ["sliding_attention", "full_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 LONGROPE = {"rope_type": "longrope", "attention_factor": 1.3}
@@ -119,17 +120,20 @@ def test_what_the_engine_computes_otherwise_is_refused_beside_one(
     name: str, changes: dict[str, Any], words: str
 ) -> None:
     config = family_config(name).to_dict()
-    assert unserved(config) is None
-    assert words in str(unserved(config | changes))
+    assert unserved(config, LONGEST) is None
+    assert words in str(unserved(config | changes, LONGEST))
 
 
 def test_what_the_engine_computes_alike_is_served() -> None:
     llama = family_config("llama").to_dict()
     usual = 0.1 * math.log(4.0) + 1
     for changes in (YARN, YARN | {"attention_factor": usual}, YARN | {"mscale": 0.7}):
-        assert unserved(llama | {"rope_parameters": changes}) is None
+        assert unserved(llama | {"rope_parameters": changes}, LONGEST) is None
+    assert unserved(llama | {"sliding_window": LONGEST}, LONGEST) is None
     qwen = family_config("qwen3").to_dict()
-    assert unserved(qwen | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}) is None
+    assert (
+        unserved(qwen | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, LONGEST) is None
+    )
 
 
 @pytest.mark.parametrize(
