@@ -108,13 +108,13 @@ _GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 1.5,
 }
-# As GLM-4.5: a dense layer first, half of a head rotated, an expert that every token has, choice by bias.
+# As GLM-4.5: a dense layer first, half of a head rotated, experts that every token has, choice by bias.
 _GLM4_MOE = {
     **_QWEN3,
     "moe_intermediate_size": 48,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
+    "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
     "partial_rotary_factor": 0.5,

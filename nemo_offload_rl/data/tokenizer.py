@@ -29,7 +29,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(
             f"no tokenizer can be loaded from {settings.name} ({str(error).splitlines()[0]}); set "
             f"policy.tokenizer.name to a folder with tokenizer.json and tokenizer_config.json, or to a model on the hub"

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from nemo_offload_rl.models.rope import rope_type
+from nemo_offload_rl.models import windows
+from nemo_offload_rl.models.rope import rotated_parts
+from nemo_offload_rl.models.windows import ModelConfig
 
 DTENSOR, MEGATRON = "dtensor", "megatron"
-
-type ModelConfig = Mapping[str, Any]
-"""The contents of a config.json, overrides included."""
 
 
 @dataclass(frozen=True)
@@ -40,52 +38,6 @@ class Refusal:
         return None if value in self.accepted else f"{self.key} {json.dumps(value)}, {self.reason}"
 
 
-def _no_window(config: ModelConfig) -> bool:
-    return False
-
-
-def _window_by_layer(config: ModelConfig) -> bool:
-    if config.get("layer_types") is not None:
-        return "sliding_attention" in config["layer_types"]
-    # As transformers fills `layer_types` of the Qwen families.
-    is_used = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
-    return is_used and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
-
-
-def _window_in_some_layers(config: ModelConfig) -> bool:
-    if config.get("layer_types") is not None:
-        return len(set(config["layer_types"])) > 1
-    return _window_by_layer(config) and config.get("max_window_layers", 0) > 0
-
-
-def _window_unless_types_say_no(config: ModelConfig) -> bool:
-    types = config.get("layer_types")
-    return config.get("sliding_window") is not None and (types is None or "sliding_attention" in types)
-
-
-def _window_everywhere(config: ModelConfig) -> bool:
-    return config.get("sliding_window") is not None
-
-
-def _all_served(config: ModelConfig) -> str | None:
-    return None
-
-
-def _windows_in_all_layers_or_none(config: ModelConfig) -> str | None:
-    if not _window_in_some_layers(config):
-        return None
-    return "layers with a sliding window beside layers without, which the engine does not serve of its family"
-
-
-def _gpt_oss_as_published(config: ModelConfig) -> str | None:
-    types, turns = config.get("layer_types"), ("sliding_attention", "full_attention")
-    if types is not None and list(types) != [turns[layer % 2] for layer in range(len(types))]:
-        return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
-    if rope_type(config) != "yarn":
-        return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
-    return None
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """One architecture.
@@ -96,10 +48,10 @@ class ModelFamily:
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
         has_window: Whether a model of the family has layers that attend to the last tokens only.
         windows_trained_by: Those of `trained_by` that compute such layers.
-        unserved: What of a config vLLM 0.25.1 does not serve, or None.
         logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
         has_expert_bias: Whether a bias of each expert takes part in choosing experts.
-        activations: Values of hidden_act that the Megatron backend computes.
+        activations: Values of `activation_key` that the Megatron backend and the engine compute; empty for all.
+        activation_key: Key of config.json with the function inside of MLPs.
         unsplit_by: Those of `trained_by` that keep each layer whole, without tensor parallelism.
         rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
         logits_factor: Key of config.json with what they are multiplied by; None for nothing.
@@ -113,12 +65,12 @@ class ModelFamily:
     model_type: str
     title: str
     trained_by: tuple[str, ...]
-    has_window: Callable[[ModelConfig], bool] = _no_window
+    has_window: Callable[[ModelConfig], bool] = windows.nowhere
     windows_trained_by: tuple[str, ...] = (DTENSOR,)
-    unserved: Callable[[ModelConfig], str | None] = _all_served
     logits_divisor: str | None = None
     has_expert_bias: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
+    activation_key: str = "hidden_act"
     unsplit_by: tuple[str, ...] = ()
     rotates_part: bool = False
     logits_factor: str | None = None
@@ -133,6 +85,9 @@ _NOT_IN_ENGINE = "which the engine would leave out"
 _BIAS_LEFT_OUT = "whose biases that backend would leave out"
 _ATTENTION_BIAS = Refusal("attention_bias", (None, False), _BIAS_LEFT_OUT)
 _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
+_AS_MINISTRAL = Refusal("layer_types", (None,), "for which the model library takes it for a model of type ministral")
+_NORMALIZED = Refusal("norm_topk_prob", (None, True), "and that backend normalizes them")
+_SCALED = Refusal("routed_scaling_factor", (None, 1), "by which that backend alone would multiply")
 _DEEPSEEK = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
     Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
@@ -157,40 +112,53 @@ _OLMOE = (
 FAMILIES: Mapping[str, ModelFamily] = {
     family.model_type: family
     for family in (
-        ModelFamily("arcee", "Arcee", (DTENSOR,)),
+        ModelFamily("arcee", "Arcee", (DTENSOR,), activations=("relu2",)),
         ModelFamily("cohere", "Command R", (DTENSOR,), logits_factor="logit_scale"),
         ModelFamily(
             "cohere2",
             "Command R7B, Command A",
             (DTENSOR,),
-            has_window=_window_unless_types_say_no,
+            has_window=windows.unless_types_say_no,
             logits_factor="logit_scale",
         ),
-        ModelFamily("cwm", "CWM", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily("cwm", "CWM", (DTENSOR,), has_window=windows.unless_types_say_no),
         ModelFamily(
             "deepseek_v3",
             "DeepSeek-V3, Moonlight",
             (DTENSOR, MEGATRON),
             has_expert_bias=True,
-            refused={DTENSOR: _DEEPSEEK, MEGATRON: _DEEPSEEK},
+            refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED)},
         ),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
-        ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=_window_unless_types_say_no),
+        ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=windows.unless_types_say_no),
         ModelFamily(
             "exaone_moe",
             "K-EXAONE",
             (MEGATRON,),
-            has_window=_window_unless_types_say_no,
+            has_window=windows.unless_types_say_no,
             windows_trained_by=(MEGATRON,),
             has_expert_bias=True,
-            refused={MEGATRON: (Refusal("norm_topk_prob", (None, True), "and that backend normalizes them"),)},
+            refused={MEGATRON: (_NORMALIZED,)},
         ),
-        ModelFamily("gemma", "Gemma", (DTENSOR, MEGATRON), activations=("gelu_pytorch_tanh",)),
+        ModelFamily(
+            "gemma",
+            "Gemma",
+            (DTENSOR, MEGATRON),
+            activations=("gelu_pytorch_tanh",),
+            refused={
+                MEGATRON: (
+                    _ATTENTION_BIAS,
+                    Refusal("tie_word_embeddings", (None, True), "where that backend has one matrix for both"),
+                )
+            },
+        ),
         ModelFamily(
             "gemma2",
             "Gemma 2",
             (DTENSOR,),
-            has_window=_window_unless_types_say_no,
+            activations=("gelu_pytorch_tanh",),
+            activation_key="hidden_activation",
+            has_window=windows.unless_types_say_no,
             logits_softcap="final_logit_softcapping",
             attention_softcap="attn_logit_softcapping",
         ),
@@ -198,22 +166,35 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "gemma3_text",
             "Gemma 3 (text)",
             (DTENSOR,),
-            has_window=_window_unless_types_say_no,
+            activations=("gelu_pytorch_tanh",),
+            activation_key="hidden_activation",
+            has_window=windows.unless_types_say_no,
             logits_softcap="final_logit_softcapping",
             refused={DTENSOR: (Refusal("attn_logit_softcapping", (None,), _NOT_IN_ENGINE),)},
         ),
-        ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,)),
-        ModelFamily("glm4", "GLM-4-0414", (DTENSOR,)),
-        ModelFamily("glm4_moe", "GLM-4.5", (DTENSOR, MEGATRON), has_expert_bias=True, rotates_part=True),
+        ModelFamily("glm", "GLM-4-9B, GLM-Edge", (DTENSOR,), rotates_part=True),
+        ModelFamily("glm4", "GLM-4-0414", (DTENSOR,), rotates_part=True),
+        ModelFamily(
+            "glm4_moe",
+            "GLM-4.5",
+            (DTENSOR, MEGATRON),
+            has_expert_bias=True,
+            rotates_part=True,
+            refused={
+                MEGATRON: (
+                    _NORMALIZED,
+                    Refusal("tie_word_embeddings", (None, False), "where that backend has two matrices"),
+                )
+            },
+        ),
         ModelFamily(
             "gpt_oss",
             "gpt-oss (16-bit folders)",
             (DTENSOR, MEGATRON),
-            has_window=_window_everywhere,
+            has_window=windows.everywhere,
             windows_trained_by=(DTENSOR, MEGATRON),
-            unserved=_gpt_oss_as_published,
             has_sinks=True,
-            refused={DTENSOR: _GPT_OSS, MEGATRON: _GPT_OSS},
+            refused={DTENSOR: _GPT_OSS, MEGATRON: (*_GPT_OSS, _SCALED)},
         ),
         ModelFamily("granite", "Granite", (DTENSOR,), logits_divisor="logits_scaling"),
         ModelFamily(
@@ -232,24 +213,26 @@ FAMILIES: Mapping[str, ModelFamily] = {
             refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)},
         ),
         ModelFamily("hyperclovax", "HyperCLOVA X", (DTENSOR,), logits_factor="logits_scaling"),
-        ModelFamily("jais2", "Jais 2", (DTENSOR,)),
+        ModelFamily("jais2", "Jais 2", (DTENSOR,), activations=("relu2",)),
         ModelFamily("llama", "Llama 2, 3", (DTENSOR, MEGATRON), refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)}),
         ModelFamily(
             "mistral",
             "Mistral",
             (DTENSOR, MEGATRON),
-            has_window=_window_everywhere,
+            has_window=windows.everywhere,
             windows_trained_by=(DTENSOR, MEGATRON),
-            refused={MEGATRON: (_ATTENTION_BIAS,)},
+            refused={DTENSOR: (_AS_MINISTRAL,), MEGATRON: (_ATTENTION_BIAS, _AS_MINISTRAL)},
         ),
-        ModelFamily("mixtral", "Mixtral", (DTENSOR,), has_window=_window_everywhere),
+        ModelFamily("mixtral", "Mixtral", (DTENSOR,), has_window=windows.everywhere),
         ModelFamily(
             "nemotron",
             "Nemotron",
             (MEGATRON,),
             activations=("relu2",),
             rotates_part=True,
-            refused={MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS)},
+            refused={
+                MEGATRON: (_ATTENTION_BIAS, _MLP_BIAS, Refusal("rms_norm_eps", (None,), "where the model has norm_eps"))
+            },
         ),
         ModelFamily("olmo2", "OLMo 2", (DTENSOR,)),
         ModelFamily(
@@ -257,16 +240,15 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "OLMoE",
             (DTENSOR, MEGATRON),
             unsplit_by=(MEGATRON,),
-            refused={DTENSOR: _OLMOE, MEGATRON: _OLMOE},
+            refused={DTENSOR: _OLMOE, MEGATRON: (*_OLMOE, _SCALED)},
         ),
-        ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=_window_unless_types_say_no),
-        ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=_window_everywhere),
+        ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=windows.unless_types_say_no),
+        ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=windows.everywhere, rotates_part=True),
         ModelFamily(
             "qwen2",
             "Qwen2, Qwen2.5",
             (DTENSOR, MEGATRON),
-            has_window=_window_by_layer,
-            unserved=_windows_in_all_layers_or_none,
+            has_window=windows.by_layer,
         ),
         ModelFamily(
             "qwen2_moe",
@@ -280,21 +262,22 @@ FAMILIES: Mapping[str, ModelFamily] = {
             },
         ),
         ModelFamily(
-            "qwen3", "Qwen3", (DTENSOR, MEGATRON), has_window=_window_by_layer, refused={MEGATRON: (_ATTENTION_BIAS,)}
+            "qwen3", "Qwen3", (DTENSOR, MEGATRON), has_window=windows.by_layer, refused={MEGATRON: (_ATTENTION_BIAS,)}
         ),
         ModelFamily(
             "qwen3_moe",
             "Qwen3-MoE",
             (DTENSOR, MEGATRON),
-            has_window=_window_by_layer,
-            refused={MEGATRON: (_ATTENTION_BIAS,)},
+            has_window=windows.where_used,
+            refused={MEGATRON: (_ATTENTION_BIAS, _SCALED)},
         ),
         ModelFamily("seed_oss", "Seed-OSS", (DTENSOR,)),
-        ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=_window_by_layer),
+        ModelFamily("smollm3", "SmolLM3", (DTENSOR,), has_window=windows.by_layer, activations=()),
         ModelFamily(
             "stablelm",
             "StableLM 2",
             (DTENSOR,),
+            rotates_part=True,
             tells_attention_bounds=False,
             refused={
                 DTENSOR: tuple(
@@ -302,7 +285,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
                 )
             },
         ),
-        ModelFamily("starcoder2", "StarCoder 2", (DTENSOR,), has_window=_window_everywhere),
+        ModelFamily("starcoder2", "StarCoder 2", (DTENSOR,), has_window=windows.everywhere, activations=()),
     )
 }
 """By model type."""
@@ -310,9 +293,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 def refused_settings(family: ModelFamily, backend: str) -> list[str]:
     """What a backend refuses of a family that it trains, in a few words each."""
-    windows = family.has_window is not _no_window and backend not in family.windows_trained_by
+    refuses = family.has_window is not windows.nowhere and backend not in family.windows_trained_by
     keys = [f"`{refusal.key}`" for refusal in family.refused.get(backend, ())]
-    return (["sliding windows"] if windows else []) + keys
+    return (["sliding windows"] if refuses else []) + keys
 
 
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
@@ -346,34 +329,29 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
+    if "sliding_attention" in (config.get("layer_types") or ()) and not windows.is_used(config, if_absent=True):
+        return "layer_types with sliding_attention, but no sliding_window that is used"
+    parts = sorted(rotated_parts(config))
+    if len(parts) > 1:
+        return f"partial_rotary_factor {parts[0]} and {parts[1]}, in rope_parameters and beside them, which differ"
+    if parts not in ([], [1]) and not family.rotates_part:
+        return f"partial_rotary_factor {parts[0]}, and models of its family rotate whole heads"
     if backend not in family.windows_trained_by and family.has_window(config):
         return "layers with a sliding window, which that backend would leave out"
     problems = (refusal.problem(config) for refusal in family.refused.get(backend, ()))
     return next((problem for problem in problems if problem is not None), None)
 
 
-def unserved(config: ModelConfig) -> str | None:
-    """What of the config vLLM 0.25.1 does not serve, or None."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return None if family is None else family.unserved(config)
-
-
 def has_sliding_window(config: ModelConfig) -> bool:
     """Whether some layers attend to the last tokens only."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return (_window_by_layer if family is None else family.has_window)(config)
+    return (windows.by_layer if family is None else family.has_window)(config)
 
 
 def has_expert_bias(config: ModelConfig) -> bool:
     """Whether a bias of each expert takes part in choosing experts."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.has_expert_bias
-
-
-def rotates_part(config: ModelConfig) -> bool:
-    """Whether partial_rotary_factor counts in models of this type."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.rotates_part
 
 
 def has_attention_sinks(config: ModelConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _LONG = ("longrope", "su")  # the second is what old folders of Phi-3 call it
+_KNOWN = ("default", "linear", "dynamic", "yarn", "llama3", "proportional", *_LONG)  # of transformers 5.12.1
 _CHANGING = ("dynamic", *_LONG)
 
 
@@ -21,10 +22,30 @@ def rope_type(config: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
+def each_rope(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of all layers, or those of each type of layers (Gemma 3)."""
+    rope = rope_settings(config)
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    return nested or [rope]
+
+
+def rotated_parts(config: Mapping[str, Any]) -> set[float]:
+    """What is said of the share of each head that is rotated."""
+    said = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in each_rope(config))]
+    return {part for part in said if part is not None}
+
+
 def malformed_rope(config: Mapping[str, Any]) -> str | None:
     """Why the settings of rotary embeddings cannot be read, or None."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
-    return f"rotary embeddings {given!r}, which is no mapping" if given and not isinstance(given, Mapping) else None
+    if given and not isinstance(given, Mapping):
+        return f"rotary embeddings {given!r}, which is no mapping"
+    for rope in each_rope(config):
+        if (kind := rope_type({"rope_parameters": rope})) not in _KNOWN:
+            return f"rope_type {kind}, which is none of transformers' {', '.join(_KNOWN)}"
+        if "rope_theta" in rope and rope["rope_theta"] is None:
+            return "rope_theta null, which is the base of the frequencies"
+    return None
 
 
 def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:

@@ -46,7 +46,13 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    shape = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:  # which the check of the folder says
+        return None
+    if not isinstance(config, dict):
+        return None
+    shape = ModelShape.of(config)
     if shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
         return None
     active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
-from nemo_offload_rl.models.families import unserved
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
+from nemo_offload_rl.models.served import unserved
 from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
@@ -22,8 +22,7 @@ def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
 def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> str | None:
     """Rotary frequencies do not change with the longest row of a batch, which the engine never sees."""
     model = local_model_config(cfg)
-    longest = max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
-    if model is None or (kind := changing_rope_type(model, longest)) is None:
+    if model is None or (kind := changing_rope_type(model, _longest(cfg))) is None:
         return None
     if (limit := unchanged_length(model)) > 0:
         return (
@@ -41,9 +40,16 @@ def rotary_frequencies_of_engine_and_policy_agree(cfg: RolloutMasterConfig) -> s
 def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
     """The engine serves the model as it is trained."""
     model = local_model_config(cfg)
-    if model is None or (reason := unserved(model)) is None:
+    if model is None or (reason := unserved(model, _longest(cfg))) is None:
         return None
-    return f"config.json of {cfg.policy.model_name} has {reason}; use another model"
+    return (
+        f"config.json of {cfg.policy.model_name} has {reason}; use another model, or another value in "
+        "policy.hf_config_overrides if the weights are for it"
+    )
+
+
+def _longest(cfg: RolloutMasterConfig) -> int:
+    return max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
 
 
 RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)

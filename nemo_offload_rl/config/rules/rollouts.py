@@ -140,18 +140,12 @@ def vllm_kwargs_problem(arguments: Mapping[str, Any], key: str) -> str | None:
 
 def engine_weights_are_what_a_refit_brings(cfg: RolloutMasterConfig) -> str | None:
     """The engine derives nothing from the weights when it loads them, because refits would not update it."""
-    model = local_model_config(cfg) or {}
-    reasons = {
-        "kv_lora_rank": "its multi-head latent attention uses weights that vLLM derives after loading",
-        "quantization_config": "it is quantized, and a refit brings plain weights",
-    }
-    for key, reason in reasons.items():
-        if model.get(key) is not None:
-            return (
-                f"policy.model_name {cfg.policy.model_name} has {key} in its config.json: {reason}, so that no "
-                "refit could renew them; choose another model"
-            )
-    return None
+    if (local_model_config(cfg) or {}).get("quantization_config") is None:
+        return None
+    return (
+        f"policy.model_name {cfg.policy.model_name} has quantization_config in its config.json: it is quantized, and a "
+        "refit brings plain weights, so that no refit could renew them; choose another model"
+    )
 
 
 def every_environment_exists(cfg: RolloutMasterConfig) -> str | None:

@@ -32,9 +32,10 @@ def expected_bytes(settings: PolicySettings, process: ProcessInfo) -> ExpectedBy
 
 
 def check_model(settings: PolicySettings) -> None:
-    """Refuse a model that cannot be trained by what its files or this machine's packages say; loads nothing.
+    """Refuse a model that cannot be trained by what its files or this machine's packages say; loads no weights.
 
-    Rules have said so of a folder already. The config of a hub's model may be known from here on only.
+    Rules have said so of a folder's config.json already. The config of a hub's model may be known from here on only,
+    and so is what the model library makes of a config.
 
     Raises:
         UserError: A part of the model is missing or damaged, the backend does not train it, or lacks a package.
@@ -44,16 +45,27 @@ def check_model(settings: PolicySettings) -> None:
     config = {**read_model_config(settings.model_name), **settings.hf_config_overrides}
     in_megatron = isinstance(settings.backend, MegatronConfig)
     check = unsupported_by_megatron if in_megatron else unsupported_by_dtensor
-    if (reason := check(config)) is not None:
+    if (reason := check(config) or check(_as_loaded(settings))) is not None:
         raise ConfigError(
             f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
             f"{reason}; use another model, or the other backend if it trains this one (docs/reference/models.md)"
+        )
+    if in_megatron and not config.get("architectures"):
+        raise ConfigError(
+            f"config.json of {settings.model_name} has no architectures, by which Megatron-Bridge knows it; "
+            "add the name of the model's class, or use policy.dtensor_cfg"
         )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     if not in_megatron and tp_size > 1:
         problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)
         if problem is not None:
             raise ConfigError(problem)
+
+
+def _as_loaded(settings: PolicySettings) -> dict[str, Any]:
+    from nemo_offload_rl.policy.backends.hf_folder import load_config  # which imports transformers
+
+    return load_config(settings.model_name, settings.hf_config_overrides).to_dict()
 
 
 def import_backend(settings: PolicySettings, **others: Any) -> None:

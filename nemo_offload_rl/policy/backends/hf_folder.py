@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -35,8 +36,9 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The config of policy.model_name={model_name} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())  # of the model library, over several lines
+        raise UserError(f"The config of policy.model_name={model_name} cannot be read: {reason}") from error
     known = config.to_dict()
     for key, value in overrides.items():
         if key not in known or key == "model_type":

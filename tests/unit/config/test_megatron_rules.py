@@ -47,7 +47,7 @@ LATENT = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-LAYERS = {**DENSE, "layer_types": ["full_attention", "sliding_attention"]}
+LAYERS = {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
 
 # rule name -> overrides that break it, words that its message must have, config.json of the model or None for a hub's
 BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
@@ -99,6 +99,15 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             "has num_experts_per_tok 8 from topk_group 1, and",
             {"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 2, "topk_group": 1},
         ),
+        ([], "has num_experts_per_tok 1, and", {**EXPERTS, "num_experts_per_tok": 1}),
+        ([], "has norm_topk_prob false, and", {"model_type": "glm4_moe", "norm_topk_prob": False}),
+        ([], "has routed_scaling_factor 2.5, by", {**EXPERTS, "routed_scaling_factor": 2.5}),
+        ([], "has num_shared_experts 0, and", {"model_type": "exaone_moe", "num_shared_experts": 0}),
+        ([], "has first_k_dense_replace 0, but 1 dense", {"model_type": "hy_v3", "first_k_dense_replace": 0}),
+        ([], "has layer_types other than", {"model_type": "gpt_oss", "layer_types": ["sliding_attention"] * 2}),
+        ([], "has tie_word_embeddings false, where", {"model_type": "gemma", "tie_word_embeddings": False}),
+        ([], "has tie_word_embeddings true, where", {"model_type": "glm4_moe", "tie_word_embeddings": True}),
+        ([], "has rms_norm_eps 0.001, where", {"model_type": "nemotron", "rms_norm_eps": 0.001}),
         ([], "has quantization_config, and", {**DENSE, "quantization_config": {"quant_method": "fp8"}}),
         ([], "has rope_type dynamic, whose", {**DENSE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         ([], "has rope_type longrope, and", {**DENSE, "rope_parameters": {"rope_type": "longrope"}}),
@@ -136,8 +145,19 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([f"{KEY}.moe_router_bias_update_rate=0.001"], "models of type qwen3_moe have no bias of experts", EXPERTS),
         ([f"{KEY}.moe_router_bias_update_rate=0.001", ADAPTERS], "with peft.enabled the model stays as it is", None),
     ],
-    "megatron_heads_divide_over_devices": [
-        ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE)
+    "megatron_layers_divide_over_devices": [
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "97 channels of MLPs",
+            {**DENSE, "intermediate_size": 97},
+        ),
+        ([f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS], "389 tokens of the", {**DENSE, "vocab_size": 389}),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "3 key-value heads",
+            {**DENSE, "num_key_value_heads": 3},
+        ),
+        ([f"{KEY}.tensor_model_parallel_size=4", "cluster.cpu_workers_per_node=4"], "6 attention heads", DENSE),
     ],
     "megatron_splits_the_layers_of_the_family": [
         (

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 from hub_cache import fill_hub_cache
+from model_families import FAMILIES as TINY
+from model_families import family_config, trained_by
+from policy_cases import make_settings
+from tiny_models import save_model_folder
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.config.rules.model import (
@@ -49,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({**LLAMA, "rope_scaling": "linear"}, "rotary embeddings 'linear', which is no mapping"),
+    ({**LLAMA, "rope_scaling": {"type": "ntk"}}, "rope_type ntk, which is none of transformers' default, linear,"),
+    ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta null, which is the base of the frequencies"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     LLAMA,
@@ -162,6 +168,12 @@ def test_the_families_that_it_trains_pass(tmp_path: Path, model: dict[str, Any])
     assert message_about(tmp_path, model) is None
 
 
+@pytest.mark.parametrize("name", [name for name in TINY if DTENSOR in trained_by(name)])
+def test_grpo_takes_every_model_that_the_matrix_has_seen_served(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(family_config(name).to_diff_dict()))
+    load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+
+
 @pytest.mark.parametrize("rope", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
 def test_frequencies_that_change_with_a_batch_are_refused_beside_an_engine(
     tmp_path: Path, rope: dict[str, Any]
@@ -263,3 +275,41 @@ def test_a_home_folder_is_written_out_once_for_all_who_read_it(tmp_path: Path, m
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "phimoe"}))
     with pytest.raises(ConfigError, match="model_type phimoe"):
         load_grpo_config(CPU, ["policy.model_name=~/m"])
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"]}, r"\(3\) must be equal to the number of .*layer"),
+        ({"num_attention_heads": 3, "hidden_size": 64}, r"The hidden size \(64\) is not a multiple of the number of"),
+        ({"dtype": "float42"}, "has no attribute 'float42'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "Missing required keys in `rope_parameters`"),
+    ],
+)
+def test_what_the_model_library_refuses_of_a_config_ends_the_run_in_one_line_before_ray(
+    tmp_path: Path, model: dict[str, Any], words: str
+) -> None:
+    save_model_folder(tmp_path, 0)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
+    settings = make_settings(tmp_path)
+    with pytest.raises(UserError, match=words) as error:
+        check_model(settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "is not valid JSON"), ("[]", "holds no JSON object")])
+def test_a_config_that_is_none_is_named_before_ray(tmp_path: Path, text: str, words: str) -> None:
+    save_model_folder(tmp_path, 0)
+    (tmp_path / "config.json").write_text(text)
+    config = load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
+    with pytest.raises(UserError, match=words):
+        check_model(config.worker)
+
+
+def test_megatron_needs_the_name_of_the_models_class(tmp_path: Path) -> None:
+    save_model_folder(tmp_path, 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    check_model(make_settings(tmp_path))
+    with pytest.raises(ConfigError, match="has no architectures"):
+        check_model(make_settings(tmp_path, backend="megatron"))

@@ -54,6 +54,10 @@ def test_a_folder_without_a_tokenizer_is_an_error_of_one_line(tmp_path):
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*; set policy\.tokenizer\.name") as error:
         load_tokenizer(settings(tmp_path))
     assert "\n" not in str(error.value)
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="no tokenizer can be loaded from"):
+        load_tokenizer(settings(tmp_path))
 
 
 def test_a_tokenizer_without_a_chat_template_or_an_end_is_an_error(tmp_path):

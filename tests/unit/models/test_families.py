@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
 
-from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor, unserved
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
 from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
+from nemo_offload_rl.models.served import unserved
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
@@ -85,12 +87,75 @@ def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, change
     assert unsupported(family_config(name, **changes).to_dict()) == words
 
 
-def test_the_engine_serves_gpt_oss_as_it_was_published() -> None:
-    config = family_config("gpt_oss").to_dict()
-    assert unserved(config) is None
-    default = {"rope_type": "default", "rope_theta": 1e4}
-    assert "rope_type default, where the engine knows yarn" in str(unserved(config | {"rope_parameters": default}))
-    assert "layer_types other than" in str(unserved(config | {"layer_types": ["full_attention"] * 4}))
+LONGEST = 1024
+TURNS = ["sliding_attention", "full_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+LONGROPE = {"rope_type": "longrope", "attention_factor": 1.3}
+# Each seen to sample from another function than Hugging Face's, or not to start, with vLLM 0.25.1 on a CPU.
+OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default, where the"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "layer_types other than sliding_attention and full"),
+    ("llama", {"sliding_window": 8}, "sliding_window 8 without a layer that has it"),
+    ("smollm3-tied", {"sliding_window": 8}, "sliding_window 8 without a layer that has it"),
+    ("olmo3", {"layer_types": ["full_attention"] * 2}, "sliding_window 8 without a layer that has it"),
+    ("qwen3-window", {"max_window_layers": 2, "layer_types": None}, "sliding_window 8 without a layer that has it"),
+    ("qwen3-window", {"max_window_layers": 1, "layer_types": None}, "layers with a sliding window beside layers"),
+    ("phi3-window", {"layer_types": TURNS}, "layer_types that differ"),
+    ("qwen3", {"attention_bias": True}, "attention_bias true, which the engine would leave out"),
+    ("cohere-tied", {"tie_word_embeddings": False}, "tie_word_embeddings false, where the engine has one matrix"),
+    ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings true, where the engine would have two"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias true, which the engine would leave out"),
+    ("olmo2", {"hidden_act": "gelu"}, "hidden_act gelu, and the engine computes silu"),
+    ("arcee", {"hidden_act": "silu"}, "hidden_act silu, and the engine computes relu2"),
+    ("gemma2-tied", {"hidden_activation": "gelu"}, "hidden_activation gelu, and the engine computes gelu_py"),
+    ("glm", {"rope_parameters": None, "partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25, and the engine"),
+    ("llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}, "rope_type yarn with attention_factor 0.7"),
+    ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale and mscale_all_dim"),
+    ("gemma3-tied", {"rope_parameters": dict.fromkeys(TURNS, LONGROPE)}, "longrope with attention_factor 1.3"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), OTHERWISE)
+def test_what_the_engine_computes_otherwise_is_refused_beside_one(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    config = family_config(name).to_dict()
+    assert unserved(config, LONGEST) is None
+    assert words in str(unserved(config | changes, LONGEST))
+
+
+def test_what_the_engine_computes_alike_is_served() -> None:
+    llama = family_config("llama").to_dict()
+    usual = 0.1 * math.log(4.0) + 1
+    for changes in (YARN, YARN | {"attention_factor": usual}, YARN | {"mscale": 0.7}):
+        assert unserved(llama | {"rope_parameters": changes}, LONGEST) is None
+    assert unserved(llama | {"sliding_window": LONGEST}, LONGEST) is None
+    qwen = family_config("qwen3").to_dict()
+    assert (
+        unserved(qwen | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, LONGEST) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, and models of its family rotate whole"),
+        ("glm4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 and 0.5, in rope_parameters and"),
+        (
+            "mistral-window",
+            {"layer_types": TURNS},
+            "for which the model library takes it for a model of type m",
+        ),
+        ("olmo3", {"sliding_window": None}, "layer_types with sliding_attention, but no sliding_window that is used"),
+        ("qwen3", {"layer_types": TURNS, "sliding_window": 8}, "layer_types with sliding_attention, but no sliding_w"),
+    ],
+)
+def test_settings_that_the_model_library_reads_otherwise_are_refused(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    config = family_config(name).to_dict()
+    assert unsupported(config) is None
+    assert words in str(unsupported(config | changes))
 
 
 def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
@@ -101,6 +166,8 @@ def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
     assert has_sliding_window(qwen | {"use_sliding_window": True})
     assert not has_sliding_window(qwen | {"use_sliding_window": False})
     assert not has_sliding_window(qwen | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4})
+    moe = qwen | {"model_type": "qwen3_moe", "max_window_layers": 4}  # all of its layers, whatever that key says
+    assert has_sliding_window(moe | {"use_sliding_window": True}) and not has_sliding_window(moe)
     assert logits_divisor({"model_type": "granite", "logits_scaling": 8.0}) == 8.0
     assert logits_divisor({"model_type": "llama", "logits_scaling": 8.0}) == 1.0
 

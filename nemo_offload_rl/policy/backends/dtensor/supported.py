@@ -10,6 +10,9 @@ from typing import Any
 
 from nemo_offload_rl.models.families import DTENSOR, unsupported_family, unsupported_settings
 from nemo_offload_rl.models.rope import malformed_rope
+from nemo_offload_rl.models.shape import ModelShape
+
+_ALIGNED = 8  # 16-bit numbers in the 16 bytes to which `torch.nn.functional.grouped_mm` wants rows aligned
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
@@ -23,4 +26,15 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures") or ()
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         return f"architectures {', '.join(architectures)}, which is no causal language model"
-    return unsupported_settings(config, DTENSOR) or malformed_rope(config)
+    return unsupported_settings(config, DTENSOR) or malformed_rope(config) or _uneven_experts(config)
+
+
+def _uneven_experts(config: Mapping[str, Any]) -> str | None:
+    """Which size of experts torch's grouped products do not take, or None."""
+    if not ModelShape.of(config).num_experts:
+        return None
+    inner = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    for key in ("hidden_size", inner):
+        if (size := config.get(key)) is not None and size % _ALIGNED:
+            return f"{key} {size}, and that backend's products of experts need multiples of {_ALIGNED}"
+    return None

@@ -160,7 +160,10 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
     check_names(folder, bridge.get_conversion_tasks(chunks))
     try:
         return bridge.load_hf_weights(chunks)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        # torch's own words where heads are cut before shapes are compared; other RuntimeErrors are of devices.
+        if isinstance(error, RuntimeError) and "is invalid for input of size" not in str(error):
+            raise
         raise UserError(
             f"policy.model_name={folder.model_name} has weights of other shapes than its config.json says "
             f"({' '.join(str(error).split())}); repair config.json or policy.hf_config_overrides."

@@ -21,6 +21,7 @@ def complete_provider(provider: Any, hf_config: Any) -> None:
     completions = {
         "deepseek_v3": _set_latent_attention,
         "exaone_moe": _set_biases_and_rotation,
+        "glm4_moe": _set_shared_experts,
         "olmoe": _set_whole_norms,
         "qwen3_moe": _set_dense_layers,
     }
@@ -61,6 +62,11 @@ def _set_biases_and_rotation(provider: Any, hf_config: Any) -> None:
     provider.moe_router_enable_expert_bias = True
     if hf_config.sliding_window is None:
         provider.no_rope_freq = None
+
+
+def _set_shared_experts(provider: Any, hf_config: Any) -> None:
+    """The size of all of a layer's together: the bridge for GLM-4.5 has that of one."""
+    provider.moe_shared_expert_intermediate_size = hf_config.n_shared_experts * hf_config.moe_intermediate_size
 
 
 def _set_latent_attention(provider: Any, hf_config: Any) -> None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.models.families import FAMILIES, MEGATRON, rotates_part, unsupported_family, unsupported_settings
+from nemo_offload_rl.models import windows
+from nemo_offload_rl.models.families import (
+    FAMILIES,
+    MEGATRON,
+    has_attention_sinks,
+    unsupported_family,
+    unsupported_settings,
+)
 from nemo_offload_rl.models.rope import malformed_rope, rope_settings, rope_type
 
 # What each type of rotary embedding needs beside its base.
@@ -62,12 +69,29 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
         return f"hidden_act {config['hidden_act']}, and that backend computes {activations[0]}"
     if config.get("kv_lora_rank") and not config.get("q_lora_rank"):
         return "q_lora_rank null, and that backend would put a norm ahead of the queries"
-    chosen, groups = config.get("num_experts_per_tok"), config.get("topk_group")
+    if has_attention_sinks(config) and not windows.in_turns(config):
+        return "layer_types other than sliding_attention and full_attention in turns, as that backend has them"
+    return _unsupported_experts(config)
+
+
+def _unsupported_experts(config: Mapping[str, Any]) -> str | None:
+    """What of the choice of experts, their number or the layers that have them, or None."""
+    kind, chosen, groups = (config.get(key) for key in ("model_type", "num_experts_per_tok", "topk_group"))
     if (config.get("n_group") or 1) != 1 and (chosen is None or groups is None or chosen != 2 * groups):
         return (
             f"num_experts_per_tok {chosen} from topk_group {groups}, and that backend rates a group by as many of its "
             "experts as are chosen from each, the model by two"
         )
+    if chosen == 1 and kind != "olmoe":  # whose weights are what the softmax over all experts gives
+        return "num_experts_per_tok 1, and that backend does not normalize the weight of a single expert"
+    for key in ("n_shared_experts", "num_shared_experts"):
+        if config.get(key) == 0:
+            return f"{key} 0, and that backend has one at least in models of its family"
+    if kind == "hy_v3":
+        types, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
+        dense = 1 if types is None else types.count("dense")
+        if first != dense or "dense" in (types or ())[dense:]:
+            return f"first_k_dense_replace {first}, but {dense} dense layers by mlp_layer_types"
     return None
 
 
@@ -90,7 +114,4 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
         if scales[0] != scales[1] or not scales[0] or rope.get("attention_factor") not in (None, 1):
             return f"mscale {scales[0]} and mscale_all_dim {scales[1]}, which latent attention there has alike"
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1) and not rotates_part(config):
-        return f"partial_rotary_factor {part}, and that backend rotates whole heads"
     return None

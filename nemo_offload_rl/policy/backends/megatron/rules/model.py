@@ -136,16 +136,28 @@ def updated_expert_biases_exist(cfg: PolicyRun) -> str | None:
     return None
 
 
-def megatron_heads_divide_over_devices(cfg: PolicyRun) -> str | None:
-    """Megatron's tensor-parallel size divides the attention heads."""
+def megatron_layers_divide_over_devices(cfg: PolicyRun) -> str | None:
+    """Megatron's tensor-parallel size divides the attention heads, MLPs and the vocabulary."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
-    if megatron is None or model is None or "num_attention_heads" not in model:
+    if megatron is None or model is None:
         return None
-    size, heads = megatron.tensor_model_parallel_size, model["num_attention_heads"]
-    if heads % size:
+    size, shape = megatron.tensor_model_parallel_size, ModelShape.of(model)
+    sizes = {
+        "num_attention_heads": (shape.num_heads, "attention heads"),
+        "intermediate_size": (None if shape.num_experts else shape.intermediate_size, "channels of MLPs"),
+        "vocab_size": (shape.vocab_size, "tokens of the vocabulary"),
+    }
+    for key, (length, what) in sizes.items():
+        if model.get(key) is not None and length is not None and length % size:
+            return (
+                f"{KEY}.tensor_model_parallel_size {size} does not divide the model's {length} {what}, of which each "
+                "device takes the same number; change it"
+            )
+    groups = shape.num_kv_heads
+    if groups is not None and groups % size and size % groups:
         return (
-            f"{KEY}.tensor_model_parallel_size {size} does not divide the model's {heads} attention heads, of which "
-            "each device takes the same number; change it"
+            f"{KEY}.tensor_model_parallel_size {size} neither divides the model's {groups} key-value heads nor is a "
+            "multiple of them; change it"
         )
     return None
 
@@ -341,7 +353,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     router_losses_need_experts,
     losses_of_sequences_need_padded_batches,
     updated_expert_biases_exist,
-    megatron_heads_divide_over_devices,
+    megatron_layers_divide_over_devices,
     megatron_splits_the_layers_of_the_family,
     megatron_layers_divide_over_stages,
     megatron_takes_the_whole_model,

@@ -70,6 +70,13 @@ def test_a_tensor_of_another_shape_is_refused(change, name):
     refused(folder, "repair config.json or policy.hf_config_overrides")
 
 
+def test_a_config_with_other_heads_than_the_files_is_refused(change):
+    folder = change("qwen3", lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    refused(folder, "weights of other shapes than its config.json says")
+
+
 def test_buffers_that_transformers_computes_anew_do_not_matter(change):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     folder = change("llama-tied", lambda tensors: tensors.update({name: torch.ones(4)}))

@@ -1,0 +1,105 @@
+"""What of a model vLLM 0.25.1 computes otherwise than `transformers` does. Runs with an engine are refused for it.
+
+A refit finds tensors that the engine lacks or has beside the model's. What is here it would not find, or only after the
+start of everything: an engine that samples from another function than the one that is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from nemo_offload_rl.models import windows
+from nemo_offload_rl.models.families import FAMILIES, ModelFamily, Refusal
+from nemo_offload_rl.models.rope import each_rope, rope_type, rotated_parts
+from nemo_offload_rl.models.windows import ModelConfig
+
+_LEFT_OUT = "which the engine would leave out"
+_ADDED = "for which the engine would add biases that the model has not"
+_BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
+_BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
+_ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "where the engine has one matrix for both")
+_TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices")
+
+SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
+    "cohere": (_ONE_MATRIX, _BIASES_LEFT_OUT),
+    "cohere2": (_ONE_MATRIX, _BIASES_LEFT_OUT),
+    "cwm": (_BIASES_ADDED,),
+    "ernie4_5": (_BIASES_ADDED, Refusal("use_bias", (None, False), _LEFT_OUT)),
+    "exaone4": (_BIASES_ADDED, Refusal("mlp_bias", (None, False), _ADDED)),
+    "gemma": (_ONE_MATRIX, _BIASES_LEFT_OUT),
+    "gemma2": (_ONE_MATRIX,),
+    "gemma3_text": (_ONE_MATRIX,),
+    "glm4_moe": (_TWO_MATRICES,),
+    "mistral": (_BIASES_ADDED,),
+    "olmo2": (_BIASES_LEFT_OUT,),
+    "olmo3": (_BIASES_LEFT_OUT,),
+    "phi3": (_BIASES_ADDED,),
+    "qwen3": (_BIASES_LEFT_OUT,),
+    "qwen3_moe": (_BIASES_LEFT_OUT,),
+    "seed_oss": (
+        Refusal("attention_bias", (None, True), _ADDED),
+        Refusal("attention_out_bias", (None, False), _LEFT_OUT),
+        Refusal("mlp_bias", (None, False), _LEFT_OUT),
+    ),
+}
+"""By model type."""
+
+
+def unserved(config: ModelConfig, longest: int) -> str | None:
+    """What of the config is computed otherwise and why, or None.
+
+    Args:
+        config: The contents of a config.json.
+        longest: Tokens that no row exceeds; windows of that size are as good as none.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    problems = (
+        _window(config, family, longest),
+        _activation(config, family),
+        _rotary(config, family),
+        *(refusal.problem(config) for refusal in SETTINGS.get(family.model_type, ())),
+    )
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | None:
+    """The engine gives `sliding_window` to all layers, unless `layer_types` differ; and some families the latter."""
+    if family.has_sinks and not windows.in_turns(config):
+        return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
+    types = config.get("layer_types")
+    if not windows.is_used(config):
+        return None
+    size = config["sliding_window"]
+    if not family.has_window(config) and size < longest:
+        return f"sliding_window {size} without a layer that has it, and the engine would give it to layers all the same"
+    if family.model_type in ("qwen2", "qwen3") and windows.in_some_layers(config):
+        return "layers with a sliding window beside layers without, which the engine does not serve of its family"
+    differ = types is not None and len(set(types)) > 1
+    if family.model_type in ("mixtral", "phi3", "starcoder2") and differ and size < longest:
+        return "layer_types that differ, by which the engine would give some layers no window, the model library all"
+    return None
+
+
+def _activation(config: ModelConfig, family: ModelFamily) -> str | None:
+    found = config.get(family.activation_key)
+    if not family.activations or found is None or found in family.activations:
+        return None
+    return f"{family.activation_key} {found}, and the engine computes {family.activations[0]} in its family"
+
+
+def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
+    if family.model_type == "gpt_oss" and rope_type(config) != "yarn":
+        return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
+    if family.model_type == "glm" and (part := rotated_parts(config) - {0.5}):
+        return f"partial_rotary_factor {part.pop()}, and the engine rotates half of each head in its family"
+    for rope in each_rope(config):
+        kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("attention_factor")
+        usual = 0.1 * math.log(rope.get("factor") or 1) + 1 if kind == "yarn" else None
+        if kind in ("yarn", "longrope") and factor is not None and not (usual and math.isclose(factor, usual)):
+            return f"rope_type {kind} with attention_factor {factor}, {_LEFT_OUT}"
+        if kind == "yarn" and not config.get("kv_lora_rank") and rope.get("mscale") and rope.get("mscale_all_dim"):
+            return f"rope_type yarn with mscale and mscale_all_dim, {_LEFT_OUT}"
+    return None

@@ -1,0 +1,64 @@
+"""What config.json says of sliding windows, as the model library reads it for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+type ModelConfig = Mapping[str, Any]
+"""The contents of a config.json, overrides included."""
+
+
+def is_used(config: ModelConfig, *, if_absent: bool = False) -> bool:
+    """Whether `sliding_window` counts: Qwen's families drop it without `use_sliding_window`.
+
+    Args:
+        config: The contents of a config.json.
+        if_absent: The answer where the file leaves the size to the model library's default.
+    """
+    if str(config.get("model_type")).startswith("qwen") and not config.get("use_sliding_window"):
+        return False
+    return bool(config["sliding_window"]) if "sliding_window" in config else if_absent
+
+
+def nowhere(config: ModelConfig) -> bool:
+    """A family without windows."""
+    return False
+
+
+def everywhere(config: ModelConfig) -> bool:
+    """A family with windows in all layers."""
+    return config.get("sliding_window") is not None
+
+
+def where_used(config: ModelConfig) -> bool:
+    """A Qwen family with windows in all layers: `max_window_layers` and `layer_types` count for nothing in it."""
+    return is_used(config, if_absent=True)
+
+
+def by_layer(config: ModelConfig) -> bool:
+    """A family with windows in the layers from `max_window_layers` on."""
+    if config.get("layer_types") is not None:
+        return "sliding_attention" in config["layer_types"]
+    # As transformers fills `layer_types` of the Qwen families.
+    in_use = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    return in_use and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
+
+
+def in_some_layers(config: ModelConfig) -> bool:
+    """Whether a model of such a family has layers with a window beside layers without."""
+    if config.get("layer_types") is not None:
+        return len(set(config["layer_types"])) > 1
+    return by_layer(config) and config.get("max_window_layers", 0) > 0
+
+
+def unless_types_say_no(config: ModelConfig) -> bool:
+    """A family that has windows in some layers, unless `layer_types` are others."""
+    types = config.get("layer_types")
+    return config.get("sliding_window") is not None and (types is None or "sliding_attention" in types)
+
+
+def in_turns(config: ModelConfig) -> bool:
+    """Whether layers have a window and none in turns, as those of gpt-oss where the file does not say."""
+    types, turns = config.get("layer_types"), ("sliding_attention", "full_attention")
+    return types is None or list(types) == [turns[layer % 2] for layer in range(len(types))]
