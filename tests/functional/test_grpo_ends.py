@@ -13,9 +13,13 @@ TIMEOUT_S = 60
 
 
 def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_that_it_has_not(
-    run_in_one_process, biased_model_folder, tmp_path
+    run_grpo, run_in_one_process, biased_model_folder, tmp_path
 ):
-    done = run_in_one_process(f"policy.model_name={biased_model_folder}", f"logger.log_dir={tmp_path / 'run'}")
+    overrides = f"policy.model_name={biased_model_folder}", f"logger.log_dir={tmp_path / 'run'}"
+    refused = run_in_one_process(*overrides)
+    assert refused.status == 2
+    assert "has attention_bias true, which the engine would leave out; use another model, or" in refused.stderr
+    done = run_grpo(*overrides, script="tests/unruled_grpo.py")
     assert done.status == 2
     last_line = done.stderr.splitlines()[-1]
     assert last_line.startswith("error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.")
