@@ -163,10 +163,10 @@ def _phases(cfg: RunConfig, need: HostNeed, grads_bytes: int, count: int, gpu_by
     stays = {name: size for name, size in plan.sizes.items() if name not in _in_parts(need)}
     if GRADS_PART not in plan.sizes:
         stays[GRADS] = grads_bytes
-    engine_bytes = {
-        Phase.REFIT: weights_bytes,
-        Phase.GENERATION: weights_bytes and int(need.settings.engine_memory_share * gpu_bytes),
-    }
+    awake_bytes = int(need.settings.engine_memory_share * gpu_bytes)
+    if (cache_gib := need.settings.engine_kv_cache_gib) is not None:  # which the share does not bound
+        awake_bytes = weights_bytes + int(cache_gib * _GIB)
+    engine_bytes = {Phase.REFIT: weights_bytes, Phase.GENERATION: weights_bytes and awake_bytes}
     return [
         PhaseUse(phase.name, plan.plan.device_bytes(stays, phase), engine_bytes.get(phase, 0), RESTING_BYTES)
         for phase in plan.plan.phases
@@ -188,7 +188,7 @@ def _engine_weight_bytes(cfg: RunConfig, need: HostNeed, count: int) -> int:
 def _engine_problem(cfg: RunConfig, need: HostNeed, count: int, machine: Machine) -> str | None:
     """The engine's share of a GPU holds its weights."""
     weights_bytes, share = _engine_weight_bytes(cfg, need, count), need.settings.engine_memory_share
-    if weights_bytes <= share * machine.gpu_bytes:
+    if need.settings.engine_kv_cache_gib is not None or weights_bytes <= share * machine.gpu_bytes:
         return None
     return (
         f"the engine's weights take {weights_bytes / _GIB:.1f} GiB of each GPU, and its share is "

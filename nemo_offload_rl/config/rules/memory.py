@@ -293,7 +293,7 @@ def reference_fits_its_folder(cfg: RunConfig) -> str | None:
         return None
     if not _keeps_reference(cfg):
         return f"policy.reference_dir {name} is for a reference, and this run keeps none; set it to null"
-    if cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:
+    if _PLANNED.get() is not None or cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:
         return None  # each worker looks at its own disk
     groups = group_bytes(cfg)
     worker_bytes = 0 if groups is None else host_need(cfg, groups).reference_bytes
