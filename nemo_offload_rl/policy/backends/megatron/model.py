@@ -26,6 +26,7 @@ from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_b
 from nemo_offload_rl.policy.backends.megatron.buffer_room import wrapped_for_16_bits
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
+from nemo_offload_rl.policy.backends.megatron.grouped_products import use_grouped_products
 from nemo_offload_rl.policy.backends.megatron.local_layers import (
     PROVIDER_FIELDS,
     let_experts_add_biases,
@@ -125,6 +126,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             mixed_precision_wrapper=_wrapper_for_16_bits(cfg, is_frozen=is_frozen),
         )
     set_rotation(chunks, rotation)
+    if cfg.transformer_impl != "local" and not cfg.fp8_cfg.enabled:
+        use_grouped_products(chunks)
     config = chunks[0].config
     biases = ExpertBiases(chunks, 0.0 if is_frozen else cfg.moe_router_bias_update_rate)
     if not is_frozen:
