@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from qwen3_shapes import SHAPES, is_written, write_model
+from qwen3_shapes import SHAPES, is_written, shape_of, write_model
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
@@ -152,9 +152,9 @@ def table(plan: Mapping[str, float], peak: Mapping[str, Mapping[str, int]]) -> s
 
 def make_model(folder: Path, shape: str, device: str) -> None:
     """Write the model to `folder`, unless it is there, in a process of its own, which leaves nothing on the GPU."""
-    if is_written(folder, SHAPES[shape]):
+    if is_written(folder, shape_of(shape)):
         return
-    writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(folder, SHAPES[shape], device))
+    writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(folder, shape_of(shape), device))
     writer.start()
     writer.join()
     if writer.exitcode:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from host_memory import CPU_STREAMING, OWNERS, Watch, make_model, planned_gib, table
-from qwen3_shapes import SHAPES, Qwen3Shape
+from qwen3_shapes import MOE_SHAPES, SHAPES, num_parameters, shape_of
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
@@ -37,11 +36,6 @@ PHASES = ("refit", "generation", "logprobs", "reference_logprobs", "training", "
 def score(response: str) -> float:
     """The reward."""
     return float(bool(response.strip()))
-
-
-def num_parameters(shape: Qwen3Shape) -> int:
-    """Of a model that `write_model` makes, whose output layer is a matrix of its own."""
-    return sum(math.prod(sizes) for _, sizes in shape.parameters()) + shape.vocab * shape.hidden
 
 
 def step_line(step: Mapping[str, float]) -> str:
@@ -88,7 +82,7 @@ class Report:
         self.begin_s = time.perf_counter()
         self._metrics = arguments.out / "run" / "metrics.jsonl"
         self._target = arguments.out / "large_model.json"
-        self._count = num_parameters(SHAPES[arguments.shape])
+        self._count = num_parameters(shape_of(arguments.shape))
         self._num_printed = 0
         self._known: dict[str, Any] = {
             "command": " ".join(["python", *sys.argv]),
@@ -138,7 +132,7 @@ class Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="14B", choices=list(SHAPES))
+    parser.add_argument("--shape", default="14B", choices=[*SHAPES, *MOE_SHAPES])
     parser.add_argument("--config", type=Path, help="large_model_14b.yaml without it, on CPU grpo_gpu.yaml")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the DTensor backend and a few short responses")

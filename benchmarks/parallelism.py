@@ -200,8 +200,10 @@ def memory_at_rest_gib(device: str) -> float:
     """What this process has of its device beside what torch's allocator holds."""
     if device == "cpu":
         return 0.0
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return (total_bytes - free_bytes - torch.cuda.memory_reserved()) / GIB
+    from nemo_offload_rl.utils.gpu_memory import read_gpus
+
+    use = read_gpus()[str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)]
+    return (use.by_pid[os.getpid()] - torch.cuda.memory_reserved()) / GIB
 
 
 def start(run: Run, arrangement: Arrangement, folder: Path, resume: Path | None = None) -> list[dict[str, Any]]:

@@ -5,8 +5,11 @@ Benchmarks move what training moves without downloading anything.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +136,11 @@ def shape_of(name: str) -> Qwen3Shape | MoeShape:
     return SHAPES[name] if name in SHAPES else MOE_SHAPES[name]
 
 
+def num_parameters(shape: Qwen3Shape | MoeShape) -> int:
+    """Of a model that `write_model` makes."""
+    return sum(math.prod(sizes) for rows in _files(shape) for _, sizes, _ in rows)
+
+
 def is_written(path: Path, shape: Qwen3Shape | MoeShape) -> bool:
     """Whether the folder has all of a model of this shape: the tokenizer is what comes last."""
     config = path / "config.json"
@@ -153,24 +161,36 @@ def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
     from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file
 
-    torch.manual_seed(0)
     path.mkdir(parents=True, exist_ok=True)
-    places: dict[str, str] = {}
-    total_bytes = 0
-    for number, rows in enumerate([_no_layer(shape), *(_layer(shape, i) for i in range(shape.layers))]):
+
+    def write_file(number: int, rows: Iterable[Row]) -> tuple[dict[str, str], int]:
+        """A layer's file: where its tensors are, and their bytes."""
+        generator = torch.Generator(device).manual_seed(number)
         tensors: dict[str, torch.Tensor] = {}
         for name, sizes, std in rows:
-            draw = torch.ones if std is None else torch.randn
-            tensors[name] = (draw(sizes, dtype=torch.bfloat16, device=device) * (std or 1.0)).cpu()
+            if std is None:
+                tensors[name] = torch.ones(sizes, dtype=torch.bfloat16)
+            else:
+                drawn = torch.randn(sizes, generator=generator, dtype=torch.bfloat16, device=device)
+                tensors[name] = (drawn * std).cpu()
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, path / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        return dict.fromkeys(tensors, file), sum(tensor.nbytes for tensor in tensors.values())
+
+    with ThreadPoolExecutor(4) as pool:
+        files = list(pool.map(write_file, itertools.count(), _files(shape)))
+    places = {name: file for written, _ in files for name, file in written.items()}
+    total_bytes = sum(num_bytes for _, num_bytes in files)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(_hf_config(shape), indent=1))
     make_tokenizer().save_pretrained(path)
     print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
+
+
+def _files(shape: Qwen3Shape | MoeShape) -> list[list[Row]]:
+    """The weights of each file: what belongs to no layer, then those of each layer."""
+    return [list(rows) for rows in (_no_layer(shape), *(_layer(shape, i) for i in range(shape.layers)))]
 
 
 def _layer(shape: Qwen3Shape | MoeShape, i: int) -> Iterator[Row]:
