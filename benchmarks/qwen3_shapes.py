@@ -109,6 +109,7 @@ class MoeShape:
 
 SHAPES = {
     "tiny": Qwen3Shape(hidden=256, layers=2, intermediate=512, heads=4, kv_heads=2, vocab=1024),
+    "8-layers": Qwen3Shape(hidden=1024, layers=8, intermediate=3072, heads=16, kv_heads=8),  # of the next
     "0.6B": Qwen3Shape(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8),
     "1.5B": Qwen3Shape(hidden=1536, layers=28, intermediate=8960, heads=12, kv_heads=2),
     "1.7B": Qwen3Shape(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
@@ -126,6 +127,7 @@ SHAPES = {
 _A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}
 MOE_SHAPES = {
     "moe-tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
+    "4-layers": MoeShape(layers=4, experts=32, experts_per_token=8, **_A3B),
     "12-layers": MoeShape(layers=12, experts=64, experts_per_token=8, **_A3B),
     "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
 }
