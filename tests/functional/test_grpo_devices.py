@@ -6,7 +6,9 @@ import re
 
 import pytest
 import torch
+from model_families import drawn_model, family_config
 from supervised_cases import write_model
+from tiny_models import make_tokenizer, qwen3_config, save_model_folder
 
 ONE_PROCESS = "tests/one_process_grpo.py"
 STEPS = 8
@@ -18,7 +20,6 @@ OWN_DEVICES = (
 )
 MAX_MODEL_LEN = "policy.generation.vllm_cfg.max_model_len=64"
 ENGINE_OVER_TWO = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
-NOT_COMPILED = "policy.dtensor_cfg.torch_compile=false"
 WHOLE_PIECES = "policy.make_sequence_length_divisible_by=8"
 # A rate at which a few steps change most answers.
 DTENSOR = ("policy.optimizer.kwargs.lr=3e-3",)
@@ -34,6 +35,17 @@ MEGATRON = (
 )
 # What does not depend on the clock or on where bytes are.
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
+
+
+def write_experts(folder):
+    """A mixture of experts."""
+    drawn_model(family_config("qwen3_moe", moe_intermediate_size=64), seed=0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def write_tied(folder):
+    """A dense model whose embedding is its output layer."""
+    save_model_folder(folder, 0, qwen3_config(tied=True))
 
 
 def short_run(log_dir):
@@ -141,8 +153,10 @@ def trained(tmp_path, run_grpo, read_metrics, greedy_answers):
     the weights before training. The model has wide logits, so that greedy choices are clear.
     """
 
-    def run(*overrides: str, characters: int, **script: str) -> tuple[dict[int, dict[str, float]], float, float]:
-        write_model(tmp_path / "wide")
+    def run(
+        *overrides: str, characters: int, write=write_model, **script: str
+    ) -> tuple[dict[int, dict[str, float]], float, float]:
+        write(tmp_path / "wide")
         done = run_grpo(
             f"policy.model_name={tmp_path / 'wide'}",
             *short_run(tmp_path / "run"),
@@ -207,34 +221,44 @@ def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of
     assert most(steps, "memory/training_engine_gib") > 20
 
 
+MEGATRON_TP = (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2")
+MEGATRON_CP = (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2")
+MEGATRON_PP = (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2")
+DTENSOR_TP = (*DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2")
+ARRANGEMENTS = {
+    "FSDP": DTENSOR,
+    "TP, sequences split, one engine over both": (
+        *DTENSOR_TP,
+        "policy.dtensor_cfg.sequence_parallel=true",
+        WHOLE_PIECES,
+        *ENGINE_OVER_TWO,
+    ),
+    "CP": (*DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", WHOLE_PIECES),
+    "EP": (*DTENSOR, "policy.dtensor_cfg.expert_parallel_size=2"),
+    "Megatron DP": MEGATRON,
+    "Megatron TP, sequences split, one engine over both": (
+        *MEGATRON_TP,
+        "policy.megatron_cfg.sequence_parallel=true",
+        WHOLE_PIECES,
+        *ENGINE_OVER_TWO,
+    ),
+    "Megatron CP": (*MEGATRON_CP, WHOLE_PIECES),
+    "Megatron CP, packed": (*MEGATRON_CP, WHOLE_PIECES, "policy.sequence_packing.enabled=true"),
+    "Megatron PP": MEGATRON_PP,
+    "Megatron PP, tied": MEGATRON_PP,
+    "Megatron EP": (*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"),
+    "each on its own": (*DTENSOR, *OWN_DEVICES),
+}
+
+
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("cluster.gpus_per_node=2", *DTENSOR),
-        ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2", *ENGINE_OVER_TWO),
-        ("cluster.gpus_per_node=2", *MEGATRON),
-        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2", *ENGINE_OVER_TWO),
-        ("cluster.gpus_per_node=2", *DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", NOT_COMPILED),
-        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.context_parallel_size=2", WHOLE_PIECES),
-        ("cluster.gpus_per_node=2", *MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"),
-        (*DTENSOR, *OWN_DEVICES),
-    ],
-    ids=[
-        "FSDP",
-        "TP, one engine over both",
-        "Megatron DP",
-        "Megatron TP, one engine over both",
-        "CP",
-        "Megatron CP",
-        "Megatron PP",
-        "each on its own",
-    ],
-)
-def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, overrides):
-    check_answers(*trained(*on_gpu, MAX_MODEL_LEN, *overrides, characters=4))
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, name):
+    write = write_experts if " EP" in f" {name}" else write_tied if "tied" in name else write_model
+    overrides = (MAX_MODEL_LEN, "cluster.gpus_per_node=2", *ARRANGEMENTS[name])
+    check_answers(*trained(*on_gpu, *overrides, characters=4, write=write))
 
 
 @pytest.mark.gpu
@@ -243,8 +267,8 @@ def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_trainin
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2"),
-        (*DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2"),
+        MEGATRON_TP,
+        DTENSOR_TP,
     ],
     ids=["Megatron", "DTensor"],
 )
