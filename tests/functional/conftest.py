@@ -81,6 +81,12 @@ def on_gpu() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
+def small_config() -> Callable[..., tuple[Path, list[str]]]:
+    """What `run_grpo` runs with overrides: the file, and all overrides."""
+    return lambda *overrides: (CPU_CONFIG, [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with random weights, and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")

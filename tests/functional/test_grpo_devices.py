@@ -10,6 +10,8 @@ from model_families import drawn_model, family_config
 from supervised_cases import write_model
 from tiny_models import make_tokenizer, qwen3_config, save_model_folder
 
+from nemo_offload_rl.config import load_grpo_config
+
 ONE_PROCESS = "tests/one_process_grpo.py"
 STEPS = 8
 NUM_SAMPLES = 12
@@ -18,7 +20,7 @@ OWN_DEVICES = (
     "policy.generation.colocated.resources.gpus_per_node=1",
     "policy.generation.colocated.resources.num_nodes=1",
 )
-MAX_MODEL_LEN = "policy.generation.vllm_cfg.max_model_len=64"
+LENGTH = "policy.max_total_sequence_length=64"
 ENGINE_OVER_TWO = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
 WHOLE_PIECES = "policy.make_sequence_length_divisible_by=8"
 # A rate at which a few steps change most answers.
@@ -33,6 +35,35 @@ MEGATRON = (
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
     "policy.megatron_cfg.scheduler.lr_warmup_init=0.0",
 )
+MEGATRON_TP = (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2")
+MEGATRON_CP = (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2")
+MEGATRON_PP = (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2")
+DTENSOR_TP = (*DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2")
+ARRANGEMENTS = {
+    "FSDP": DTENSOR,
+    "TP, sequences split, one engine over both": (
+        *DTENSOR_TP,
+        "policy.dtensor_cfg.sequence_parallel=true",
+        WHOLE_PIECES,
+        *ENGINE_OVER_TWO,
+    ),
+    "CP": (*DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", WHOLE_PIECES),
+    "EP": (*DTENSOR, "policy.dtensor_cfg.expert_parallel_size=2"),
+    "Megatron DP": MEGATRON,
+    "Megatron TP, sequences split, one engine over both": (
+        *MEGATRON_TP,
+        "policy.megatron_cfg.sequence_parallel=true",
+        WHOLE_PIECES,
+        *ENGINE_OVER_TWO,
+    ),
+    "Megatron CP": (*MEGATRON_CP, WHOLE_PIECES),
+    "Megatron CP, packed": (*MEGATRON_CP, WHOLE_PIECES, "policy.sequence_packing.enabled=true"),
+    "Megatron PP": MEGATRON_PP,
+    "Megatron PP, tied": MEGATRON_PP,
+    "Megatron EP": (*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"),
+    "each on its own": (*DTENSOR, *OWN_DEVICES),
+}
+OVER_FOUR = {"Megatron": MEGATRON_TP, "DTensor": DTENSOR_TP}
 # What does not depend on the clock or on where bytes are.
 SAME = ("train/loss", "train/grad_norm", "train/reward_mean", "train/kl", "train/token_mult_prob_error")
 
@@ -202,7 +233,7 @@ def most(steps: dict[int, dict[str, float]], name: str) -> float:
 @needs_gpus
 @pytest.mark.timeout(400)
 def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_of, on_gpu):
-    steps = metrics_of(*on_gpu, MAX_MODEL_LEN)
+    steps = metrics_of(*on_gpu, LENGTH)
     assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
     assert most(steps, "memory/generation_policy_gib") < 2
     assert most(steps, "memory/training_engine_gib") < 4
@@ -215,40 +246,10 @@ def test_policy_and_engine_share_a_gpu_and_each_leaves_it_to_the_other(metrics_o
 def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of, on_gpu):
     # Filters too: vLLM's model runner for dense models on a GPU is another than on a CPU.
     filters = ("policy.generation.temperature=0.8", "policy.generation.top_p=0.7")
-    steps = metrics_of(*on_gpu, MAX_MODEL_LEN, "policy.generation.vllm_cfg.enable_sleep_mode=false", *filters)
+    steps = metrics_of(*on_gpu, LENGTH, "policy.generation.vllm_cfg.enable_sleep_mode=false", *filters)
     assert steps[STEPS]["train/token_mult_prob_error"] < 1.05
     assert steps[STEPS]["residency/bytes_freed"] == 0
     assert most(steps, "memory/training_engine_gib") > 20
-
-
-MEGATRON_TP = (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2")
-MEGATRON_CP = (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2")
-MEGATRON_PP = (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2")
-DTENSOR_TP = (*DTENSOR, "policy.dtensor_cfg.tensor_parallel_size=2")
-ARRANGEMENTS = {
-    "FSDP": DTENSOR,
-    "TP, sequences split, one engine over both": (
-        *DTENSOR_TP,
-        "policy.dtensor_cfg.sequence_parallel=true",
-        WHOLE_PIECES,
-        *ENGINE_OVER_TWO,
-    ),
-    "CP": (*DTENSOR, "policy.dtensor_cfg.context_parallel_size=2", WHOLE_PIECES),
-    "EP": (*DTENSOR, "policy.dtensor_cfg.expert_parallel_size=2"),
-    "Megatron DP": MEGATRON,
-    "Megatron TP, sequences split, one engine over both": (
-        *MEGATRON_TP,
-        "policy.megatron_cfg.sequence_parallel=true",
-        WHOLE_PIECES,
-        *ENGINE_OVER_TWO,
-    ),
-    "Megatron CP": (*MEGATRON_CP, WHOLE_PIECES),
-    "Megatron CP, packed": (*MEGATRON_CP, WHOLE_PIECES, "policy.sequence_packing.enabled=true"),
-    "Megatron PP": MEGATRON_PP,
-    "Megatron PP, tied": MEGATRON_PP,
-    "Megatron EP": (*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"),
-    "each on its own": (*DTENSOR, *OWN_DEVICES),
-}
 
 
 @pytest.mark.gpu
@@ -256,25 +257,33 @@ ARRANGEMENTS = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, name):
-    write = write_experts if " EP" in f" {name}" else write_tied if "tied" in name else write_model
-    overrides = (MAX_MODEL_LEN, "cluster.gpus_per_node=2", *ARRANGEMENTS[name])
-    check_answers(*trained(*on_gpu, *overrides, characters=4, write=write))
+    overrides = (LENGTH, "cluster.gpus_per_node=2", *ARRANGEMENTS[name])
+    check_answers(*trained(*on_gpu, *overrides, characters=4, write=model_of(name)))
+
+
+def model_of(name):
+    """What writes the model of an arrangement."""
+    return write_experts if "EP" in name.split() else write_tied if "tied" in name else write_model
+
+
+def test_what_gpus_run_passes_the_checks_of_this_version(on_gpu, small_config, tmp_path):
+    for write in (write_experts, write_tied, write_model):
+        write(tmp_path / write.__name__)
+    for name, overrides in ARRANGEMENTS.items():
+        model = f"policy.model_name={tmp_path / model_of(name).__name__}"
+        load_grpo_config(*small_config(model, *on_gpu, LENGTH, "cluster.gpus_per_node=2", *overrides))
+    for overrides in OVER_FOUR.values():
+        split = (f"policy.model_name={tmp_path / 'write_model'}", "cluster.gpus_per_node=4", *overrides)
+        load_grpo_config(*small_config(*on_gpu, LENGTH, *split, *ENGINE_OVER_TWO))
 
 
 @pytest.mark.gpu
 @needs_four_gpus
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        MEGATRON_TP,
-        DTENSOR_TP,
-    ],
-    ids=["Megatron", "DTensor"],
-)
-def test_four_gpus_split_two_ways_beside_two_engines_answer_as_hugging_face_does(trained, on_gpu, overrides):
-    split = ("cluster.gpus_per_node=4", *overrides, *ENGINE_OVER_TWO)
-    check_answers(*trained(*on_gpu, MAX_MODEL_LEN, *split, characters=4))
+@pytest.mark.parametrize("backend", OVER_FOUR)
+def test_four_gpus_split_two_ways_beside_two_engines_answer_as_hugging_face_does(trained, on_gpu, backend):
+    split = ("cluster.gpus_per_node=4", *OVER_FOUR[backend], *ENGINE_OVER_TWO)
+    check_answers(*trained(*on_gpu, LENGTH, *split, characters=4))
 
 
 def check_answers(metrics: dict[int, dict[str, float]], after: float, before: float) -> None:
