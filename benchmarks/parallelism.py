@@ -80,7 +80,7 @@ class Arrangement:
 
 
 NOT_COMPILED = f"{DTENSOR}.torch_compile=false"
-LONG: dict[str, int] = {"rows": 2, "length": 16384}
+LONG: dict[str, Any] = {"rows": 2, "length": 16384}
 MEGATRON_TP2 = (f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true")
 ARRANGEMENTS = (
     Arrangement("DTensor, FSDP 2", ()),
