@@ -131,6 +131,18 @@ def gpu_limit_is_within_the_gpu(cfg: RunConfig) -> str | None:
     return gpu_limit_refusal(limit_gib, total_bytes / _GIB)
 
 
+def host_held_state_is_nowhere_else(cfg: RolloutMasterConfig) -> str | None:
+    """`cpu_offload` excludes groups with a place of their own."""
+    policy = cfg.policy
+    if policy.dtensor_cfg.enabled and policy.dtensor_cfg.cpu_offload and policy.residency_overrides:
+        return (
+            f"policy.dtensor_cfg.cpu_offload is true and policy.residency_overrides names "
+            f"{' and '.join(policy.residency_overrides)}, but all state is on the host and passes through the device "
+            "part by part; set cpu_offload to false, or residency_overrides to {}"
+        )
+    return None
+
+
 def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     """Parameters, gradients and optimizer of one worker fit the GPU, beside an engine if there is one."""
     known = _known_bytes(cfg)
@@ -318,4 +330,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
     host_memory_holds_the_state,
     reference_fits_its_folder,
 )
-ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (engine_leaves_room_for_the_policy,)
+ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
+    engine_leaves_room_for_the_policy,
+    host_held_state_is_nowhere_else,
+)

@@ -301,3 +301,11 @@ def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tm
     for overrides, name in (([f"{kl}=0"], None), ([], "sft.yaml"), ([PRECOMPUTED], "dpo.yaml")):
         with pytest.raises(ConfigError, match=r"is for a reference, and this run keeps none; set it to null"):
             load([on_disk, *overrides], parameters=GIB, gpu_gib=80, name=name)
+
+
+def test_state_that_passes_through_the_gpu_stays_nowhere_else(load):
+    on_host = partial(load, parameters=GIB, gpu_gib=80)
+    passing = [*ONE_GPU, "policy.dtensor_cfg.cpu_offload=true"]
+    on_host(passing)
+    with pytest.raises(ConfigError, match=r"names params and optimizer, but all state .* residency_overrides to \{\}"):
+        on_host([*passing, "policy.residency_overrides={params: device, optimizer: host}"])
