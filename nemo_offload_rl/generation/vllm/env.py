@@ -5,6 +5,8 @@ Ray sets them when it starts the engine's actor (`env_vars`); an engine in one's
 
 from __future__ import annotations
 
+import os
+
 
 def vllm_env(device_type: str) -> dict[str, str]:
     """Variables for a `"cpu"` or `"cuda"` engine."""
@@ -39,14 +41,14 @@ def vllm_cuda_env() -> dict[str, str]:
 
 
 def _common_env() -> dict[str, str]:
-    """Quiet; and latent attention (DeepSeek-V3) by whole keys and values.
+    """Quiet, unless the run was started with a level; and latent attention (DeepSeek-V3) by whole keys and values.
 
     In its latent form vLLM derives weights once after loading, which refits would leave as they were.
     """
     return {
         "VLLM_MLA_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -11,6 +11,7 @@ import pytest
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
+from nemo_offload_rl.generation.vllm.env import vllm_env
 
 EXEMPLAR = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_1B.yaml"
 
@@ -41,3 +42,11 @@ def test_every_argument_of_the_installed_vllm_is_allowed_refused_or_a_key() -> N
     decided = [*ALLOWED, *REFUSED, *OWN_KEYS]
     assert len(fields) > 200 and {"speculative_config", "enable_log_requests"} <= set(fields)
     assert sorted(decided) == sorted(fields)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_an_engine_is_quiet_unless_its_run_was_started_with_a_level(monkeypatch, device_type):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert vllm_env(device_type)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert vllm_env(device_type)["VLLM_LOGGING_LEVEL"] == "INFO"
