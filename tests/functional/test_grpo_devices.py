@@ -35,6 +35,13 @@ MEGATRON = (
     "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
     "policy.megatron_cfg.scheduler.lr_warmup_init=0.0",
 )
+MEGATRON_ON_CPU = (
+    "policy.megatron_cfg.transformer_impl=local",
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
+    "policy.megatron_cfg.optimizer.bf16=false",
+    "policy.megatron_cfg.optimizer.adam_beta2=0.95",
+    "policy.megatron_cfg.optimizer.weight_decay=0.01",
+)
 MEGATRON_TP = (*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=2")
 MEGATRON_CP = (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2")
 MEGATRON_PP = (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2")
@@ -174,6 +181,33 @@ def test_an_engine_that_never_sleeps_gives_the_same_numbers_and_nothing_leaves_f
         # The reference comes in the place of the parameters, and they come back.
         assert awake[step]["residency/bytes_freed"] == 0
         assert 0 < awake[step]["residency/bytes_in"] < undisturbed[step]["residency/bytes_in"]
+
+
+def check_megatron(metrics_of, expected, *overrides):
+    first_rate = 0.2 * 3e-4  # of the warm-up
+    rates = (f"policy.megatron_cfg.optimizer.lr={first_rate}", f"policy.megatron_cfg.optimizer.min_lr={first_rate}")
+    options = (*MEGATRON, *MEGATRON_ON_CPU, *rates, "grpo.max_num_steps=2", *overrides)
+    megatron = metrics_of(*options, script="tests/megatron_grpo.py")
+    for step in (1, 2):
+        assert megatron[step]["train/grad_norm"] > 0
+        for name in SAME:
+            assert megatron[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), (step, name)
+
+
+def test_megatron_gives_the_numbers_of_dtensor(undisturbed, metrics_of):
+    check_megatron(metrics_of, undisturbed)
+
+
+def test_megatron_gives_the_numbers_of_dtensor_with_experts_whose_states_stream(metrics_of, tmp_path):
+    write_experts(tmp_path / "experts")
+    model = f"policy.model_name={tmp_path / 'experts'}"
+    expected = metrics_of(model, "grpo.max_num_steps=2", script=ONE_PROCESS)
+    streamed = [
+        "policy.megatron_cfg.freeze_moe_router=false",
+        "policy.megatron_cfg.optimizer.offload_optimizer_states=true",
+        "policy.megatron_cfg.optimizer.offload_optimizer_states_chunk_mib=1",
+    ]
+    check_megatron(metrics_of, expected, model, *streamed)
 
 
 @pytest.fixture
