@@ -125,6 +125,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
             data_parallel_random_init=False,
             mixed_precision_wrapper=_wrapper_for_16_bits(cfg, is_frozen=is_frozen),
         )
+    if not is_frozen:
+        hook_in_this_stream(chunks)
     set_rotation(chunks, rotation)
     if cfg.transformer_impl != "local" and not cfg.fp8_cfg.enabled:
         use_grouped_products(chunks)
@@ -134,6 +136,22 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         config.no_sync_func = chunks[0].no_sync
         config.finalize_model_grads_func = partial(_finalize_gradients, biases)
     return BuiltModel(chunks, bridge, hf_config, config, folder, biases)
+
+
+def hook_in_this_stream(chunks: Sequence[Any]) -> None:
+    """Let the autograd nodes that add up gradients belong to the present stream, in which passes run.
+
+    Megatron-Bridge wraps a model in a stream of its own, for CUDA graphs. A node belongs to the stream in which it was
+    made, so that each parameter's gradient would cross to the other stream by an event. Call it before anything else
+    holds the nodes, such as an optimizer's views of the parameters.
+    """
+    for chunk in chunks:
+        chunk.grad_accs.clear()  # nodes live as long as they are held, and their hooks with them
+        for parameter in chunk.module.parameters():
+            if parameter.requires_grad:
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                node.register_hook(chunk._make_backward_post_hook(parameter))
+                chunk.grad_accs.append(node)
 
 
 def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
