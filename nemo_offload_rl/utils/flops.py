@@ -31,6 +31,7 @@ class ModelSizes:
     num_active: int  # parameters that a token goes through: all, but for a mixture's other experts
     num_layers: int
     attention_width: int  # heads times their size
+    num_in_experts: int = 0  # parameters of a mixture's experts, shared ones aside
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths, each attending to itself."""
@@ -56,11 +57,15 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     if shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
         return None
     active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0
-    num_parameters = num_active = 0
+    num_dense = num_in_experts = num_active = 0
     for name, num_elements in _tensors(files):
-        num_parameters += num_elements
-        num_active += round(num_elements * active_share) if _EXPERTS in name else num_elements
-    return ModelSizes(num_parameters, num_active, shape.num_layers, shape.num_heads * shape.head_dim)
+        if _EXPERTS in name:
+            num_in_experts += num_elements
+            num_active += round(num_elements * active_share)
+        else:
+            num_dense += num_elements
+    width = shape.num_heads * shape.head_dim
+    return ModelSizes(num_dense + num_in_experts, num_dense + num_active, shape.num_layers, width, num_in_experts)
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, int]]:

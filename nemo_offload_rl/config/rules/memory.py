@@ -237,8 +237,12 @@ def group_bytes(cfg: RunConfig) -> dict[str, int] | None:
     count = num_parameters(cfg)
     if count is None:
         return None
-    backend = megatron if isinstance(cfg.policy.backend, MegatronConfig) else dtensor
-    groups = backend.least_group_bytes(cfg, count)
+    if isinstance(cfg.policy.backend, MegatronConfig):
+        sizes = read_model_sizes(cfg.policy.model_name)
+        is_known = sizes is not None and sizes.num_parameters == count
+        groups = megatron.least_group_bytes(cfg, count, sizes.num_in_experts if is_known else None)
+    else:
+        groups = dtensor.least_group_bytes(cfg, count)
     streamed_bytes = int(cfg.policy.backend.streamed_share * groups[OPTIMIZER])
     return {**groups, OPTIMIZER: groups[OPTIMIZER] - streamed_bytes, OPTIMIZER_PART: streamed_bytes}
 

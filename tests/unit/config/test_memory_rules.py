@@ -36,11 +36,12 @@ def load(monkeypatch):
         gpu_gib: float | None,
         name: str | None = None,
         path: Path = EXEMPLAR,
+        in_experts: int = 0,
     ):
         gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
         monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
         monkeypatch.setattr(host_plan, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
-        monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, parameters, 1, 1))
+        monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, 0, 1, 1, in_experts))
         return load_grpo_config(path, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 
     return loaded
@@ -140,6 +141,14 @@ def test_14_b_parameters_whose_states_stay_in_part_take_8_bytes_each_of_all_proc
     config = load([*ONE_GPU, *kept, *changes], parameters=QWEN3_14B, gpu_gib=139.8, path=path)
     need = memory.host_need(config, memory.group_bytes(config))
     assert most - 0.5 < sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) / QWEN3_14B < most
+
+
+def test_each_rank_of_a_mixture_has_its_experts_and_all_of_the_rest(load):
+    path, in_experts = Path(__file__).parents[3] / "benchmarks" / "large_model_moe_30b.yaml", 48 * 128 * 3 * 2048 * 768
+    config = load([], parameters=30_532_122_624, gpu_gib=139.8, path=path, in_experts=in_experts)
+    groups = memory.group_bytes(config)
+    assert groups["params"] / GIB == pytest.approx(29.87, abs=0.005)  # as two workers on GPUs said
+    assert groups["optimizer/part"] == 6 * 30_532_122_624 // 2
 
 
 PARTS = {"params/part": 4, "grads/part": 4, "optimizer/part": 4}

@@ -43,6 +43,7 @@ def test_of_a_mixtures_experts_those_count_that_a_token_goes_through(tmp_path):
     in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert in_experts > 0
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.num_in_experts == in_experts
     assert sizes.num_active == sizes.num_parameters - in_experts // 2
     dense = replace(sizes, num_active=sizes.num_parameters)
     assert dense.forward_flops([64]) - sizes.forward_flops([64]) == in_experts * 64

@@ -7,17 +7,25 @@ from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_sp
 from nemo_offload_rl.policy.rules import PolicyRun
 
 
-def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
-    """Bytes of one worker's state groups if all parallel ranks share evenly, expert parallel ones too.
+def least_group_bytes(cfg: PolicyRun, num_parameters: int, num_in_experts: int | None = None) -> dict[str, int]:
+    """Bytes of one worker's state groups if all parallel ranks share evenly.
 
     That is the least that the fullest rank has. With adapters the base has neither gradients nor optimizer, and the
     adapters' are small.
+
+    Args:
+        cfg: Of the run.
+        num_parameters: Of the model.
+        num_in_experts: Those of them that are experts'; None if that is not known: all, with expert parallelism.
     """
     megatron = cfg.policy.megatron_cfg
     assert megatron is not None
     optimizer = megatron.optimizer
-    num_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    num_held = num_parameters // (num_ranks * megatron.expert_model_parallel_size)
+    stages, tensor = megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size
+    expert_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    if num_in_experts is None:
+        num_in_experts, expert_ranks = num_parameters, tensor * megatron.expert_model_parallel_size
+    num_held = (num_parameters - num_in_experts) // (stages * tensor) + num_in_experts // (stages * expert_ranks)
     num_trained = 0 if megatron.peft.enabled else num_held
     num_updated = num_trained
     if optimizer.use_distributed_optimizer:
