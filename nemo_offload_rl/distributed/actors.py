@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -65,6 +66,9 @@ class HostedWorker:
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""
         self._worker = import_factory(factory)(**kwargs)
+        # A collection goes through every object of the imported libraries, half a second each; these stay for good.
+        gc.collect()
+        gc.freeze()
         return Outcome(None, self._warnings.drain())
 
     def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outcome:

@@ -76,18 +76,29 @@ class OptimizerParts:
             after_each: Called with the parameters that were just updated, while their states are on the device.
             before_each: Called with the parameters that are updated next.
         """
-        waiting = dict(self.parts)
+        waiting, by_group = dict(self.parts), self._by_group(optimizer)
         counts = _StepCounts(optimizer)
         # The rest last: nothing has been updated yet where the first part cannot come.
-        for members in itertools.chain((waiting.pop(name) for name in streamed), [self.rest]):
+        for name in itertools.chain(streamed, [OPTIMIZER]):
+            members = self.rest if name == OPTIMIZER else waiting.pop(name)
             if members or not self.parts:
                 before_each(members)
-                with counts.same_step(), restricted_to(optimizer, [parameter for _, parameter in members]):
+                with counts.same_step(), _with_parameters(optimizer, by_group[name]):
                     optimizer.step()
                 after_each(members)
         counts.conclude()
         if waiting:
             raise RuntimeError(f"the states of {', '.join(waiting)} never came, so their parameters were not updated")
+
+    def _by_group(self, optimizer: torch.optim.Optimizer) -> dict[str, list[list[Tensor]]]:
+        """Parameters of each part, and of the rest, in each of the optimizer's parameter groups; found in one pass."""
+        name_of = {id(parameter): name for name, members in self.members.items() for _, parameter in members}
+        found: dict[str, list[list[Tensor]]] = {name: [[] for _ in optimizer.param_groups] for name in self.members}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if (name := name_of.get(id(parameter))) is not None:
+                    found[name][number].append(parameter)
+        return found
 
 
 def num_streamed(sizes: Sequence[int], fraction: float) -> int:
@@ -206,9 +217,17 @@ class _StepCounts:
 def restricted_to(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Leave only these parameters in the optimizer's groups."""
     wanted = {id(parameter) for parameter in parameters}
+    kept = [[some for some in group["params"] if id(some) in wanted] for group in optimizer.param_groups]
+    with _with_parameters(optimizer, kept):
+        yield
+
+
+@contextmanager
+def _with_parameters(optimizer: torch.optim.Optimizer, by_group: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Have these parameters in the optimizer's groups."""
     whole = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
+    for group, parameters in zip(optimizer.param_groups, by_group, strict=True):
+        group["params"] = parameters
     try:
         yield
     finally:

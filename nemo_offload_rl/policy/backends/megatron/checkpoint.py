@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ STEP = "step"
 
 
 class MegatronState:
-    """Implements `dcp.TrainingState`.
+    """Implements `dcp.TrainingState`; for one save or load.
 
     Args:
         model: The model.
@@ -118,20 +119,34 @@ class MegatronState:
     def optimizer_tensors(self, group: str) -> dict[str, Tensor]:
         """This rank's ranges of the masters and states of one group."""
         found: dict[str, Tensor] = {}
-        params, names = unique_storages(self.model_tensors().items()), self._optimizer_names()
-        for mcore in _real(self._optimizer):
-            for held, parameter, offset in _ranges(mcore):
-                if self._streamed.group_of(held) != group:
-                    continue
-                for key, tensor in _kept_for(held, mcore.optimizer):
-                    # Without fp32 masters the optimizer's parameters are the model's.
-                    if unique_storages([(key, tensor)]).keys().isdisjoint(params):
-                        is_range = tensor.shape == held.shape
-                        found[f"{names[parameter]}/{key}"] = (
-                            FlatRange(tensor, offset, parameter.numel()) if is_range else tensor.detach()
-                        )
+        params, names = self._stored_parameters, self._optimizer_names
+        for mcore, held, parameter, offset in self._ranges_by_group[group]:
+            for key, tensor in _kept_for(held, mcore.optimizer):
+                # Without fp32 masters the optimizer's parameters are the model's.
+                if unique_storages([(key, tensor)]).keys().isdisjoint(params):
+                    is_range = tensor.shape == held.shape
+                    found[f"{names[parameter]}/{key}"] = (
+                        FlatRange(tensor, offset, parameter.numel()) if is_range else tensor.detach()
+                    )
         return found
 
+    # Listed once: groups are many where parameters are.
+
+    @cached_property
+    def _stored_parameters(self) -> frozenset[int]:
+        """Keys of the storages that the model's parameters are in."""
+        return frozenset(unique_storages(self.model_tensors().items()))
+
+    @cached_property
+    def _ranges_by_group(self) -> dict[str, list[tuple[Any, Tensor, Tensor, int]]]:
+        """Of each state group: the optimizer, what it updates, the model's parameter, and where in it that begins."""
+        found: dict[str, list[tuple[Any, Tensor, Tensor, int]]] = {group: [] for group in self.groups}
+        for mcore in _real(self._optimizer):
+            for held, parameter, offset in _ranges(mcore):
+                found[self._streamed.group_of(held)].append((mcore, held, parameter, offset))
+        return found
+
+    @cached_property
     def _optimizer_names(self) -> dict[Tensor, str]:
         """What the names of each parameter's masters and states begin with."""
         return {
@@ -203,17 +218,14 @@ class MegatronState:
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
         """Have the optimizers allocate the states of one group."""
-        names = self._optimizer_names()
-        for mcore in _real(self._optimizer):
+        wanted: dict[int, tuple[Any, list[Tensor]]] = {}
+        for mcore, held, parameter, _ in self._ranges_by_group[group]:
             inner = mcore.optimizer
-            wanted = [
-                held
-                for held, parameter, _ in _ranges(mcore)
-                # Not `state[held]`: that would make an entry.
-                if self._streamed.group_of(held) == group and names[parameter] in saved and not inner.state.get(held)
-            ]
-            if wanted:
-                make_states(inner, wanted)
+            # Not `state[held]`: that would make an entry.
+            if self._optimizer_names[parameter] in saved and not inner.state.get(held):
+                wanted.setdefault(id(inner), (inner, []))[1].append(held)
+        for inner, updated in wanted.values():
+            make_states(inner, updated)
 
     def rng_state(self) -> dict[str, Tensor]:
         """Random states of torch and of Megatron's tracker."""

@@ -11,7 +11,7 @@ optimizer's own parameters are views of the parameter buffers and stay where tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -97,41 +97,34 @@ def grad_tensors(chunks: Sequence[Any]) -> NamedTensors:
             yield f"{name}/extra_main_grad{number}", extra
 
 
-def updated_parameters(mcore: Any) -> Iterator[Tensor]:
+def updated_parameters(mcore: Any) -> NamedTensors:
     """What one of Megatron's optimizers hands to its torch optimizers: masters, or parts of the parameters."""
     for inner in _inner_optimizers(mcore.optimizer):
-        for group in inner.param_groups:
-            yield from group["params"]
+        for index, group in enumerate(inner.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                yield f"{index}.{number}", parameter
 
 
-def optimizer_tensors(optimizer: Any, members: Iterable[Tensor] | None = None) -> NamedTensors:
+def optimizer_tensors(mcore: Any, members: Sequence[tuple[str, Tensor]]) -> NamedTensors:
     """Masters and states of every flavour; those that are views of parameters are among them.
 
     Args:
-        optimizer: Megatron's optimizer.
-        members: Only what belongs to these of `updated_parameters`; None for all.
+        mcore: One of Megatron's optimizers.
+        members: Of its `updated_parameters`. Nothing else is looked at: parts are many where parameters are.
     """
-    wanted = None if members is None else {id(parameter) for parameter in members}
-    for index, mcore in enumerate(sub_optimizers(optimizer)):
-        if mcore.is_stub_optimizer:
-            continue
-        for inner in _inner_optimizers(mcore.optimizer):
-            scales = vars(inner).get("_scales", {})
-            for group_index, group in enumerate(inner.param_groups):
-                for number, parameter in enumerate(group["params"]):
-                    if wanted is not None and id(parameter) not in wanted:
-                        continue
-                    name = f"optimizer{index}/{group_index}.{number}"
-                    yield name + MASTER, parameter
-                    # Not `state[parameter]`: that would make an entry for one that has none yet.
-                    for key, value in inner.state[parameter].items() if parameter in inner.state else ():
-                        # Scalars (Adam's `step`) cost nothing on the host, where torch keeps them.
-                        if isinstance(value, Tensor) and value.dim() > 0:
-                            yield f"{name}/{key}", value
-                    for key, value in scales.get(parameter, {}).items():
-                        if inner.state[parameter][key].dtype is torch.bfloat16:
-                            continue  # made, and never read
-                        yield f"{name}/{key}_scale", value
+    for inner in _inner_optimizers(mcore.optimizer):
+        states, scales = inner.state, getattr(inner, "_scales", {})
+        for name, parameter in members:
+            yield name + MASTER, parameter
+            # Not `state[parameter]`: that would make an entry for one that has none yet.
+            for key, value in states[parameter].items() if parameter in states else ():
+                # Scalars (Adam's `step`) cost nothing on the host, where torch keeps them.
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield f"{name}/{key}", value
+            for key, value in scales.get(parameter, {}).items():
+                if states[parameter][key].dtype is torch.bfloat16:
+                    continue  # made, and never read
+                yield f"{name}/{key}_scale", value
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
@@ -186,7 +179,7 @@ def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> d
     for mcore in sub_optimizers(optimizer):
         if mcore.is_stub_optimizer:
             continue
-        for parameter in updated_parameters(mcore):
+        for _, parameter in updated_parameters(mcore):
             kept, storage = list(spec.states.values()), parameter.untyped_storage()
             # What is no view of a parameter is a master itself. Of parameters, the optimizer makes masters as states.
             is_master = storage_key(storage) not in params

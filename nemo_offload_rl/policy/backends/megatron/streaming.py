@@ -7,9 +7,9 @@ masters while they are there. Gradient norm, clipping and the gathering of param
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice, starmap
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,15 @@ from nemo_offload_rl.policy.backends.megatron import state
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.residency import OPTIMIZER, OptimizerParts, StateGroup, TensorGroup, divide_optimizer, num_streamed
+from nemo_offload_rl.residency import (
+    OPTIMIZER,
+    NamedTensors,
+    OptimizerParts,
+    StateGroup,
+    TensorGroup,
+    divide_optimizer,
+    num_streamed,
+)
 
 # What the distributed optimizer pairs up when it copies masters into parameters: its shards and the parameters.
 _PAIRED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
@@ -51,13 +59,13 @@ class StreamedStates:
                 "whose update of a part needs the others; set it to false"
             )
         chunk_mib = cfg.offload_optimizer_states_chunk_mib
-        self._optimizer = optimizer
         self._parts: list[tuple[Any, OptimizerParts]] = []
         first_index = 0
-        for mcore in sub_optimizers(optimizer):
+        for index, mcore in enumerate(sub_optimizers(optimizer)):
             if mcore.is_stub_optimizer:
                 continue
-            named = [(str(i), p) for i, p in enumerate(state.updated_parameters(mcore)) if p in state_bytes]
+            updated = state.updated_parameters(mcore)
+            named = [(f"optimizer{index}/{name}", parameter) for name, parameter in updated if parameter in state_bytes]
             parts = divide_optimizer(
                 named,
                 lambda parameter: state_bytes[parameter],
@@ -85,14 +93,15 @@ class StreamedStates:
     def groups(self) -> list[StateGroup]:
         """The states that stay through a step as one group, then one of each part."""
         return [
-            TensorGroup(name, lambda mine=mine: state.optimizer_tensors(self._optimizer, mine))
+            TensorGroup(name, lambda mine=mine: chain.from_iterable(starmap(state.optimizer_tensors, mine)))
             for name, mine in self._members().items()
         ]
 
-    def _members(self) -> dict[str, list[Tensor]]:
-        members = {OPTIMIZER: [p for _, parts in self._parts for _, p in parts.rest]}
-        for _, parts in self._parts:
-            members |= {name: [parameter for _, parameter in some] for name, some in parts.parts.items()}
+    def _members(self) -> dict[str, list[tuple[Any, NamedTensors]]]:
+        """Parameters of each group, by the optimizer that updates them."""
+        members = {OPTIMIZER: [(mcore, parts.rest) for mcore, parts in self._parts]}
+        for mcore, parts in self._parts:
+            members |= {name: [(mcore, some)] for name, some in parts.parts.items()}
         return members
 
     @contextmanager
@@ -121,13 +130,14 @@ class _InParts:
         self._streamed = streamed
         self.has_stepped = False
         self._pairs = [(getattr(mcore, main), getattr(mcore, model)) for main, model in _PAIRED]
+        self._places = [_places(*pair) for pair in self._pairs]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def step(self) -> None:
         self.has_stepped = True
-        mine = itertools.islice(self._streamed, len(self._parts.parts))
+        mine = islice(self._streamed, len(self._parts.parts))
         self._parts.step(self._inner, mine, self._copy_masters)
         # Megatron copies what is listed after this; all of it has been copied, and has left.
         self._list_pairs([([], []) for _ in _PAIRED])
@@ -136,9 +146,9 @@ class _InParts:
         self._mcore.optimizer = self._inner
         self._list_pairs(self._pairs)
 
-    def _copy_masters(self, members: Sequence[tuple[str, Tensor]]) -> None:
-        updated = {id(parameter) for _, parameter in members}
-        self._list_pairs([_only(main, model, updated) for main, model in self._pairs])
+    def _copy_masters(self, members: NamedTensors) -> None:
+        pairs = zip(self._pairs, self._places, strict=True)
+        self._list_pairs([_only(len(main), places, members) for (main, _), places in pairs])
         self._mcore._copy_main_params_to_model_params()
 
     def _list_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -157,10 +167,24 @@ def _stood_in_for(mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) ->
         in_parts.restore()
 
 
-def _only(main_groups: Any, model_groups: Any, wanted: set[int]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The pairs whose shard is needed, group by group."""
-    kept = [
-        [(main, model) for main, model in zip(mains, models, strict=True) if id(main) in wanted]
-        for mains, models in zip(main_groups, model_groups, strict=True)
-    ]
-    return [[main for main, _ in group] for group in kept], [[model for _, model in group] for group in kept]
+def _places(main_groups: Any, model_groups: Any) -> dict[int, tuple[int, Any, Any]]:
+    """Of each shard: the number of its group, the shard, and the parameter."""
+    return {
+        id(main): (number, main, model)
+        for number, pairs in enumerate(zip(main_groups, model_groups, strict=True))
+        for main, model in zip(*pairs, strict=True)
+    }
+
+
+def _only(
+    num_groups: int, places: Mapping[int, tuple[int, Any, Any]], members: NamedTensors
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The pairs of these shards, group by group."""
+    mains: list[list[Any]] = [[] for _ in range(num_groups)]
+    models: list[list[Any]] = [[] for _ in range(num_groups)]
+    for _, parameter in members:
+        if (place := places.get(id(parameter))) is not None:
+            number, main, model = place
+            mains[number].append(main)
+            models[number].append(model)
+    return mains, models
