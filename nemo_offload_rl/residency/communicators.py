@@ -2,7 +2,6 @@
 
 `ncclCommSuspend` copies what has to be kept to pinned host memory and releases device memory to the driver.
 `ncclCommResume` maps new memory at the same addresses. In both, every rank of a communicator waits for the others.
-torch 2.11 has no names for these calls: they are made on the library that it has loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _nccl_groups() -> Any:
 
 
 class Nccl:
-    """The calls of the loaded NCCL library on communicators, which are named by their address.
+    """Calls that torch 2.11 has no names for, made on the NCCL library that it has loaded. Communicators are addresses.
 
     Args:
         library: Its name, or the path of another.
