@@ -147,6 +147,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
         refit_buffer_size_gib=0.5,
         residency="always",
         residency_overrides={},
+        suspend_nccl_comms=False,
         residency_overlap=changes.pop("residency_overlap", True),
         residency_verify=False,
         host_memory_budget_gib=None,

@@ -189,6 +189,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         deterministic=False,
         residency="always",
         residency_overrides={},
+        suspend_nccl_comms=False,
         residency_overlap=True,
         residency_verify=True,
         host_memory_budget_gib=None,

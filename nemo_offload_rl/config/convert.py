@@ -81,6 +81,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
     "colocated": False,
     "residency": "always",
     "residency_overrides": {},
+    "suspend_nccl_comms": False,
     "refit_buffer_size_gib": 0.0,
 }
 

@@ -234,6 +234,13 @@ class RolloutKeys:
         dict[Literal["params", "optimizer"], Literal["device", "host"]],
         doc("Groups with a fixed placement during refit and generation, whatever `residency` is; {} for none."),
     ]
+    suspend_nccl_comms: Annotated[
+        bool,
+        doc(
+            "Release the GPU memory of the policy's NCCL communicators during generation, and take it again before "
+            "the policy's next phase. Needs NCCL 2.29.7 or later, which is newer than torch's."
+        ),
+    ]
 
 
 @section

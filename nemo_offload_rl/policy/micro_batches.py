@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
@@ -32,3 +35,12 @@ def micro_batch_rows(
             plan = make_plan(lengths, max_tokens, round_to)
             return rows_of_groups(split_to_count(plan, all_reduce_max(len(plan))), per_group)
     return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+
+
+def in_rows_of(batch: TokenBatch, plan: Sequence[Sequence[int]], pieces: Sequence[Tensor]) -> Tensor:
+    """[B, S, ...] from those of the micro-batches, whose rows `plan` has; 0 beyond their columns."""
+    shape = batch.input_ids.shape
+    whole = torch.zeros((*shape, *pieces[0].shape[2:]), dtype=pieces[0].dtype)
+    for rows, piece in zip(plan, pieces, strict=True):
+        whole[torch.as_tensor(rows), : piece.shape[1]] = piece
+    return whole

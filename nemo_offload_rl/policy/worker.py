@@ -27,11 +27,12 @@ from nemo_offload_rl.policy.backends.ranks import join_process_group
 from nemo_offload_rl.policy.backends.readers import ReadHiddenStates, ReadTopK
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.closing import closing
+from nemo_offload_rl.policy.communicators import make_communicators
 from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
 from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
-from nemo_offload_rl.policy.micro_batches import micro_batch_rows
+from nemo_offload_rl.policy.micro_batches import in_rows_of, micro_batch_rows
 from nemo_offload_rl.policy.passes import Passes, TrainingPace
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
@@ -75,6 +76,7 @@ class PolicyWorker:
             use_deterministic_algorithms()
         device = make_device(torch.device(process.device))
         limit_gpu_memory(settings.gpu_memory_limit_gib, device, process)
+        self._communicators = make_communicators(settings, torch.device(process.device))
         # Of two models the sizes are known once they are there.
         expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0, 0)
         with ExitStack() as made:
@@ -109,30 +111,30 @@ class PolicyWorker:
 
     def prepare_for_training(self) -> TransitionReport:
         """Parameters and optimizer on the device (the plan has the details)."""
-        return self.residency.enter(Phase.TRAINING)
+        return self._communicators.enter(self.residency, Phase.TRAINING)
 
     def prepare_for_lp_inference(self) -> TransitionReport:
         """Parameters on the device, gradients freed."""
-        return self.residency.enter(Phase.LP_INFERENCE)
+        return self._communicators.enter(self.residency, Phase.LP_INFERENCE)
 
     def prepare_for_teacher(self) -> TransitionReport:
         """The teacher on the device; the policy may follow it where there is room."""
-        return self.residency.enter(Phase.TEACHER_INFERENCE)
+        return self._communicators.enter(self.residency, Phase.TEACHER_INFERENCE)
 
     def offload_before_refit(self) -> TransitionReport:
         """Leave only the parameters on the device."""
         self._backend.clear_caches()
-        return self.residency.enter(Phase.REFIT)
+        return self._communicators.enter(self.residency, Phase.REFIT)
 
     def release_memory(self) -> None:
         """Release to the driver the memory of what has left by now; does not wait for the rest."""
         self.residency.release_finished()
 
     def offload_after_refit(self) -> TransitionReport:
-        """Leave nothing on the device."""
+        """Leave nothing on the device. Until the next phase, collectives on it may be impossible."""
         if self._sender is not None:
             self._sender.release()
-        return self.residency.enter(Phase.GENERATION)
+        return self._communicators.enter(self.residency, Phase.GENERATION)
 
     def residency_plan(self) -> str:
         """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
@@ -269,7 +271,7 @@ class PolicyWorker:
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
         micro_batches = self._trim([batch.select(rows) for rows in plan])
-        return _in_rows_of(batch, plan, self._passes.run(micro_batches, partial(self._backend.logprobs, whole=whole)))
+        return in_rows_of(batch, plan, self._passes.run(micro_batches, partial(self._backend.logprobs, whole=whole)))
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Over the whole vocabulary, under the frozen initial parameters; the policy's are back after it."""
@@ -297,7 +299,7 @@ class PolicyWorker:
         )
         micro_batches = self._trim([inputs.select(rows) for rows in plan])
         found = self._passes.run(micro_batches, lambda batches: teacher.read(batches, reader))
-        return tuple(_in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
+        return tuple(in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
@@ -394,12 +396,16 @@ class PolicyWorker:
         Takes no more of the device than a training step: streamed parts of the optimizer come one after the other.
         """
         self._saver.wait_before_write()
-        with self.residency.checkpoint_view(PARAMS, OPTIMIZER), self.residency.writing_state():
+        with (
+            self._communicators.resumed(),
+            self.residency.checkpoint_view(PARAMS, OPTIMIZER),
+            self.residency.writing_state(),
+        ):
             self._backend.load(path, self.residency.streamed())
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face folder with weights in the compute precision, in any phase."""
-        with self.residency.checkpoint_view(PARAMS, BASE):
+        with self._communicators.resumed(), self.residency.checkpoint_view(PARAMS, BASE):
             self._backend.export_hf(path)
 
     def shutdown(self) -> None:
@@ -408,13 +414,5 @@ class PolicyWorker:
         with ExitStack() as ends:
             ends.callback(self._made.close)
             ends.callback(self.residency.close)
+            ends.callback(self._communicators.resume)  # NCCL cannot destroy suspended ones
             self.abandon_refit()
-
-
-def _in_rows_of(batch: TokenBatch, plan: Sequence[Sequence[int]], pieces: Sequence[Tensor]) -> Tensor:
-    """[B, S, ...] from those of the micro-batches, whose rows `plan` has; 0 beyond their columns."""
-    shape = batch.input_ids.shape
-    whole = torch.zeros((*shape, *pieces[0].shape[2:]), dtype=pieces[0].dtype)
-    for rows, piece in zip(plan, pieces, strict=True):
-        whole[torch.as_tensor(rows), : piece.shape[1]] = piece
-    return whole

@@ -4,6 +4,7 @@ Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
 from nemo_offload_rl.residency.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
+from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
 from nemo_offload_rl.residency.device import CpuDevice, Device, make_device
 from nemo_offload_rl.residency.disk_copy import disk_problem, staging_bytes
 from nemo_offload_rl.residency.errors import (
@@ -75,9 +76,11 @@ __all__ = [
     "PARAMS_PART",
     "PHASES",
     "REFERENCE",
+    "SUSPENDING_NCCL",
     "TEACHER",
     "TEACHER_HEAD",
     "TEACHER_LAYER",
+    "Communicators",
     "CpuDevice",
     "Device",
     "DeviceOutOfMemoryError",
@@ -90,6 +93,7 @@ __all__ = [
     "HostShare",
     "HostShortage",
     "NamedTensors",
+    "Nccl",
     "OpenStepError",
     "OptimizerParts",
     "PassingParts",
@@ -108,6 +112,7 @@ __all__ = [
     "disk_problem",
     "divide_optimizer",
     "judge_host_memory",
+    "loaded_nccl",
     "local_tensor",
     "make_device",
     "memory_total_bytes",

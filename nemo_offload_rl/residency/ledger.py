@@ -31,7 +31,7 @@ class TransitionReport:
         groups: What each group moved; groups that did not move are absent.
         exposed_s: Seconds that were lost to this transition: the host's while groups moved, else those in which the
             device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
-        give_back_s: Those of them in which memory was released to the driver.
+        give_back_s: Those of them in which memory was released to the driver, or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last release of memory).

@@ -28,6 +28,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
     DRIVER_BYTES,
@@ -141,6 +142,19 @@ def host_held_state_is_nowhere_else(cfg: RolloutMasterConfig) -> str | None:
             "part by part; set cpu_offload to false, or residency_overrides to {}"
         )
     return None
+
+
+def suspended_communicators_make_room_for_an_engine(cfg: RolloutMasterConfig) -> str | None:
+    """`suspend_nccl_comms` is for GPUs that the policy shares with an engine, and for NCCL 2.29.7 or later."""
+    if not cfg.policy.suspend_nccl_comms:
+        return None
+    generation = cfg.policy.generation
+    shares_device = generation.colocated.enabled and generation.vllm_cfg.enable_sleep_mode
+    problem = placement_problem(on_gpu=cfg.cluster.gpus_per_node > 0, shares_device=shares_device)
+    is_elsewhere = _PLANNED.get() is not None or cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ
+    if problem is not None or is_elsewhere or "LD_PRELOAD" in cfg.policy.backend.worker_env_vars:
+        return problem  # elsewhere, or with another library, each worker looks at its own
+    return nccl_problem(os.environ | cfg.policy.backend.worker_env_vars)
 
 
 def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
@@ -337,4 +351,5 @@ RULES: tuple[Rule[RunConfig], ...] = (
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     engine_leaves_room_for_the_policy,
     host_held_state_is_nowhere_else,
+    suspended_communicators_make_room_for_an_engine,
 )

@@ -8,7 +8,7 @@ import pytest
 from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy import host_plan
+from nemo_offload_rl.policy import communicators, host_plan
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.residency import HostLimit, disk_problem
 from nemo_offload_rl.utils.flops import ModelSizes
@@ -318,3 +318,41 @@ def test_state_that_passes_through_the_gpu_stays_nowhere_else(load):
     on_host(passing)
     with pytest.raises(ConfigError, match=r"names params and optimizer, but all state .* residency_overrides to \{\}"):
         on_host([*passing, "policy.residency_overrides={params: device, optimizer: host}"])
+
+
+SUSPENDS = "policy.suspend_nccl_comms=true"
+OWN_GPUS = [
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources={gpus_per_node: 1, num_nodes: 1}",
+]
+
+
+def test_communicators_are_suspended_for_an_engine_on_the_same_gpus_alone(load, monkeypatch):
+    monkeypatch.setattr(communicators, "loaded_nccl", lambda: (2, 29, 7))
+    loaded = partial(load, parameters=GIB, gpu_gib=80)
+    assert loaded([SUSPENDS, "cluster.gpus_per_node=2"]).worker.suspend_nccl_comms
+    loaded([SUSPENDS, *ONE_GPU])
+    for overrides in (OWN_GPUS, [*ONE_GPU, "policy.generation.vllm_cfg.enable_sleep_mode=false"]):
+        loaded(overrides)
+        with pytest.raises(ConfigError, match=r"suspend_nccl_comms is true, but no engine on the same GPUs sleeps"):
+            loaded([SUSPENDS, *overrides])
+    with pytest.raises(ConfigError, match=r"workers on a CPU have no NCCL communicators; set .*=false"):
+        load_grpo_config("tests/unit/config/cpu.yaml", [SUSPENDS])
+    for name in SUPERVISED:
+        with pytest.raises(ConfigError, match="suspend_nccl_comms"):
+            loaded([SUSPENDS, *ONE_GPU], name=name)
+
+
+def test_an_older_nccl_is_refused_before_ray_starts_where_the_workers_have_the_same(load, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(communicators, "loaded_nccl", lambda: (2, 28, 9))
+    loaded = partial(load, parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs NCCL 2.29.7 or later, and NCCL 2.28.9 is loaded; .*LD_PRELOAD"):
+        loaded([SUSPENDS, *ONE_GPU])
+    loaded([SUSPENDS, *ONE_GPU, "cluster.num_nodes=2"])
+    preloaded = [*MEGATRON, "policy.megatron_cfg.env_vars={LD_PRELOAD: /opt/nccl/libnccl.so.2}"]
+    loaded([SUSPENDS, *ONE_GPU, *preloaded])
+    monkeypatch.setattr(communicators, "loaded_nccl", lambda: (2, 29, 7))
+    with pytest.raises(ConfigError, match=r"with NCCL_CUMEM_ENABLE=0 NCCL cannot release its memory; unset"):
+        loaded([SUSPENDS, *ONE_GPU, *MEGATRON, "policy.megatron_cfg.env_vars={NCCL_CUMEM_ENABLE: '0'}"])

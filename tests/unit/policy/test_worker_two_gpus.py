@@ -1,14 +1,22 @@
-"""Two GPUs through NCCL: both backends, data- and tensor-parallel, against Hugging Face and without residency."""
+"""Two GPUs through NCCL: both backends, data- and tensor-parallel, against Hugging Face and without residency.
+
+With the NCCL that torch brings, the test of suspended communicators is skipped. To run it:
+`pip install --no-deps --target DIR nvidia-nccl-cu13==2.29.7`, then
+`LD_PRELOAD=DIR/nvidia/nccl/lib/libnccl.so.2 pytest -m gpu tests/unit/policy/test_worker_two_gpus.py -k suspended`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from nccl_stand_in import are_suspended
 from policy_cases import NLL, hf_logprobs, make_batch, make_settings, run_ranks, shard, worker_of
 from safetensors.torch import load_file
 from tiny_models import qwen3_config, save_model_folder
@@ -16,7 +24,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.communicators import nccl_problem
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 logger = logging.getLogger(__name__)
 if torch.cuda.is_available():
@@ -114,3 +124,58 @@ def test_two_gpus_hold_the_model_of_hugging_face_and_residency_changes_no_bit(tm
     config.initializer_range = 0.02
     save_model_folder(tmp_path / "model", 0, config)
     run_ranks(2, tmp_path, check_cases, str(tmp_path / "model"), backend, device="cuda")
+
+
+def process_bytes(device: str) -> int:
+    """What the driver says this process has of its GPU, once all ranks are here, beside torch's allocator."""
+    dist.all_gather_object([None] * dist.get_world_size(), None)  # through gloo: NCCL may be suspended
+    use = read_gpus()[str(torch.cuda.get_device_properties(device).uuid)]
+    return use.by_pid[os.getpid()] - torch.cuda.memory_reserved(device)
+
+
+def check_suspended(process: ProcessInfo, folder: str, backend: str) -> None:
+    names = ("DTensor, FSDP over 2", "DTensor, TP over 2", "Megatron, DP over 2", "Megatron, TP over 2")
+    for name in names:
+        if not name.startswith(backend):
+            continue
+        settings = make_settings(folder, precision="bfloat16", **CASES[name])
+        suspending = replace(settings, suspend_nccl_comms=True)
+        _, logprobs, values, _ = run(suspending, process)
+        _, expected_logprobs, expected_values, _ = run(settings, process)
+        assert torch.equal(logprobs, expected_logprobs), name
+        assert values == expected_values, name
+        saved = Path(folder).parent / name
+        with worker_of(suspending, process, keep_reference=True) as worker:
+            batch = shard(make_batch(), worker)
+            worker.prepare_for_training()
+            worker.train(batch, NLL())
+            worker.offload_before_refit()
+            weights = {key: tensor.cpu().clone() for key, tensor in worker.named_weights()}
+            freed_bytes = worker.offload_after_refit().group("communicators").bytes_freed
+            suspended_bytes = process_bytes(process.device)
+            with worker._communicators.resumed():
+                resumed_bytes = process_bytes(process.device)
+            assert freed_bytes > 0, name
+            assert resumed_bytes - suspended_bytes > freed_bytes // 2, name
+            # A save goes through gloo, and what needs NCCL has it.
+            worker.save_checkpoint(saved)
+            worker.load_checkpoint(saved)
+            worker.export_hf(saved.with_suffix(".exported"))
+            assert are_suspended(worker._communicators), name
+            worker.offload_before_refit()
+            assert all(torch.equal(weights[key], tensor.cpu()) for key, tensor in worker.named_weights()), name
+            worker.offload_after_refit()  # the worker ends suspended
+        if process.rank == 0:
+            resting, awake, freed = (f"{num / 2**20:.0f}" for num in (suspended_bytes, resumed_bytes, freed_bytes))
+            logger.info("%s: %s MiB with all away, %s if not suspended; NCCL's count %s", name, resting, awake, freed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.skipif(nccl_problem() is not None, reason=nccl_problem() or "")
+@pytest.mark.parametrize("backend", ["DTensor", "Megatron"])
+def test_suspended_communicators_give_memory_back_and_change_no_bit(tmp_path: Path, backend: str) -> None:
+    config = qwen3_config(num_layers=4, hidden_size=512)
+    config.initializer_range = 0.02
+    save_model_folder(tmp_path / "model", 0, config)
+    run_ranks(2, tmp_path, check_suspended, str(tmp_path / "model"), backend, device="cuda")
