@@ -253,8 +253,8 @@ def group_bytes(cfg: RunConfig) -> dict[str, int] | None:
         return None
     if isinstance(cfg.policy.backend, MegatronConfig):
         sizes = read_model_sizes(cfg.policy.model_name)
-        is_known = sizes is not None and sizes.num_parameters == count
-        groups = megatron.least_group_bytes(cfg, count, sizes.num_in_experts if is_known else None)
+        in_experts = sizes.num_in_experts if sizes is not None and sizes.num_parameters == count else None
+        groups = megatron.least_group_bytes(cfg, count, in_experts)
     else:
         groups = dtensor.least_group_bytes(cfg, count)
     streamed_bytes = int(cfg.policy.backend.streamed_share * groups[OPTIMIZER])
