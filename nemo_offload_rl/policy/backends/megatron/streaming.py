@@ -7,16 +7,18 @@ masters while they are there. Gradient norm, clipping and the gathering of param
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice, starmap
 from typing import Any
 
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.megatron import state
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig
+from nemo_offload_rl.policy.backends.megatron.joined_states import join_states
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.residency import (
@@ -78,6 +80,7 @@ class StreamedStates:
         self._part_of = {
             parameter: name for _, parts in self._parts for name, some in parts.parts.items() for _, parameter in some
         }
+        self._joined: set[str] = set()
         self.rest_bytes = sum(state_bytes[p] for _, parts in self._parts for _, p in parts.rest)
         self.streamed_bytes = sum(state_bytes.values()) - self.rest_bytes
 
@@ -109,22 +112,41 @@ class StreamedStates:
         """Inside, a step of Megatron's optimizer goes part by part, as `streamed` names those on the device."""
         with ExitStack() as stack:
             in_parts = [
-                stack.enter_context(_stood_in_for(mcore, parts, streamed))
+                stack.enter_context(_stood_in_for(mcore, parts, streamed, self._join))
                 for mcore, parts in self._parts
                 if parts.parts
             ]
             yield
+        for mcore, parts in self._parts:
+            self._join(mcore.optimizer, parts.rest)
         if any(stand_in.has_stepped for stand_in in in_parts):  # a float16 step that overflowed is skipped
             # The last part leaves when the one after it is asked for.
             for name in streamed:
                 raise RuntimeError(f"the states of {name} came, but no optimizer updates them")
 
+    def _join(self, optimizer: Any, members: NamedTensors) -> None:
+        """Join the small states that these parameters' first update has made; Megatron's hybrid optimizer has its own.
+
+        States are told by their first parameter: they are joined once, and stay so.
+        """
+        if not members or members[0][0] in self._joined or isinstance(optimizer, HybridDeviceOptimizer):
+            return
+        if join_states(optimizer, (parameter for _, parameter in members)):
+            self._joined.add(members[0][0])
+
 
 class _InParts:
     """Stands in for the torch optimizer inside a distributed optimizer."""
 
-    def __init__(self, mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) -> None:
+    def __init__(
+        self,
+        mcore: Any,
+        parts: OptimizerParts,
+        streamed: Iterator[str],
+        join: Callable[[Any, NamedTensors], None],
+    ) -> None:
         self._mcore = mcore
+        self._join = join
         self._inner = mcore.optimizer
         self._parts = parts
         self._streamed = streamed
@@ -150,6 +172,7 @@ class _InParts:
         pairs = zip(self._pairs, self._places, strict=True)
         self._list_pairs([_only(len(main), places, members) for (main, _), places in pairs])
         self._mcore._copy_main_params_to_model_params()
+        self._join(self._inner, members)
 
     def _list_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         for (main_name, model_name), (main, model) in zip(_PAIRED, pairs, strict=True):
@@ -158,8 +181,10 @@ class _InParts:
 
 
 @contextmanager
-def _stood_in_for(mcore: Any, parts: OptimizerParts, streamed: Iterator[str]) -> Iterator[_InParts]:
-    in_parts = _InParts(mcore, parts, streamed)
+def _stood_in_for(
+    mcore: Any, parts: OptimizerParts, streamed: Iterator[str], join: Callable[[Any, NamedTensors], None]
+) -> Iterator[_InParts]:
+    in_parts = _InParts(mcore, parts, streamed, join)
     mcore.optimizer = in_parts
     try:
         yield in_parts

@@ -1,0 +1,71 @@
+"""Small states of an optimizer side by side in few storages: each storage that moves takes host time of its own.
+
+A mixture of experts has tens of thousands of state tensors, three for each weight of each expert. The optimizer makes
+each in a storage of its own, and updates them in place wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency import aligned
+
+SMALL_BYTES = 32 << 20  # larger tensors stay alone: copying them costs what joining them saves
+JOINED_BYTES = 256 << 20  # of a storage, which exists beside what it replaces for a moment
+
+type _Place = tuple[dict[str, Any], str]
+"""An optimizer's states of a parameter, and the name of one."""
+
+
+@torch.no_grad()
+def join_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Put the small states of these parameters, which are on the device, into joined storages; values do not change.
+
+    Returns:
+        Whether any of the parameters has states.
+    """
+    small: dict[torch.dtype, list[_Place]] = defaultdict(list)
+    has_states = False
+    for parameter in parameters:
+        # Not `state[parameter]`: that would make an entry.
+        for key, value in optimizer.state.get(parameter, {}).items():
+            has_states = True
+            if type(value) is Tensor and value.dim() > 0 and value.is_contiguous() and 0 < value.nbytes < SMALL_BYTES:
+                small[value.dtype].append((optimizer.state[parameter], key))
+    for places in small.values():
+        for some in _runs(places):
+            _join(some)
+    return has_states
+
+
+def _runs(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """Consecutive states of `JOINED_BYTES` at most."""
+    run: list[_Place] = []
+    held_bytes = 0
+    for state, key in places:
+        num_bytes = aligned(state[key].nbytes)
+        if run and held_bytes + num_bytes > JOINED_BYTES:
+            yield run
+            run, held_bytes = [], 0
+        run.append((state, key))
+        held_bytes += num_bytes
+    if run:
+        yield run
+
+
+def _join(places: Sequence[_Place]) -> None:
+    tensors = [state[key] for state, key in places]
+    size = tensors[0].element_size()
+    joined = tensors[0].new_empty(sum(aligned(tensor.nbytes) for tensor in tensors) // size)
+    views, offset = list[Tensor](), 0
+    for tensor in tensors:
+        views.append(joined[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += aligned(tensor.nbytes) // size
+    torch._foreach_copy_(views, tensors)  # pyright: ignore[reportPrivateImportUsage]
+    for (state, key), view in zip(places, views, strict=True):
+        state[key] = view
