@@ -155,7 +155,8 @@ def test_the_optimizer_keeps_the_bytes_of_its_spec_and_what_is_made_for_a_load_i
         worker.train(make_batch(), NLLLoss())
         num_parameters = sum(p.numel() for chunk in worker._backend._chunks for p in chunk.parameters())
         expected_bytes = optimizer_spec(optimizer).bytes_per_element(torch.bfloat16) * num_parameters
-        assert worker.residency.device_bytes()["optimizer"] == expected_bytes
+        # Small states are joined after the first update, each in whole units.
+        assert expected_bytes <= worker.residency.device_bytes()["optimizer"] < 1.05 * expected_bytes
         kept = full_optimizer(worker)
         worker.save_checkpoint(tmp_path / "saved")
     with worker_of(settings, GPU) as worker:
