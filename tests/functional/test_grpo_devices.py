@@ -21,6 +21,8 @@ OWN_DEVICES = (
     "policy.generation.colocated.resources.num_nodes=1",
 )
 LENGTH = "policy.max_total_sequence_length=64"
+# Engines start sooner without captured graphs, which the tests on one GPU have.
+OVER_TWO = ("cluster.gpus_per_node=2", "policy.generation.vllm_cfg.enforce_eager=true")
 ENGINE_OVER_TWO = ("policy.generation.vllm_cfg.tensor_parallel_size=2",)
 WHOLE_PIECES = "policy.make_sequence_length_divisible_by=8"
 # A rate at which a few steps change most answers.
@@ -298,7 +300,7 @@ def test_an_engine_that_never_sleeps_keeps_its_memory_beside_training(metrics_of
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_two_gpus_in_every_arrangement_answer_as_hugging_face_does_after_training(trained, on_gpu, name):
-    overrides = (LENGTH, *VARIETY, "cluster.gpus_per_node=2", *ARRANGEMENTS[name])
+    overrides = (LENGTH, *VARIETY, *OVER_TWO, *ARRANGEMENTS[name])
     check_answers(*trained(*on_gpu, *overrides, characters=4, write=model_of(name)))
 
 
@@ -312,7 +314,7 @@ def test_what_gpus_run_passes_the_checks_of_this_version(on_gpu, small_config, t
         write(tmp_path / write.__name__)
     for name, overrides in ARRANGEMENTS.items():
         model = f"policy.model_name={tmp_path / model_of(name).__name__}"
-        load_grpo_config(*small_config(model, *on_gpu, LENGTH, *VARIETY, "cluster.gpus_per_node=2", *overrides))
+        load_grpo_config(*small_config(model, *on_gpu, LENGTH, *VARIETY, *OVER_TWO, *overrides))
     for overrides in OVER_FOUR.values():
         split = (f"policy.model_name={tmp_path / 'write_model'}", "cluster.gpus_per_node=4", *overrides)
         load_grpo_config(*small_config(*on_gpu, LENGTH, *split, *ENGINE_OVER_TWO))
