@@ -251,7 +251,8 @@ def test_streamed_optimizer_states_are_on_the_device_inside_the_step_only(make_w
                 assert {size for name, size in on_device.items() if name.startswith("optimizer")} == {0}
                 on_host = [size for name, size in worker.residency.host_bytes().items() if "part" in name]
                 assert (len(on_host) > 1) == (chunk_mib is not None)
-                assert params_bytes < sum(on_host) <= 2 * params_bytes
+                # Megatron's are joined, each in whole units.
+                assert params_bytes < sum(on_host) < 2.02 * params_bytes
 
 
 def test_the_share_of_the_states_that_does_not_stream_stays_and_both_are_as_large_as_foreseen(make_worker, folders):
@@ -311,7 +312,8 @@ def test_parameters_and_optimizer_leave_the_device_while_the_engine_generates(ma
         params_bytes = worker.residency.device_bytes()["params"]
         worker.train(make_batch(), NLL())
         sizes = worker.residency.device_bytes()
-        assert sizes["optimizer"] == 2 * sum(4 * p.numel() for p in full_params(worker).values())
+        state_bytes = 2 * sum(4 * p.numel() for p in full_params(worker).values())
+        assert state_bytes <= sizes["optimizer"] < 1.02 * state_bytes  # Megatron's are joined, each in whole units
         worker.offload_after_refit()
         assert worker.residency.device_bytes() == {"params": 0, "grads": 0, "optimizer": 0}
         worker.prepare_for_lp_inference()
