@@ -321,6 +321,8 @@ def reference_fits_its_folder(cfg: RunConfig) -> str | None:
     """The folder of the reference is on a disk with room for it, and there is a reference."""
     if (name := cfg.policy.reference_dir) is None:
         return None
+    if not name:
+        return f"policy.reference_dir is empty, which would be the current folder; {CHOOSE_ANOTHER}"
     if not _keeps_reference(cfg):
         return f"policy.reference_dir {name} is for a reference, and this run keeps none; set it to null"
     if _PLANNED.get() is not None or cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:

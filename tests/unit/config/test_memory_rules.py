@@ -307,6 +307,8 @@ def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tm
     assert asked == [2 * GIB]  # bfloat16, over both workers
     with pytest.raises(ConfigError, match=r"reference_dir cannot hold the reference: .* is no folder; choose a folder"):
         load([f"{on_disk}/nowhere", f"{kl}=0.01"], parameters=GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"is empty, which would be the current folder; choose a folder"):
+        load(["policy.reference_dir=''", f"{kl}=0.01"], parameters=GIB, gpu_gib=80)
     for overrides, name in (([f"{kl}=0"], None), ([], "sft.yaml"), ([PRECOMPUTED], "dpo.yaml")):
         with pytest.raises(ConfigError, match=r"is for a reference, and this run keeps none; set it to null"):
             load([on_disk, *overrides], parameters=GIB, gpu_gib=80, name=name)
