@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -251,6 +252,13 @@ def farthest(losses: list[float], others: list[float]) -> float:
     return max(abs(mine - other) / abs(other) for mine, other in zip(losses, others, strict=True))
 
 
+def cause_of(error: Exception) -> str:
+    """The line of a process's traceback that names what was raised; notes and further lines follow it."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (named or lines or [type(error).__name__])[-1]
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """Of all arrangements."""
     names = ("logprob", "first", "loss", "resumed", "is_same_bits", "at_rest_gib", "step_s")
@@ -326,8 +334,7 @@ def main() -> None:
                 else:
                     row["resumed"] = farthest(ranks[0]["resumed"], row["losses"][run.steps // 2 :])
             except Exception as error:
-                lines = [line for line in str(error).splitlines() if line.strip()]
-                rows.setdefault(arrangement.name, {})["error"] = lines[-1] if lines else type(error).__name__
+                rows.setdefault(arrangement.name, {})["error"] = cause_of(error)
             print(table({arrangement.name: rows[arrangement.name]}).splitlines()[1], flush=True)
             write_results(arguments, results)
     print(table(rows))

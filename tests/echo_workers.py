@@ -6,6 +6,7 @@ As a script: a driver, `run_until_stopped`.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -59,6 +60,10 @@ class EchoWorker:
 
     def environment(self, names: list[str]) -> dict[str, str]:
         return {name: os.environ[name] for name in names}
+
+    def is_collected(self) -> bool:
+        """Whether Python's garbage collections go through this object."""
+        return any(some is self for some in gc.get_objects())
 
     def greet(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self._greeting, os.environ["RANK"], args, kwargs

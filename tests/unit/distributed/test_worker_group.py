@@ -46,6 +46,10 @@ def test_libraries_are_loaded_in_each_process_with_what_the_worker_is_built_with
     assert group.run_all("environment", ["LOADED_FOR"]) == [{"LOADED_FOR": "hi"}] * 2
 
 
+def test_garbage_collections_do_not_go_through_what_was_there_once_workers_were_built(group: RayWorkerGroup) -> None:
+    assert group.run_all("is_collected") == [False, False]
+
+
 def test_a_group_ends_while_it_still_loads_libraries(cluster: VirtualCluster) -> None:
     spec = WorkerSpec(name="echo", factory=ECHO, libraries="echo_workers:hang", num_workers=1)
     workers = RayWorkerGroup(cluster, spec, builds=False)
