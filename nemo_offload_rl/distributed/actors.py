@@ -66,7 +66,7 @@ class HostedWorker:
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""
         self._worker = import_factory(factory)(**kwargs)
-        # A collection goes through every object of the imported libraries, a third of a second each; these stay for good.
+        # A collection goes through every object of the imported libraries, a third of a second each. These stay.
         gc.collect()
         gc.freeze()
         return Outcome(None, self._warnings.drain())
