@@ -342,6 +342,7 @@ class PolicyWorker:
         """The next bucket of the refit, None after the last."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
+        self.residency.release_finished(to_driver=False)
         return self._sender.next_bucket()
 
     def abandon_refit(self) -> None:

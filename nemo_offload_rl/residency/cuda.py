@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.residency.cuda_transfer import CopiesOut, CudaTransfer
 from nemo_offload_rl.residency.device import Copy, FinishedTransfer, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.groups import StorageRecord, unique_storages
@@ -39,62 +41,6 @@ BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
 
 
-class CudaTransfer:
-    """Copies on a side stream, with an event after every chunk of them."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.num_bytes = 0
-        self._stream = stream
-        self._num_copies = 0
-        self._started = torch.cuda.Event(enable_timing=True)
-        self._chunks: list[tuple[int, torch.cuda.Event]] = []  # copies finished when the event has passed
-        self._num_passed = 0
-        self._started.record(stream)
-
-    def add(self, piece: Piece) -> None:
-        """Count copies that were put on the stream."""
-        self._num_copies += len(piece.copies)
-        self.num_bytes += sum(copy.host.numel() for copy in piece.copies)
-
-    def mark(self) -> None:
-        """Record an event on the stream after all copies added so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        self._chunks.append((self._num_copies, event))
-
-    def num_finished(self) -> int:
-        while self._num_passed < len(self._chunks) and self._chunks[self._num_passed][1].query():
-            self._num_passed += 1
-        return self._chunks[self._num_passed - 1][0] if self._num_passed else 0
-
-    @property
-    def finished(self) -> bool:
-        return self.num_finished() == self._num_copies
-
-    def wait_some(self) -> None:
-        if self._num_passed < len(self._chunks):
-            self._chunks[self._num_passed][1].synchronize()
-
-    def wait_host(self) -> float:
-        start = time.perf_counter()
-        self._chunks[-1][1].synchronize()
-        return time.perf_counter() - start
-
-    def wait_device(self, num_copies: int | None = None) -> None:
-        if num_copies == 0:
-            return
-        wanted = self._num_copies if num_copies is None else num_copies
-        copied = next(event for num_covered, event in self._chunks if num_covered >= wanted)
-        torch.cuda.current_stream(self._stream.device).wait_event(copied)
-
-    def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream run nothing more before the copies have finished."""
-        stream.wait_event(self._chunks[-1][1])
-
-    def seconds(self) -> float:
-        return self._started.elapsed_time(self._chunks[-1][1]) / 1e3
-
-
 class CudaDevice:
     """One GPU.
 
@@ -118,6 +64,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
         self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
         self._load_kernels()
+        self._leaving = CopiesOut()
         # Events among the work, in order, and what the idle seconds from each to the next are charged to.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
@@ -225,6 +172,17 @@ class CudaDevice:
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._out, to_host=True)
 
+    def pace_out(self, is_paced: bool) -> None:
+        self._leaving.is_paced = is_paced
+        self._leaving.advance()
+
+    def advance_out(self) -> None:
+        self._leaving.advance()
+
+    @property
+    def is_paced(self) -> bool:
+        return self._leaving.is_paced
+
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._in, to_host=False)
 
@@ -288,11 +246,32 @@ class CudaDevice:
         copies = chain([first], pending)
         if not first.host.is_pinned():
             return self._copy_blocking(copies, to_host)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        transfer = CudaTransfer(stream)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        # Listed beside the first of them, unless those come later.
+        listed = list(copies) if to_host and self._leaving.is_paced else ()
+        transfer = CudaTransfer(stream, listed)
+        start = partial(self._start, transfer, listed or copies, stream, ready, to_host)
+        if to_host:
+            self._leaving.put(transfer, start)
+        else:
+            start()
+        return transfer
+
+    def _start(
+        self,
+        transfer: CudaTransfer,
+        copies: Iterable[Copy],
+        stream: torch.cuda.Stream,
+        ready: torch.cuda.Event,
+        to_host: bool,
+    ) -> None:
+        """Put copies on their stream, behind what was there when they were asked for."""
+        stream.wait_event(ready)
         unmarked_bytes = 0
         try:
             with torch.cuda.stream(stream):
+                transfer.begin()
                 pieces = pieces_of(copies, end_of_cuda_allocation) if stream in self._staging else map(single, copies)
                 for piece in pieces:
                     self._cross(piece, stream, to_host)
@@ -306,7 +285,6 @@ class CudaDevice:
             raise
         if unmarked_bytes:
             transfer.mark()
-        return transfer
 
     def _cross(self, piece: Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
         """One piece on the present (side) stream. Staging is reused by the next piece: the stream keeps the order."""

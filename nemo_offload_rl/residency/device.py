@@ -143,6 +143,22 @@ class Device(ProcessMemory, Protocol):
         """Start copying device to host."""
         ...
 
+    def pace_out(self, is_paced: bool) -> None:
+        """From now on, start few copies to the host at a time, or all of them as they are asked for. Does not block.
+
+        Paced ones are started by `advance_out`, and where somebody waits for them.
+        """
+        ...
+
+    def advance_out(self) -> None:
+        """Start those of paced copies to the host that may run by now. Does not block."""
+        ...
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether copies to the host are paced now."""
+        ...
+
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         """Start copying host to device. If this raises, no copy is under way."""
         ...
@@ -209,6 +225,7 @@ class FinishedTransfer:
 class CpuDevice:
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
+    is_paced = False
     asynchronous = False
     is_host_memory = True
 
@@ -262,6 +279,12 @@ class CpuDevice:
 
     def copy_out(self, copies: Iterable[Copy]) -> Transfer:
         return _copy_now((copy.host, copy.device) for copy in copies)
+
+    def pace_out(self, is_paced: bool) -> None:
+        return None
+
+    def advance_out(self) -> None:
+        return None
 
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return _copy_now((copy.device, copy.host) for copy in copies)

@@ -102,8 +102,7 @@ class ResidencyManager:
         self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
         self._leftover_check = LeftoverCheck(device)
-        self._open_step = False
-        self._num_steps = 0
+        self._open_step, self._num_steps = False, 0
 
     # -- phases
 
@@ -118,14 +117,15 @@ class ResidencyManager:
         wanted = {name: self.plan.placement(name, phase) for name in self._states}
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
-        is_new = phase is not self.phase
-        settles = self._settles(phase)
+        is_new, settles = phase is not self.phase, self._settles(phase)
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
+            if self._device.is_paced and phase is not Phase.REFIT and self.phase is not Phase.OPTIM_STEP:
+                self._groups.end_pace(report, release_cache=self.plan.releases_cache(phase))
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
             records = transaction.records
@@ -156,7 +156,7 @@ class ResidencyManager:
         if not self._overlap:
             return
         with self._device.held_up(report):  # all through the copies where host memory is not page-locked
-            for name in self._leaving_next(phase):
+            for name in self._groups.leaving_after(phase, self.plan):
                 self._states[name].start_refresh(records[name], report)
             spec = PHASES[phase]
             if spec.prefetches_snapshots:
@@ -171,6 +171,7 @@ class ResidencyManager:
         How much that work needs is known once a phase has passed; until then the copies are waited for in `phase`.
         """
         if self._overlap and self.phase is not None:
+            self._device.pace_out(False)
             report = TransitionReport(self.phase, phase)
             with self._device.held_up(report):
                 self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
@@ -228,9 +229,11 @@ class ResidencyManager:
 
         Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). The first
         come at once in OPTIM_STEP. Parameters and gradients that pass through the device part by part come with their
-        states. `before_refit`: what is cached goes to the driver now, not after the step: that waits for all copies.
+        states. `before_refit`: what is cached goes to the driver now, not after the step, which would wait for copies;
+        and copies out are paced up to the end of REFIT, so that the driver has memory back before the last of them.
         """
         release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
+        self._device.pace_out(release_cache)
         return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes, release_cache)
 
     def streamed_layers(self) -> Iterator[str]:
@@ -250,9 +253,12 @@ class ResidencyManager:
 
     # -- asynchronous copies
 
-    def release_finished(self) -> None:
-        """Release the memory of copies out that have finished. Call between pieces of other work; does not block."""
-        self._groups.release_finished(release_cache=self._releases_cache)
+    def release_finished(self, *, to_driver: bool = True) -> None:
+        """Release the memory of copies out that have finished. Call between pieces of other work; does not block.
+
+        `to_driver`: to other processes too, where the phase has those; beside paced copies, that waits a moment.
+        """
+        self._groups.release_finished(release_cache=to_driver and self._releases_cache)
 
     def settle(self) -> None:
         """Wait for every copy under way and release the memory of what left."""
@@ -272,19 +278,6 @@ class ResidencyManager:
         """The ledger, with the seconds that are known by now filled in."""
         self._groups.account()
         return self._ledger
-
-    def _leaving_next(self, phase: Phase) -> list[str]:
-        """Groups that `phase` only reads and that leave the device after it."""
-        spec = PHASES[phase]
-        if spec.reads_before is None:
-            return []
-        return [
-            name
-            for name, state in self._states.items()
-            if state.location is Placement.DEVICE
-            and name in spec.touches
-            and self.plan.placement(name, spec.reads_before) is Placement.HOST
-        ]
 
     # -- snapshots
 

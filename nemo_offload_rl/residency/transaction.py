@@ -14,7 +14,7 @@ from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_key, unique_storages
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.plan import Phase, Placement
+from nemo_offload_rl.residency.plan import PHASES, Phase, Placement, ResidencyPlan
 
 type Records = dict[str, dict[int, StorageRecord]]
 """Storages by group and key."""
@@ -71,6 +71,16 @@ class GroupSet:
             records[name] = mine
         return records
 
+    def leaving_after(self, phase: Phase, plan: ResidencyPlan) -> list[str]:
+        """Groups on the device that `phase` only reads and that leave the device after it."""
+        spec = PHASES[phase]
+        if spec.reads_before is None:
+            return []
+        here = [name for name, state in self.states.items() if state.location is Placement.DEVICE]
+        return [
+            name for name in here if name in spec.touches and plan.placement(name, spec.reads_before) is Placement.HOST
+        ]
+
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
         """Have the groups that will move drop their temporary copies; the storages after that."""
         for name, place in wanted.items():
@@ -107,16 +117,30 @@ class GroupSet:
         return None
 
     def release_finished(self, *, release_cache: bool) -> None:
-        """Release the memory of copies out that have finished; does not block.
+        """Release the memory of copies out that have finished, and start paced ones; does not block.
 
         Args:
-            release_cache: Release cached memory to the driver too when the last of them has.
+            release_cache: Release cached memory to the driver too when the last of them has; of paced ones, any.
         """
+        self.device.advance_out()
+        report = None
         for state in self.states.values():
             if state.is_leaving and state.release_finished():
                 report = state.settle_and_charge()
-                if release_cache:
-                    self.release_cache_for(report)
+        if report is not None and release_cache:
+            self.release_cache_for(report)
+
+    def end_pace(self, report: TransitionReport, *, release_cache: bool) -> None:
+        """Start all copies out that were held back.
+
+        Args:
+            report: What releasing memory is charged to.
+            release_cache: Release what has left by now to the driver first, which would wait for them.
+        """
+        if release_cache:
+            self.release_finished(release_cache=False)
+            self.release_cache_for(report)
+        self.device.pace_out(False)
 
     def settle(self, *, arrivals: bool = True, release_cache: bool, report: TransitionReport | None = None) -> None:
         """Wait for every copy under way and release the memory of what left.
@@ -134,10 +158,10 @@ class GroupSet:
             charged.device_used_after_bytes = self.device.used_bytes()
 
     def release_cache(self) -> float:
-        """Release cached memory to the driver, unless copies out are under way; returns the seconds that it took."""
+        """Release cached memory to the driver, unless that waits for many copies out; returns the seconds it took."""
         # Releasing memory to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
-        # while a group is leaving, it would make the caller wait for what was to be hidden.
-        if any(state.is_leaving for state in self.states.values()):
+        # while a group is leaving, it would make the caller wait for what was to be hidden. Of paced copies few run.
+        if not self.device.is_paced and any(state.is_leaving for state in self.states.values()):
             return 0.0
         start = time.perf_counter()
         self.device.release_cache()

@@ -21,6 +21,7 @@ from nemo_offload_rl.residency import (
     ResidencySettings,
     TensorGroup,
     TransitionReport,
+    cuda_transfer,
     host_regions,
     make_device,
     optimizer_tensors,
@@ -111,10 +112,12 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
         device, "room_bytes", lambda _: RESERVE_BYTES + (room + 1 - moved.held_parts()) * part_bytes + part_bytes // 2
     )
     monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
+    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", 2 * part_bytes)
     plain = PartsTraining(make_device(torch.device("cuda")), streamed=False, width=width, torch_device="cuda")
     for index in range(6):
         for training in (moved, plain):
-            training.step()
+            training.backward()
+            training.optim_step(before_refit=index >= 3)  # after 4 and 5 no refit comes
             if index == 3:
                 for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
                     training.manager.enter(phase)

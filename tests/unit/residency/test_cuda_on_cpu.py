@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import FakeRuntime, make_cuda_device
-from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
+from toy_parts import NUM_PARTS, PartsTraining, give_room
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import (
@@ -26,7 +26,6 @@ from nemo_offload_rl.residency import (
 )
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy, Room
-from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {
@@ -77,10 +76,7 @@ def test_parts_that_come_ahead_and_hand_over_their_memory_change_no_bit(monkeypa
     monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
     device = make_cuda_device(monkeypatch, FakeRuntime())
     held = PartsTraining(device)
-    monkeypatch.setattr(
-        device, "room_bytes", lambda _: RESERVE_BYTES + (room + 1 - held.held_parts()) * PART_BYTES + PART_BYTES // 2
-    )
-    monkeypatch.setattr(device, "drain_peak_bytes", lambda: 0)
+    give_room(held, monkeypatch, room)
     plain = PartsTraining(streamed=False)
     for _ in range(4):
         held.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from toy_training import settings
@@ -18,6 +19,7 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
+from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 NUM_PARTS = 8
 WIDTH = 64
@@ -105,3 +107,13 @@ class PartsTraining:
             for i, p in enumerate(self.parameters):
                 found |= {f"{i}/{key}": value.clone() for key, value in self.optimizer.state[p].items()}
             return found
+
+
+def give_room(training: PartsTraining, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Have a CUDA device say that so many parts fit beside passes."""
+
+    def room_bytes(_: int) -> int:
+        return RESERVE_BYTES + (room + 1 - training.held_parts()) * PART_BYTES + PART_BYTES // 2
+
+    monkeypatch.setattr(training.device, "room_bytes", room_bytes)
+    monkeypatch.setattr(training.device, "drain_peak_bytes", lambda: 0)

@@ -1,0 +1,121 @@
+"""Copies out before a refit: few run at a time, so that memory goes back to the driver before the last of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_cuda import FakeRuntime, make_cuda_device
+from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining, give_room
+from toy_training import assert_bitwise_equal
+
+from nemo_offload_rl.residency import HostAllowance, Phase, cuda_transfer, pieces
+from nemo_offload_rl.residency.device import Copy
+
+RUNNING_PARTS = 2
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
+    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", RUNNING_PARTS * PART_BYTES)
+    return make_cuda_device(monkeypatch, FakeRuntime())
+
+
+def started(device) -> int:
+    """Copies out on the stream that have not run."""
+    return len(device._out.queue) - device._out.num_done
+
+
+def updated(device, monkeypatch, room: int = 2 * NUM_PARTS) -> PartsTraining:
+    """Training after an update before a refit; all parts were on the device, where the room is not less."""
+    training = PartsTraining(device)
+    give_room(training, monkeypatch, room)
+    for _ in range(2):
+        training.backward()
+        training.optim_step(before_refit=True)
+    return training
+
+
+def test_copies_of_parts_start_two_at_a_time_and_memory_goes_back_beside_them(device, monkeypatch):
+    training = updated(device, monkeypatch)
+    manager, of_a_part = training.manager, 2
+    assert training.on_device() == []  # all of them are leaving
+    assert training.held_parts() == NUM_PARTS
+    assert started(device) == RUNNING_PARTS * of_a_part
+    held_when_released = []
+    monkeypatch.setattr(device, "release_cache", lambda: held_when_released.append(training.held_parts()))
+    manager.enter(Phase.REFIT)
+    assert held_when_released == [NUM_PARTS]
+    manager.release_finished()
+    assert held_when_released == [NUM_PARTS]  # nothing has left since
+    device._out.synchronize()
+    manager.release_finished()
+    assert held_when_released == [NUM_PARTS, NUM_PARTS - RUNNING_PARTS]
+    assert started(device) == RUNNING_PARTS * of_a_part
+    device._out.synchronize()
+    manager.release_finished(to_driver=False)  # between buckets
+    assert training.held_parts() == NUM_PARTS - 2 * RUNNING_PARTS
+    assert len(held_when_released) == 2
+    manager.enter(Phase.GENERATION)
+    # First what had left by then, for the engine, then the rest.
+    assert held_when_released[2:] == [NUM_PARTS - 2 * RUNNING_PARTS, 0]
+    manager.close()
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.LP_INFERENCE])
+def test_all_copies_start_where_no_refit_comes(device, monkeypatch, phase):
+    training = updated(device, monkeypatch)
+    training.manager.enter(Phase.LP_INFERENCE)
+    training.manager.enter(phase)
+    assert not device.is_paced
+    device._out.synchronize()
+    training.manager.release_finished()
+    assert training.held_parts() == 0
+    training.manager.close()
+
+
+@pytest.mark.parametrize("room", [0, 3, 20])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_paced_copies_change_no_bit(device, monkeypatch, room, is_saved):
+    training, plain = updated(device, monkeypatch, room), PartsTraining(streamed=False)
+    for _ in range(2):
+        plain.step()
+    for _ in range(3):
+        if is_saved:  # before the refit, while copies wait for their turn
+            assert_bitwise_equal(training.contents(), plain.contents())
+        for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+            training.manager.enter(phase)
+        training.backward()
+        training.optim_step(before_refit=True)
+        plain.step()
+    assert_bitwise_equal(training.contents(), plain.contents())
+    training.manager.close()
+
+
+def test_the_present_step_may_go_on_without_a_refit_and_changes_no_bit(device, monkeypatch):
+    training, plain = updated(device, monkeypatch), PartsTraining(streamed=False)
+    for _ in range(2):
+        plain.step()
+    for _ in range(2):  # parts whose copies wait come again at once
+        training.backward()
+        training.optim_step(before_refit=True)
+        plain.step()
+    assert_bitwise_equal(training.contents(), plain.contents())
+    training.manager.close()
+
+
+def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device):
+    arena = device.new_arena(True, HostAllowance())
+    arena.reserve(8 * (PART_BYTES + 512))
+    sources = [torch.full((PART_BYTES,), index, dtype=torch.uint8) for index in range(6)]
+    device.pace_out(True)
+    transfers = [device.copy_out([Copy(source, arena.alloc(PART_BYTES, "test").buffer)]) for source in sources]
+    assert started(device) == RUNNING_PARTS
+    assert [transfer.num_bytes for transfer in transfers] == [PART_BYTES] * 6
+    assert [transfer.finished for transfer in transfers] == [False] * 6
+    transfers[3].wait_host()
+    assert [transfer.finished for transfer in transfers] == [True] * 4 + [False] * 2
+    assert started(device) == 0
+    device.advance_out()
+    assert started(device) == 2
+    assert transfers[3].seconds() > 0
