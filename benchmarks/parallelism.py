@@ -48,7 +48,7 @@ from qwen3_shapes import MOE_SHAPES, SHAPES, shape_of, write_model
 DTENSOR = "policy.dtensor_cfg"
 DENSE, TIED, EXPERTS = "dense", "tied", "experts"
 PACKING = "policy.sequence_packing"
-# Four rows in a pack. On one Hopper GPU deterministic attention of 16 heads takes 16 GiB for 4096 tokens, 256 for 16,384.
+# Four rows a pack. By calculation deterministic attention of 16 heads takes 16 GiB for 4096 tokens on one Hopper GPU.
 PACKED = (f"{PACKING}.enabled=true", f"{PACKING}.train_mb_tokens=4096", f"{PACKING}.logprob_mb_tokens=4096")
 
 
