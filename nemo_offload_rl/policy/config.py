@@ -96,7 +96,8 @@ class TrainedPolicyConfig:
         bool,
         doc(
             "Use operations whose results are bitwise reproducible. Other operations log a warning with Megatron "
-            "and end the run with DTensor. Slower; for comparing runs."
+            "and end the run with DTensor. Slower; for comparing runs. On Hopper GPUs, Megatron's attention of packed "
+            "rows then takes memory by the square of a pack's tokens, and what cannot run is refused."
         ),
     ]
     max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)]

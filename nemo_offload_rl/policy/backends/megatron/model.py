@@ -34,6 +34,7 @@ from nemo_offload_rl.policy.backends.megatron.local_layers import (
 )
 from nemo_offload_rl.policy.backends.megatron.lora import add_adapters, check_adapters
 from nemo_offload_rl.policy.backends.megatron.mappings import complete_bridge
+from nemo_offload_rl.policy.backends.megatron.packed_attention import check_packed_attention
 from nemo_offload_rl.policy.backends.megatron.provider import complete_provider
 from nemo_offload_rl.policy.backends.megatron.rope import (
     check_fusion,
@@ -80,11 +81,13 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
 
     Raises:
         UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
-        ConfigError: The model is of a kind that is not converted.
+        ConfigError: The model is of a kind that is not converted, or there is no attention for its packs.
     """
     auto_bridge = complete_bridge(import_auto_bridge())
     hf_config = load_config(settings.model_name, settings.hf_config_overrides)
     _check_config(settings.model_name, hf_config, cfg)
+    if not is_frozen:
+        check_packed_attention(hf_config.num_attention_heads, settings, cfg)
     rotation = rotation_of(hf_config)
     check_fusion(hf_config, rotation, is_fused=cfg.apply_rope_fusion and cfg.transformer_impl != "local")
     try:
