@@ -73,7 +73,7 @@ def is_affected(settings: PolicySettings, capability: tuple[int, int]) -> bool:
 
 
 def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: MegatronConfig) -> None:
-    """Refuse packs that no attention of this process's GPU could train on; warn of what others take.
+    """Refuse packs for which there is no attention on this process's GPU; warn of what others take.
 
     Args:
         num_heads: The model's attention heads.
@@ -81,7 +81,7 @@ def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: Megatr
         cfg: `settings.backend`.
 
     Raises:
-        ConfigError: There is no attention for them, or it takes more than the GPU has.
+        ConfigError: There is no attention for them.
     """
     if not torch.cuda.is_available():
         return
@@ -97,19 +97,17 @@ def check_packed_attention(num_heads: int, settings: PolicySettings, cfg: Megatr
     avoids_cudnn = not need.uses_cudnn or os.environ.get("NVTE_FUSED_ATTN") == "0"
     if avoids_cudnn and importlib.util.find_spec("flash_attn") is not None:
         return
-    if (problem := refusal(need, settings, gpu.total_memory)) is not None:
+    if (problem := refusal(need, settings)) is not None:
         raise ConfigError(problem)
     if (message := warning(need, settings)) is not None:
         logger.warning(message)
 
 
-def refusal(need: AttentionNeed, settings: PolicySettings, gpu_bytes: int) -> str | None:
-    """Why a GPU of that size cannot train on such packs and what to change, in one line; None if it may."""
-    if need.num_bytes is not None and need.num_bytes <= gpu_bytes:
+def refusal(need: AttentionNeed, settings: PolicySettings) -> str | None:
+    """Why nothing can train on such packs and what to change, in one line; None if something may."""
+    if need.num_bytes is not None:
         return None
     reason = "Transformer Engine has no attention that splits them over devices and repeats"
-    if need.num_bytes is not None:
-        reason = f"attention of one layer takes {need.num_bytes / _GIB:.0f} of {gpu_bytes / _GIB:.0f} GiB to repeat"
     return f"{_packs(settings)}: on a Hopper GPU {reason}; {_CHANGES}."
 
 
@@ -117,9 +115,9 @@ def warning(need: AttentionNeed, settings: PolicySettings) -> str | None:
     """What training on such packs takes of the GPU, in one line; None if that is little."""
     if need.num_bytes is None or need.num_bytes < _WARNED_OF_BYTES:
         return None
-    what = f"takes {need.num_bytes / _GIB:.1f} GiB in each layer's backward pass to repeat"
+    what = f"takes about {need.num_bytes / _GIB:.1f} GiB in each layer's backward pass to repeat"
     if not need.uses_cudnn:
-        what = f"keeps scores of {need.num_bytes / _GIB:.1f} GiB for each layer, more than once, to repeat"
+        what = f"keeps scores of about {need.num_bytes / _GIB:.1f} GiB for each layer, more than once, to repeat"
     return f"{_packs(settings)}: on a Hopper GPU attention {what}. If memory runs out, {_CHANGES}."
 
 
