@@ -32,6 +32,14 @@ def join_process_group(process: ProcessInfo) -> bool:
     return True
 
 
+def all_reduce(
+    value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> None:
+    """`dist.all_reduce`, which a rank alone leaves out: even its NCCL communicator would take memory of the GPU."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(value, op=op, group=group)
+
+
 def sum_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """Sums over the ranks of a group, through `device`; a rank alone reads nothing from its device."""
     if group.size() == 1:
@@ -79,6 +87,6 @@ class Totals:
             names = sorted(name for name in self._values if self._op(name) == op)
             if names:
                 packed = torch.stack([self._values[name] for name in names])
-                dist.all_reduce(packed, op=op, group=group)
+                all_reduce(packed, op, group)
                 reduced |= dict(zip(names, packed.tolist(), strict=True))
         return reduced.pop("loss"), reduced

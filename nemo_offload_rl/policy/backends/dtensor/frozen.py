@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import TokenBatch
@@ -16,6 +15,7 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES, ProcessInfo, Ra
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import full_tensor
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.ranks import max_over_ranks
 from nemo_offload_rl.policy.backends.readers import Reader
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import TEACHER, TEACHER_LAYER, StateGroup, TensorGroup
@@ -108,9 +108,7 @@ class FrozenDTensor:
 
     def all_reduce_max(self, value: int) -> int:
         """See `FrozenModel`."""
-        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._built.dp_group)
-        return int(largest)
+        return max_over_ranks(value, self._built.dp_group, self._device)
 
     def close(self) -> None:
         """Nothing: the process group is the policy's."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +13,7 @@ from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig
 from nemo_offload_rl.policy.backends.dtensor.parallel import TP
 from nemo_offload_rl.policy.backends.dtensor.parts import Part, gradient_norms
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
+from nemo_offload_rl.policy.backends.ranks import all_reduce
 from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_optimizer, local_tensor, num_streamed
 
 
@@ -60,7 +60,7 @@ def global_grad_norm(
     in_order = [norms[parameter] for parameter in mine]
     norm = torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
     square = norm.to(device=device, dtype=torch.float64) ** 2
-    dist.all_reduce(square)
+    all_reduce(square)
     return square.sqrt()
 
 

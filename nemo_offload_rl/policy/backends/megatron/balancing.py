@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.policy.backends.megatron import parallel
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.backends.ranks import sum_over_ranks
 
 
 def adds_router_loss(cfg: MegatronConfig) -> bool:
@@ -29,9 +29,7 @@ def adds_router_loss(cfg: MegatronConfig) -> bool:
 def num_tokens_of_step(micro_batches: Sequence[TokenBatch], device: torch.device) -> int:
     """Tokens of all data-parallel ranks without padding; a collective."""
     mine = sum(int(batch.input_lengths.sum()) for batch in micro_batches)
-    total = torch.tensor(mine, dtype=torch.int64, device=device)
-    dist.all_reduce(total, group=parallel.data_parallel_group())
-    return int(total)
+    return int(sum_over_ranks([mine], parallel.data_parallel_group(), device)[0])
 
 
 def router_loss_scale(config: Any, num_tokens: int, device: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch
@@ -20,6 +19,7 @@ from nemo_offload_rl.policy.backends.megatron.folder_match import check_shapes
 from nemo_offload_rl.policy.backends.megatron.model import build_model
 from nemo_offload_rl.policy.backends.megatron.passes import Passes
 from nemo_offload_rl.policy.backends.model_folder import check_model_folder
+from nemo_offload_rl.policy.backends.ranks import max_over_ranks
 from nemo_offload_rl.policy.backends.readers import HiddenStates, Reader, ReadTopK
 from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.residency import TEACHER, StateGroup, TensorGroup
@@ -98,9 +98,7 @@ class FrozenMegatron:
 
     def all_reduce_max(self, value: int) -> int:
         """See `FrozenModel`."""
-        largest = torch.tensor(value, dtype=torch.int64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.data_parallel_group())
-        return int(largest)
+        return max_over_ranks(value, parallel.data_parallel_group(), self._device)
 
     def close(self) -> None:
         """Nothing: process groups and caches are the policy's."""

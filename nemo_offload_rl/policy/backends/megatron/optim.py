@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_offload_rl.policy.backends import optimizer_spec
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_offload_rl.policy.backends.ranks import all_reduce
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
@@ -53,7 +54,7 @@ class GuardedOptimizer(ChainedOptimizer):
         is_bad = has_overflown or not math.isfinite(self.grad_norm)
         # The norms' own reductions may leave ranks out, and the loss scales' do.
         found = torch.tensor([is_bad, has_overflown], dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        all_reduce(found, dist.ReduceOp.MAX)
         is_bad_anywhere, has_overflown_anywhere = (bool(value) for value in found.tolist())
         self.lowers_loss_scale = has_overflown_anywhere and self._scale_is_above_its_minimum()
         return is_bad_anywhere

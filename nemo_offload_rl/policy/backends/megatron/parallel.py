@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,6 +15,17 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ProcessInfo, RankInfo
 from nemo_offload_rl.policy.backends.config import ModelParallel
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+
+# Ranks of these send to single others, which must not stand behind what all of them do together.
+_SENDING = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
+# Layers wait for these, and would for gradients that are reduced beside them.
+_IN_LAYERS = (
+    "TENSOR_MODEL_PARALLEL_GROUP",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "EXPERT_MODEL_PARALLEL_GROUP",
+    "EXPERT_TENSOR_PARALLEL_GROUP",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+)
 
 
 def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size: int) -> bool:
@@ -34,18 +48,56 @@ def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size
             )
         return False
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            context_parallel_size=parallel.context,
-            expert_model_parallel_size=cfg.expert_model_parallel_size,
-            expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        with _sharing_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=cfg.expert_model_parallel_size,
+                expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
+                create_gloo_process_groups=False,
+            )
     except BaseException:
         leave_model_parallel()  # some are made
         raise
     return True
+
+
+@contextmanager
+def _sharing_groups() -> Iterator[None]:
+    """In the body Megatron makes one group for the same ranks and use, where it would make up to a dozen.
+
+    Each group that is used makes a communicator, whose buffers stay on the GPU; one of a single rank does too.
+    """
+    make, made = parallel_state.create_group, dict[object, Any]()
+
+    def create_group(
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+    ) -> Any:
+        key = (tuple(ranks), timeout, backend, use_local_synchronization, _use(ranks, group_desc))
+        if key not in made or pg_options is not None:
+            made[key] = make(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc)
+        return made[key]
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = make
+
+
+def _use(ranks: Sequence[int], group_desc: str | None) -> str | None:
+    """What a group is used for: those with the same ranks and use can be one. Nothing runs beside a rank alone."""
+    if len(ranks) == 1:
+        return "alone"
+    if group_desc in _SENDING:
+        return group_desc
+    return "in layers" if group_desc in _IN_LAYERS else "beside layers"
 
 
 def _sizes() -> tuple[int, int, int, int]:

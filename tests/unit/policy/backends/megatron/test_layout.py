@@ -31,6 +31,43 @@ def expected_logprobs(batch):
 def check(process):
     for size in (1, 2):
         check_split(process, size)
+    check_groups(process)
+
+
+def check_groups(process):
+    """Megatron's groups of the same ranks are one, but for those whose traffic must not stand behind another's."""
+    with megatron_on_cpu():
+        from megatron.core import parallel_state as state
+
+        from nemo_offload_rl.policy.backends.megatron import parallel
+
+        def distinct(*sizes, expert=1):
+            cfg = replace(make_megatron_settings(), expert_model_parallel_size=expert)
+            parallel.join_model_parallel(cfg, ModelParallel(*sizes), process.world_size)
+            grads, norms = state.get_data_parallel_group(with_context_parallel=True), state.get_model_parallel_group()
+            layers = {
+                "tensor": state.get_tensor_model_parallel_group(),
+                "context": state.get_context_parallel_group(),
+                "pipeline": state.get_pipeline_model_parallel_group(),
+                "expert": state.get_expert_model_parallel_group(),
+            }
+            everything = [grads, norms, *layers.values(), state.get_expert_data_parallel_group()]
+            for group in everything:
+                ranks = [process.rank] if group.size() == 1 else [0, 1]
+                assert dist.get_process_group_ranks(group) == ranks
+                total = torch.ones(())
+                dist.all_reduce(total, group=group)
+                assert total == len(ranks)
+            parallel.leave_model_parallel()
+            of_two = {id(group) for group in everything if group.size() == 2}
+            own = {name for name, group in layers.items() if group.size() == 2 and group not in (grads, norms)}
+            return len(of_two), own, len({id(group) for group in everything if group.size() == 1})
+
+        assert distinct(1) == (1, set(), 1)
+        assert distinct(2) == (2, {"tensor"}, 1)
+        assert distinct(1, 2) == (2, {"context"}, 1)
+        assert distinct(1, 1, 2) == (2, {"pipeline"}, 1)
+        assert distinct(1, expert=2) == (2, {"expert"}, 1)
 
 
 def check_split(process, context_parallel_size):
