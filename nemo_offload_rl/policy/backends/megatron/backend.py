@@ -82,7 +82,7 @@ class MegatronBackend:
         parallel.seed_everything(settings.seed)
         self._model = build_model(settings, cfg)
         self._chunks = self._model.chunks
-        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks, self._device)
+        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks)
         self._scheduler = optim.build_scheduler(cfg.scheduler, cfg.optimizer, self._optimizer)
         spec = optimizer_spec(cfg.optimizer)
         sizes = state.state_bytes(self._chunks, self._optimizer, spec)

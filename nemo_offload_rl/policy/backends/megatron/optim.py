@@ -18,7 +18,6 @@ from torch import Tensor
 from nemo_offload_rl.policy.backends import optimizer_spec
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.megatron.config import MegatronOptimizerConfig, MegatronSchedulerConfig
-from nemo_offload_rl.policy.backends.ranks import all_reduce
 from nemo_offload_rl.policy.settings import PolicySettings
 
 
@@ -31,7 +30,6 @@ class GuardedOptimizer(ChainedOptimizer):
 
     Args:
         optimizers: What the chain consists of.
-        device: Where the ranks' findings are reduced.
 
     Attributes:
         grad_norm: Of the last step, before clipping. Read before the update: a read after it would wait for the copies
@@ -39,9 +37,8 @@ class GuardedOptimizer(ChainedOptimizer):
         lowers_loss_scale: The last step was skipped because float16 gradients overflowed, and the scale was lowered.
     """
 
-    def __init__(self, optimizers: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, optimizers: Sequence[Any]) -> None:
         super().__init__(list(optimizers))
-        self._device = device
         self.grad_norm = 0.0
         self._norm: Any = 0.0  # as Megatron has it: a float, or a tensor of the device
         self.lowers_loss_scale = False
@@ -52,9 +49,10 @@ class GuardedOptimizer(ChainedOptimizer):
         self._norm = super().get_grad_norm()
         self.grad_norm = float(self._norm)
         is_bad = has_overflown or not math.isfinite(self.grad_norm)
-        # The norms' own reductions may leave ranks out, and the loss scales' do.
-        found = torch.tensor([is_bad, has_overflown], dtype=torch.int32, device=self._device)
-        all_reduce(found, dist.ReduceOp.MAX)
+        # The norms' own reductions may leave ranks out, and the loss scales' do. Through gloo: NCCL would need one more
+        # communicator, of all ranks.
+        found = torch.tensor([is_bad, has_overflown], dtype=torch.int32)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
         is_bad_anywhere, has_overflown_anywhere = (bool(value) for value in found.tolist())
         self.lowers_loss_scale = has_overflown_anywhere and self._scale_is_above_its_minimum()
         return is_bad_anywhere
@@ -68,9 +66,7 @@ class GuardedOptimizer(ChainedOptimizer):
         return all(float(s.scale) > float(s.min_scale) for s in scalers if isinstance(s, DynamicGradScaler))
 
 
-def build_optimizer(
-    settings: PolicySettings, cfg: MegatronOptimizerConfig, chunks: Sequence[Any], device: torch.device
-) -> GuardedOptimizer:
+def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerConfig, chunks: Sequence[Any]) -> GuardedOptimizer:
     """Megatron's optimizer over the model's trainable parameters."""
     dtype = COMPUTE_DTYPES[settings.precision]
     config = OptimizerConfig(
@@ -96,7 +92,7 @@ def build_optimizer(
         overlap_cpu_optimizer_d2h_h2d=cfg.overlap_cpu_optimizer_d2h_h2d,
     )
     built = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-    return GuardedOptimizer(sub_optimizers(built), device)
+    return GuardedOptimizer(sub_optimizers(built))
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
