@@ -113,8 +113,7 @@ class CopiesOut:
             self._start_next()
 
     def _running_bytes(self) -> int:
-        while self._started and self._started[0].finished:
-            self._started.popleft()
+        self._drop_finished()
         return sum(transfer.num_bytes for transfer in self._started)
 
     def _start_up_to(self, transfer: CudaTransfer) -> None:
@@ -126,6 +125,11 @@ class CopiesOut:
         transfer.start = _nothing
         start()
         self._started.append(transfer)
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        while self._started and self._started[0].finished:
+            self._started.popleft()
 
 
 def _nothing() -> None:

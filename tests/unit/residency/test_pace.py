@@ -119,3 +119,14 @@ def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device):
     device.advance_out()
     assert started(device) == 2
     assert transfers[3].seconds() > 0
+
+
+def test_finished_copies_are_forgotten_whether_paced_or_not(device):
+    arena = device.new_arena(True, HostAllowance())
+    arena.reserve(12 * (PART_BYTES + 512))
+    source = torch.zeros(PART_BYTES, dtype=torch.uint8)
+    for is_paced in (False, True):
+        device.pace_out(is_paced)
+        for _ in range(4):
+            device.copy_out([Copy(source, arena.alloc(PART_BYTES, "test").buffer)]).wait_host()
+        assert len(device._leaving._started) <= 1
