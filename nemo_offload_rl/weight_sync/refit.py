@@ -129,10 +129,17 @@ def _stream(
             releasing = pool.submit(policy.release_memory)
             both: list[Future[Any]] = [loading, releasing]
             wait(both, return_when=FIRST_COMPLETED)
-            if releasing.done() or loading.exception() is not None:
-                releasing.result()  # a policy that died explains an engine that waits for it, or lacks its buffer
-            loading.result()
+            if releasing.done():
+                releasing.result()  # a policy that died explains an engine that waits for it
+            _finish(loading, policy)
             return RefitReport(num_tensors, num_buckets, num_bytes), releasing
         bucket = policy.next_bucket()
-        loading.result()
+        _finish(loading, policy)
     raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
+
+
+def _finish(loading: Future[Any], policy: RefitSource) -> None:
+    """Wait for a load. A policy that has died explains one that failed, for want of its buffer."""
+    if loading.exception() is not None:
+        policy.release_memory()
+    loading.result()

@@ -225,6 +225,29 @@ def test_a_policy_that_died_explains_a_last_load_that_failed_before_its_death_wa
         refit(policy, FailingEngine(events, policy))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("index", [1, len(TENSORS) - 1])
+def test_a_policy_that_died_after_all_its_calls_explains_a_load_that_failed(index: int) -> None:
+    class DeadPolicy(Policy):
+        is_dead = False
+
+        def release_memory(self) -> None:
+            if self.is_dead:
+                raise ZeroDivisionError("policy")
+            super().release_memory()
+
+    class FailingEngine(Engine):
+        def load_bucket(self, bucket: WeightBucket) -> None:
+            super().load_bucket(bucket)
+            if bucket.index == index:
+                self._policy.is_dead = True  # type: ignore[attr-defined]
+                raise RefitError("no buffer")
+
+    events: list[str] = []
+    policy = DeadPolicy(events)
+    with pytest.raises(ZeroDivisionError, match="policy"):
+        refit(policy, FailingEngine(events, policy))  # type: ignore[arg-type]
+
+
 def test_a_policy_that_stops_early_is_not_taken_for_a_refit() -> None:
     events: list[str] = []
     policy = Policy(events, stop_at=3)
