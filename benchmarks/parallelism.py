@@ -186,6 +186,7 @@ def steps_of(
         seconds.append(time.perf_counter() - begin)
     if save is not None:
         found["at_rest_gib"] = memory_at_rest_gib(run.device)
+        print(f"{arrangement.name}, rank {process.rank}: {found['at_rest_gib']} GiB at rest", flush=True)
     worker.shutdown()
     return losses, norms, seconds
 
