@@ -65,6 +65,25 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
+def longest_served(config: ModelConfig) -> float | None:
+    """Tokens of a row above which vLLM does not start (its `_get_and_verify_max_len`); None if that is not known.
+
+    Args:
+        config: The contents of a config.json.
+    """
+    longest, factor = config.get("max_position_embeddings"), 1.0
+    if longest is None or config.get("model_max_length") is not None:
+        return None
+    for rope in each_rope(config) if config.get("model_type") != "gemma3_text" else ():
+        kind = rope_type({"rope_parameters": rope})
+        if kind in ("su", "longrope", "llama3"):
+            continue
+        factor = rope.get("factor") or factor
+        if kind == "yarn":
+            longest = rope.get("original_max_position_embeddings") or longest
+    return float(longest * factor)
+
+
 def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | None:
     """The engine gives `sliding_window` to all layers, unless `layer_types` differ; and some families the latter."""
     if family.has_sinks and not windows.in_turns(config):

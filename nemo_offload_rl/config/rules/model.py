@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
-from nemo_offload_rl.models.served import unserved
+from nemo_offload_rl.models.served import longest_served, unserved
 from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
@@ -48,6 +50,23 @@ def the_engine_serves_the_model(cfg: RolloutMasterConfig) -> str | None:
     )
 
 
+def rows_fit_the_model_s_positions(cfg: RolloutMasterConfig) -> str | None:
+    """`vllm_cfg.max_model_len` is not above the positions that the model is for."""
+    model, asked = local_model_config(cfg), cfg.policy.generation.vllm_cfg.max_model_len
+    if model is None or (longest := longest_served(model)) is None or asked <= longest or _vllm_allows_more():
+        return None
+    return (
+        f"policy.generation.vllm_cfg.max_model_len {asked} is above the {longest:.0f} tokens that config.json of "
+        f"{cfg.policy.model_name} allows (max_position_embeddings and its rotary embeddings), which vLLM refuses; "
+        "lower it with policy.max_total_sequence_length, or set rope_parameters for longer rows in "
+        "policy.hf_config_overrides"
+    )
+
+
+def _vllm_allows_more() -> bool:
+    return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+
+
 def _longest(cfg: RolloutMasterConfig) -> int:
     return max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
 
@@ -56,4 +75,5 @@ RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     rotary_frequencies_of_engine_and_policy_agree,
     the_engine_serves_the_model,
+    rows_fit_the_model_s_positions,
 )

@@ -234,6 +234,21 @@ def test_overrides_count_as_the_models_own(tmp_path: Path) -> None:
     assert "rope_type dynamic" in str(rotary_frequencies_of_engine_and_policy_agree(cfg))
 
 
+def test_rows_longer_than_the_models_positions_are_refused_unless_vllm_is_told_to_allow_them(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 100}))
+    overrides = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.max_model_len=200"]
+    overrides += ["policy.max_total_sequence_length=200"]
+    load_grpo_config(CPU, [*overrides[:1], *(line.replace("200", "100") for line in overrides[1:])])
+    with pytest.raises(ConfigError, match=r"max_model_len 200 is above the 100 tokens that config.json of") as error:
+        load_grpo_config(CPU, overrides)
+    assert "\n" not in str(error.value)
+    doubled = "{rope_type: linear, factor: 2.0, rope_theta: 1e4}"
+    load_grpo_config(CPU, [*overrides, f"+policy.hf_config_overrides.rope_parameters={doubled}"])
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    load_grpo_config(CPU, overrides)
+
+
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_an_override_of_the_rotary_embeddings_has_their_base(tmp_path: Path, backend: str) -> None:
     enabled = [f"policy.{name}_cfg.enabled={str(name == backend).lower()}" for name in ("dtensor", "megatron")]

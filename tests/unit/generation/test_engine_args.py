@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
 from pathlib import Path
 
 import pytest
+from forked import Script
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
@@ -50,3 +53,24 @@ def test_an_engine_is_quiet_unless_its_run_was_started_with_a_level(monkeypatch,
     assert vllm_env(device_type)["VLLM_LOGGING_LEVEL"] == "WARNING"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert vllm_env(device_type)["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_vllm_starts_for_the_longest_rows_that_rules_allow_and_for_none_longer(tmp_path: Path) -> None:
+    folders, output = tmp_path / "models", tmp_path / "output"
+    output.mkdir()
+    script = Script(
+        [Path(__file__).parents[2] / "longest_rows.py", folders],
+        output,
+        cwd=tmp_path,
+        env={**os.environ, **vllm_env("cpu")},
+    )
+    ended = script.wait(120)
+    assert ended.status == 0, ended.stderr
+    found = {name: rest for name, *rest in map(json.loads, ended.stdout.splitlines())}
+    assert found == {
+        "default": [1024, True, False],
+        "linear": [2560, True, False],
+        "dynamic": [2048, True, False],
+        "yarn": [1200, True, False],
+        "llama3": [1024, True, False],
+    }
