@@ -183,6 +183,10 @@ class CudaDevice:
     def is_paced(self) -> bool:
         return self._leaving.is_paced
 
+    @property
+    def lets_memory_go(self) -> bool:
+        return self._leaving.are_few
+
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         return self._copy(copies, self._in, to_host=False)
 

@@ -112,6 +112,11 @@ class CopiesOut:
         while self._waiting and not (self.is_paced and self._running_bytes() >= PACE_BYTES):
             self._start_next()
 
+    @property
+    def are_few(self) -> bool:
+        """Whether copies are paced, and no large transfer has started all the same."""
+        return self.is_paced and self._running_bytes() <= 2 * PACE_BYTES
+
     def _running_bytes(self) -> int:
         self._drop_finished()
         return sum(transfer.num_bytes for transfer in self._started)

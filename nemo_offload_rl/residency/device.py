@@ -159,6 +159,11 @@ class Device(ProcessMemory, Protocol):
         """Whether copies to the host are paced now."""
         ...
 
+    @property
+    def lets_memory_go(self) -> bool:
+        """Whether copies to the host are paced, so that releasing memory to the driver waits for few of them."""
+        ...
+
     def copy_in(self, copies: Iterable[Copy]) -> Transfer:
         """Start copying host to device. If this raises, no copy is under way."""
         ...
@@ -226,6 +231,7 @@ class CpuDevice:
     """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
 
     is_paced = False
+    lets_memory_go = False
     asynchronous = False
     is_host_memory = True
 

@@ -233,7 +233,7 @@ class ResidencyManager:
         and copies out are paced up to the end of REFIT, so that the driver has memory back before the last of them.
         """
         release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
-        self._device.pace_out(release_cache)
+        self._device.pace_out(release_cache and bool(self._parts))
         return self._streams.optimizer(self.phase, self._prefetcher.parts_limit_bytes, release_cache)
 
     def streamed_layers(self) -> Iterator[str]:

@@ -122,13 +122,13 @@ class GroupSet:
         Args:
             release_cache: Release cached memory to the driver too when the last of them has; of paced ones, any.
         """
-        self.device.advance_out()
         report = None
         for state in self.states.values():
             if state.is_leaving and state.release_finished():
                 report = state.settle_and_charge()
         if report is not None and release_cache:
             self.release_cache_for(report)
+        self.device.advance_out()
 
     def end_pace(self, report: TransitionReport, *, release_cache: bool) -> None:
         """Start all copies out that were held back.
@@ -161,7 +161,7 @@ class GroupSet:
         """Release cached memory to the driver, unless that waits for many copies out; returns the seconds it took."""
         # Releasing memory to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
         # while a group is leaving, it would make the caller wait for what was to be hidden. Of paced copies few run.
-        if not self.device.is_paced and any(state.is_leaving for state in self.states.values()):
+        if not self.device.lets_memory_go and any(state.is_leaving for state in self.states.values()):
             return 0.0
         start = time.perf_counter()
         self.device.release_cache()

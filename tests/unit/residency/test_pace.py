@@ -62,6 +62,27 @@ def test_copies_of_parts_start_two_at_a_time_and_memory_goes_back_beside_them(de
     manager.close()
 
 
+def test_memory_does_not_wait_for_a_transfer_that_is_larger_than_what_may_run(device, monkeypatch):
+    training = updated(device, monkeypatch)
+    monkeypatch.setattr(cuda_transfer, "PACE_BYTES", PART_BYTES // 4)  # each part is
+    num_released = []
+    monkeypatch.setattr(device, "release_cache", lambda: num_released.append(started(device)))
+    training.manager.enter(Phase.REFIT)
+    assert num_released == []
+    device._out.synchronize()
+    training.manager.release_finished()  # the next one starts
+    assert num_released == [0]
+    training.manager.close()
+
+
+def test_states_that_leave_as_a_whole_are_not_paced(device):
+    training = PartsTraining(device, streamed=False)
+    training.backward()
+    training.optim_step(before_refit=True)
+    assert not device.is_paced
+    training.manager.close()
+
+
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.LP_INFERENCE])
 def test_all_copies_start_where_no_refit_comes(device, monkeypatch, phase):
     training = updated(device, monkeypatch)
