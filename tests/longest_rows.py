@@ -1,6 +1,7 @@
-"""Prints, of each form of rotary embeddings, whether vLLM starts for the longest rows, and for one token more.
+"""Whether vLLM starts for the longest rows, and for one token more, of each form of rotary embeddings.
 
-`python longest_rows.py FOLDER`: model folders are written there. Needs vLLM's environment variables.
+`python longest_rows.py FOLDER VERDICTS`: model folders are written to FOLDER, and a JSON file with what was found to
+VERDICTS: libraries may log to the standard output. Needs vLLM's environment variables.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def starts(folder: Path, num_tokens: int) -> bool:
 
 
 def main() -> None:
-    folders = Path(sys.argv[1])
+    folders, verdicts = map(Path, sys.argv[1:])
+    found: dict[str, list[float | bool]] = {}
     for kind, rope in ROPES.items():
         parameters = {"rope_type": kind, "rope_theta": 1e4, **rope}
         family_config("llama", rope_parameters=parameters).save_pretrained(folders / kind)
     for folder in sorted(folders.iterdir()):
         longest = longest_served(json.loads((folder / "config.json").read_text()))
         assert longest is not None
-        verdicts = [starts(folder, int(longest)), starts(folder, int(longest) + 1)]
-        sys.stdout.write(json.dumps([folder.name, longest, *verdicts]) + "\n")
+        found[folder.name] = [longest, starts(folder, int(longest)), starts(folder, int(longest) + 1)]
+    verdicts.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
