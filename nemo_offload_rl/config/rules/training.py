@@ -23,7 +23,7 @@ from nemo_offload_rl.algorithms.save_deadline import seconds_of
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import try_schedule
+from nemo_offload_rl.policy.backends.dtensor.schedule import try_schedule
 from nemo_offload_rl.policy.config import SchedulerMilestonesConfig
 from nemo_offload_rl.policy.rules import Rule
 from nemo_offload_rl.policy.settings import scheduler_phases

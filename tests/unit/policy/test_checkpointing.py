@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -348,16 +347,6 @@ def test_a_frozen_parameter_and_one_that_got_no_gradient_have_no_states_before_a
         after = train_steps(worker, 3, 4)
     assert after.results == expected.results
     assert_equal(after.weights, expected.weights)
-
-
-def test_another_division_into_parameter_groups_is_refused_with_the_key(folder, tmp_path):
-    with make_worker(folder) as worker:
-        worker.save_checkpoint(tmp_path / "saved")
-    with (
-        make_worker(folder, optimizer=replace(ADAMW, decay_norm_and_bias=True)) as worker,
-        pytest.raises(CheckpointError, match=r"2 group\(s\).* run 1, so policy\.optimizer\.decay_norm_and_bias"),
-    ):
-        worker.load_checkpoint(tmp_path / "saved")
 
 
 def test_a_parameter_that_only_the_checkpoint_has_is_refused(folder, tmp_path):

@@ -55,6 +55,17 @@ TORCH_SCHEDULE = (
 )
 MEGATRON_SCHEDULE = {"lr_warmup_init": 0.5e-3, "lr_warmup_iters": 2}
 SCHEDULES = {"dtensor": {"scheduler": TORCH_SCHEDULE}, "megatron": MEGATRON_SCHEDULE}
+# Of a resumed run, and its rate in the second step: fewer phases, and other groups of parameters; a longer warmup.
+OTHER_SETTINGS = {
+    "dtensor": (
+        {
+            "scheduler": (SchedulerPhaseConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 0.25}),),
+            "optimizer": torch_optimizer("AdamW", lr=8e-3, decay_norm_and_bias=False),
+        },
+        2e-3,
+    ),
+    "megatron": ({"lr": 8e-3, "lr_warmup_init": 0.0, "lr_warmup_iters": 4}, 2e-3),
+}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -391,6 +402,12 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_bit_by_bit(make_worker, backend
         assert worker.train(second, NLL()) == expected
         assert_equal(full_params(worker), params)
         assert_equal(full_optimizer(worker), optimizer)
+    if phase == "training":
+        changes, rate = OTHER_SETTINGS[backend]
+        with make_worker(folder, **changes) as worker:
+            worker.load_checkpoint(tmp_path / "step_1")
+            worker.prepare_for_training()
+            assert worker.train(second, NLL()).learning_rate == [pytest.approx(rate)]
 
 
 def test_a_checkpoint_of_another_model_is_refused(make_worker, folders, tmp_path):

@@ -26,6 +26,7 @@ from nemo_offload_rl.policy.backends.dtensor import checkpoint, optim, torch_opt
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.pass_order import PassOrder
+from nemo_offload_rl.policy.backends.dtensor.schedule import Schedule
 from nemo_offload_rl.policy.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.policy.backends.hf_folder import export_hf_folder
 from nemo_offload_rl.policy.backends.hub_names import HubNames
@@ -137,7 +138,7 @@ class DTensorBackend:
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
-        self._scheduler = torch_optim.build_scheduler(settings.scheduler_phases, self._optimizer)
+        self._schedule = Schedule(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None
         self._order = PassOrder(self._built, settings.dtensor_cfg)
@@ -304,8 +305,7 @@ class DTensorBackend:
 
     def advance_schedule(self) -> None:
         """One tick of `policy.scheduler`."""
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._schedule.step()
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the data-parallel ranks."""
@@ -348,7 +348,7 @@ class DTensorBackend:
                     yield name, checkpoint.full_tensor(parameter, parameter.dtype if index is not None else dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
-        """Begin to save model, optimizer, scheduler and RNG."""
+        """Begin to save model, optimizer, place in the schedule and RNG."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
@@ -358,7 +358,7 @@ class DTensorBackend:
 
     def _training_state(self) -> checkpoint.DTensorState:
         model_parts = {f"{OPTIMIZER_PART}.{i}": part.parameters for i, part in enumerate(self._built.parts)}
-        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._scheduler, model_parts)
+        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._schedule, model_parts)
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load."""

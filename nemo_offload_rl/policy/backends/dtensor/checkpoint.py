@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.backends import dcp
+from nemo_offload_rl.policy.backends.dtensor.schedule import Schedule
 from nemo_offload_rl.policy.backends.optimizer_spec import make_states
 from nemo_offload_rl.residency import OptimizerParts, local_tensor
 
@@ -26,14 +25,14 @@ class DTensorState:
         parameters: By Hugging Face name.
         parts: Which of them have their states in which group.
         optimizer: Over those of these parameters that are trained.
-        scheduler: Of its learning rate.
+        schedule: Of its settings.
         model_parts: The parameters that are on the device with one of these groups only.
     """
 
     parameters: list[tuple[str, nn.Parameter]]
     parts: OptimizerParts
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    schedule: Schedule
     model_parts: Mapping[str, Sequence[tuple[str, nn.Parameter]]]
 
     @property
@@ -71,39 +70,12 @@ class DTensorState:
         }
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor: the optimizer's settings and the schedule."""
-        groups = [settings for settings, _ in self._settings_of_groups()]
-        return {"param_groups": groups, "scheduler": self.scheduler.state_dict() if self.scheduler else None}
+        """What is no tensor."""
+        return {"num_steps": self.schedule.num_steps, "kept_by_optimizer": self.schedule.kept_by_optimizer()}
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over the optimizer's settings and the schedule.
-
-        Raises:
-            CheckpointError: The run divides its parameters into other groups than the checkpoint.
-        """
-        groups, all_saved = self._settings_of_groups(), values["param_groups"]
-        if len(groups) != len(all_saved):
-            raise CheckpointError(
-                f"the checkpoint has {len(all_saved)} group(s) of parameters and this run {len(groups)}, so "
-                "policy.optimizer.decay_norm_and_bias was another; set it as it was, or begin anew from an export"
-            )
-        for (_, alike), saved in zip(groups, all_saved, strict=True):
-            for group in alike:
-                group.update(saved)
-        if self.scheduler is not None and values["scheduler"] is not None:
-            self.scheduler.load_state_dict(values["scheduler"])
-
-    def _settings_of_groups(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Settings, and the optimizer's groups that have them: those of other meshes have the same."""
-        found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-        for group in self.optimizer.param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
-            alike = next((groups for known, groups in found if known == settings), None)
-            if alike is None:
-                found.append((settings, [group]))
-            else:
-                alike.append(group)
-        return found
+        """Be at that place of the schedule."""
+        self.schedule.go_on(values["num_steps"], values["kept_by_optimizer"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
         """Have the optimizer allocate the states of one group."""

@@ -1,4 +1,4 @@
-"""Torch optimizers and schedules by their dotted names, and what an optimizer keeps for each parameter.
+"""Torch optimizers by their dotted names, and what an optimizer keeps for each parameter.
 
 Nothing is taken from an optimizer's name: steps on tiny parameters, sharded as the model's are, show whether it works
 here and what it keeps. That takes milliseconds, so it is done before anything is started.
@@ -7,7 +7,6 @@ here and what it keeps. That takes milliseconds, so it is done before anything i
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,19 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
 from nemo_offload_rl.policy.config import OptimizerConfig
-from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.residency import local_tensor
 
 # What torch raises for arguments of a wrong type, value or combination, and in a step that it cannot do.
-_REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError)
+REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError)
 # How a step is computed, not what: tried only where the run has the device that they need.
 _IMPLEMENTATIONS = ("capturable", "foreach", "fused")
-_SCHEDULE_STEPS = 4
 _NO_DECAY = {"weight_decay": 0.0}
 
 type NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -79,7 +75,7 @@ def _try_steps(settings: OptimizerConfig, values: Sequence[Tensor]) -> tuple[lis
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.grad = sharded(scale * value.square() + 0.1)
             optimizer.step()
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise _cannot_train(settings.name, f"its step ends in {_first_line(error)}") from error
     kept = {key: value for key, value in optimizer.state[parameters[0]].items() if isinstance(value, Tensor)}
     return [local_tensor(parameter.detach()) for parameter in parameters], kept
@@ -127,70 +123,8 @@ def build_optimizer(
     cls = class_by_name("policy.optimizer.name", settings.name, Optimizer)
     try:
         return cls(list(parameters), **settings.kwargs)
-    except _REFUSALS as error:
-        raise _does_not_fit("policy.optimizer", settings.name, error) from error
-
-
-def build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) -> LRScheduler | None:
-    """The phases one after the other, each until its `until_step`; None keeps the learning rate.
-
-    Raises:
-        ConfigError: A name is no scheduler, its arguments do not fit, or the steps do not grow.
-    """
-    if not phases:
-        return None
-    milestones = [phase.until_step for phase in phases[:-1]]
-    if any(step is None for step in milestones) or phases[-1].until_step is not None:
-        raise ConfigError("policy.scheduler: every phase but the last needs a milestone, and the last has none.")
-    steps = [step for step in milestones if step is not None]
-    if steps != sorted(set(steps)):
-        raise ConfigError(f"policy.scheduler: milestones {steps} do not grow; each must be above the one before.")
-    built = []
-    for index, phase in enumerate(phases):
-        cls = class_by_name(f"policy.scheduler.{index}.name", phase.name, LRScheduler)
-        try:
-            built.append(cls(optimizer, **phase.kwargs))
-        except _REFUSALS as error:
-            raise _does_not_fit(f"policy.scheduler.{index}", phase.name, error) from error
-    return SequentialLR(optimizer, built, steps)
-
-
-def try_schedule(
-    optimizer: OptimizerConfig, phases: Sequence[SchedulerSettings], num_steps: int, steps_key: str
-) -> None:
-    """Step each phase of a schedule a few times, on its own.
-
-    Args:
-        optimizer: Whose learning rate it sets; known to work.
-        phases: In order, with ascending ends.
-        num_steps: Most steps of the run.
-        steps_key: What limits them.
-
-    Raises:
-        ConfigError: A phase cannot be made, cannot step, or has an end of its own before its last step.
-    """
-    start = 0
-    for index, phase in enumerate(phases):
-        where, end = f"policy.scheduler.{index}", phase.until_step
-        tried = build_optimizer(optimizer, [nn.Parameter(torch.ones(2, 2))])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer made no step before
-            cls = class_by_name(f"{where}.name", phase.name, LRScheduler)
-            try:
-                scheduler = cls(tried, **phase.kwargs)
-                own_end = vars(scheduler).get("total_steps")
-                sequence = SequentialLR(tried, [scheduler], [])
-                for _ in range(min(_SCHEDULE_STEPS, own_end or _SCHEDULE_STEPS) - 1):
-                    sequence.step()
-            except _REFUSALS as error:
-                raise _does_not_fit(where, phase.name, error) from error
-        lasts = (num_steps if end is None else end) - start
-        if own_end is not None and own_end < lasts:
-            raise ConfigError(
-                f"{where} is {phase.name}, which can make {own_end} steps, but it lasts for {lasts}; set its arguments "
-                f"to that many, or lower {steps_key if end is None else 'the milestone after it'}"
-            )
-        start = end or start
+    except REFUSALS as error:
+        raise does_not_fit("policy.optimizer", settings.name, error) from error
 
 
 def class_by_name(key: str, dotted: str, base: type) -> Any:
@@ -209,7 +143,8 @@ def class_by_name(key: str, dotted: str, base: type) -> Any:
     return found
 
 
-def _does_not_fit(where: str, name: str, error: BaseException) -> ConfigError:
+def does_not_fit(where: str, name: str, error: BaseException) -> ConfigError:
+    """What says that the optimizer or scheduler of a section of `policy` refused its arguments."""
     return ConfigError(f"{where} cannot be {name} with these kwargs: {_first_line(error)}; correct {where}.kwargs")
 
 

@@ -159,17 +159,12 @@ class MegatronState:
         return self._with_frozen or tensor.requires_grad
 
     def values(self) -> dict[str, Any]:
-        """The optimizers' settings, their count of steps, the loss scale and the schedule; a collective."""
-        mcores = _real(self._optimizer)
-        groups = [
-            [{key: value for key, value in group.items() if key not in ("params", STEP)} for group in groups]
-            for groups in (mcore.optimizer.param_groups for mcore in mcores)
-        ]
+        """The optimizers' count of steps, the loss scale and the place in the schedule; a collective."""
+        scalers = [_grad_scaler(mcore) for mcore in _real(self._optimizer)]
         mine = {
-            "param_groups": groups,
             "num_steps": self._num_steps_in_groups(),
-            "grad_scalers": [scaler.state_dict() for mcore in mcores if (scaler := _grad_scaler(mcore))],
-            "scheduler": self._scheduler.state_dict(),
+            "grad_scalers": [scaler.state_dict() for scaler in scalers if scaler],
+            "schedule_steps": self._scheduler.num_steps,
         }
         dense, expert = parallel.place_in_model(False), parallel.place_in_model(True)
         values: dict[str, Any] = {f"{VALUES}{parallel.layout_name()}/{dense}": mine}
@@ -193,14 +188,15 @@ class MegatronState:
                 yield from inner.param_groups
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Take over settings, count of steps, loss scale, schedule and scales of 8-bit layers."""
+        """Take over count of steps, loss scale, place in the schedule and scales of 8-bit layers.
+
+        Settings, such as learning rates, are this run's.
+        """
         (mine,) = (value for name, value in values.items() if name.startswith(VALUES))
         for found in (value for name, value in values.items() if name.startswith(SCALES)):
             fp8_scales.set_scales(self._model.chunks, found, get_fp8_recipe(self._model.config))
-        for mcore, groups in zip(_real(self._optimizer), mine["param_groups"], strict=True):
+        for mcore in _real(self._optimizer):
             inner = mcore.optimizer
-            for group, saved in zip(inner.param_groups, groups, strict=True):
-                group.update(saved)
             if mine["num_steps"] is not None:
                 # The hybrid optimizer hands its groups' settings to its parts at each step, all but this one.
                 parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
@@ -212,9 +208,8 @@ class MegatronState:
         scaled = [mcore for mcore in _real(self._optimizer) if _grad_scaler(mcore)]
         for mcore, saved in zip(scaled, mine["grad_scalers"], strict=True):
             mcore.grad_scaler.load_state_dict(saved)
-        # Its `load_state_dict` adds the steps to those that were made.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(mine["scheduler"])
+        self._scheduler.step(mine["schedule_steps"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:
         """Have the optimizers allocate the states of one group."""

@@ -132,9 +132,6 @@ def build_scheduler(
         end_wd=cfg.end_weight_decay,
         wd_incr_steps=cfg.lr_decay_iters,
         wd_incr_style=cfg.weight_decay_incr_style,
-        # What a checkpoint says about the schedule counts no more than the configuration does.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
         wsd_decay_steps=max(1, cfg.lr_decay_iters // 10),
         lr_wsd_decay_style="exponential",
     )

@@ -19,19 +19,15 @@ from policy_cases import (
     torch_optimizer,
 )
 from torch import nn
-from torch.optim import lr_scheduler
 from transformers import Trainer
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.torch_optim import (
     build_optimizer,
-    build_scheduler,
     class_by_name,
     optimizer_spec,
     param_groups,
-    try_schedule,
 )
-from nemo_offload_rl.policy.settings import SchedulerSettings
 from nemo_offload_rl.residency import local_tensor
 
 ADAMW = torch_optimizer("AdamW", lr=1.0)
@@ -185,73 +181,3 @@ def test_how_a_step_is_computed_is_tried_where_the_run_computes_it(name):
     fused = torch_optimizer(name, lr=1e-3, fused=True)
     plain = torch_optimizer(name, lr=1e-3)
     assert optimizer_spec(fused, on_gpu=True) == optimizer_spec(plain, on_gpu=True)
-
-
-SCHEDULES = {
-    "ConstantLR": {},
-    "LinearLR": {"total_iters": 3},
-    "StepLR": {"step_size": 2},
-    "MultiStepLR": {"milestones": [1, 2]},
-    "ExponentialLR": {"gamma": 0.5},
-    "PolynomialLR": {"total_iters": 3},
-    "CosineAnnealingLR": {"T_max": 3},
-    "CosineAnnealingWarmRestarts": {"T_0": 2},
-    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
-    "OneCycleLR": {"max_lr": 1.0, "total_steps": 8},
-}
-NO_SCHEDULES = {
-    "ReduceLROnPlateau": {},
-    "ChainedScheduler": {},
-    "SequentialLR": {"schedulers": [], "milestones": []},
-    "LambdaLR": {"lr_lambda": "0.9"},
-    "MultiplicativeLR": {"lr_lambda": 0.9},
-    "LRScheduler": {},
-}
-
-
-def phase(name, until=None, **kwargs):
-    return SchedulerSettings(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs, until_step=until)
-
-
-def rates(phases, num_steps):
-    optimizer = build_optimizer(ADAMW, [nn.Parameter(torch.ones(2, 2))])
-    schedule = build_scheduler(phases, optimizer)
-    found = []
-    for _ in range(num_steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return found
-
-
-def test_every_schedule_of_torch_is_known_here():
-    named = {*SCHEDULES, *NO_SCHEDULES}
-    assert {name for name in lr_scheduler.__all__ if inspect.isclass(getattr(lr_scheduler, name))} == named
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_schedule_that_is_accepted_makes_all_steps_of_its_phase_alone_and_between_others(name):
-    middle = phase(name, 6, **SCHEDULES[name])
-    phases = [phase("ConstantLR", 2), middle, phase("ConstantLR")]
-    for chosen in ([phase(name, **SCHEDULES[name])], phases):
-        try_schedule(ADAMW, chosen, 8, "sft.max_num_steps")
-        assert len(rates(chosen, 7)) == 7
-
-
-@pytest.mark.parametrize("name", NO_SCHEDULES)
-def test_a_schedule_that_cannot_step_by_itself_is_refused(name):
-    with pytest.raises(ConfigError) as caught:
-        try_schedule(ADAMW, [phase(name, **NO_SCHEDULES[name])], 8, "sft.max_num_steps")
-    assert "policy.scheduler.0" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_schedule_that_ends_before_its_phase_is_refused_with_what_to_lower():
-    cycle = {"max_lr": 1.0, "total_steps": 4}
-    try_schedule(ADAMW, [phase("OneCycleLR", **cycle)], 4, "sft.max_num_steps")
-    with pytest.raises(ConfigError, match=r"can make 4 steps, but it lasts for 5; .*lower sft\.max_num_steps"):
-        try_schedule(ADAMW, [phase("OneCycleLR", **cycle)], 5, "sft.max_num_steps")
-    after = [phase("ConstantLR", 3), phase("OneCycleLR", 8, **cycle), phase("ConstantLR")]
-    with pytest.raises(ConfigError, match=r"policy\.scheduler\.1 .*lasts for 5; .*lower the milestone after it"):
-        try_schedule(ADAMW, after, 100, "sft.max_num_steps")
