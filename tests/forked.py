@@ -133,10 +133,12 @@ def _run_script(argv: list[str], output: str, cwd: str, env: dict[str, str]) -> 
 def become(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     """Go on as `python ARGV` would in a process that has just been forked and has its standard streams."""
     import torch
+    import torch._dynamo
 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    torch._dynamo.config.disable = env.get("TORCHDYNAMO_DISABLE") == "1"  # read as torch was imported
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     sys.path[:0] = [str(Path(argv[0]).resolve().parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = argv
