@@ -99,16 +99,18 @@ def test_what_is_wrong_whatever_the_machine_is_one_line(tmp_path):
             plan_fit(configs / file, overrides, 80, 1000, count)
 
 
-def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits():
+def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(monkeypatch, capsys):
     file = str(ROOT / "benchmarks" / "large_model_14b.yaml")
-    for host_gib, status in (("125.9", 0), ("64", 2)):
-        argv = ["--config", file, "--gpu-gib", "139.8", "--host-gib", host_gib, "--parameters", "14.77B"]
-        done = subprocess.run(
-            [sys.executable, "-m", "nemo_offload_rl.fit", *argv], capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stderr) == (status, "")
-        assert done.stdout.startswith("14.77 B parameters; residency plan of each policy worker:\ngroup")
-        assert ("does not fit: " in done.stdout) == (status == 2)
+    argv = ["--config", file, "--gpu-gib", "139.8", "--parameters", "14.77B", "--host-gib"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_offload_rl.fit", *argv, "64"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    monkeypatch.setattr(sys, "argv", ["fit", *argv, "125.9"])
+    assert main() == 0
+    for text, fits in ((done.stdout, False), (capsys.readouterr().out, True)):
+        assert text.startswith("14.77 B parameters; residency plan of each policy worker:\ngroup")
+        assert ("does not fit: " in text) != fits
 
 
 @pytest.mark.parametrize(
