@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import context
 from refit_process import buckets_of, send_until_told, specs_of, weights
 from torch import Tensor
 
@@ -20,9 +20,8 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver, Shar
 
 @contextmanager
 def sending_process() -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    child = context.Process(target=send_until_told, args=(child_pipe,))
+    pipe, child_pipe = context().Pipe()
+    child = context().Process(target=send_until_told, args=(child_pipe,))
     child.start()
     child_pipe.close()
     yield pipe
