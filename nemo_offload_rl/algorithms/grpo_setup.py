@@ -131,8 +131,8 @@ def run_with_rollouts(
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, prompts))
-        is_resumed = resume_from is not None
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, is_resumed, given.callbacks))
+        resume_after = None if resume_from is None else resume_from.step
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
         workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))

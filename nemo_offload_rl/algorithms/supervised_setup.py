@@ -177,13 +177,13 @@ def _train(
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_from is not None, callbacks))
+        resume_after = None if resume_from is None else resume_from.step
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, callbacks))
         policy = stack.enter_context(start_policy(config, keep_reference))
         owners = dict.fromkeys(policy.local_pids(), "policy")
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(owners, memory_file, period_s))
-        first_step = resume_from.step if resume_from else 0
-        progress = stack.enter_context(RunProgress(num_steps, first_step, console))
+        progress = stack.enter_context(RunProgress(num_steps, resume_after or 0, console))
         progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
         made = SupervisedParts(
             policy=policy,
