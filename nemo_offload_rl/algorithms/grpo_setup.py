@@ -25,7 +25,7 @@ from nemo_offload_rl.config.convert import GrpoConfig, RolloutConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError
@@ -123,6 +123,7 @@ def run_with_rollouts(
         seed=section.seed,
         parts=prompts.parts,
         num_epochs=section.max_num_epochs,
+        digest=digest_of_lengths(prompts.train),
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)

@@ -28,7 +28,7 @@ from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Part
+from nemo_offload_rl.data.records import Part, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.factory import check_model
@@ -77,7 +77,7 @@ def run_sft(
         width_multiple=config.policy.make_sequence_length_divisible_by,
         loss=own or NLLLoss(),
     )
-    run = _Run("sft", config, config.sft, recipe, examples.parts)
+    run = _Run("sft", config, config.sft, recipe, examples.parts, digest_of_lengths(examples.train))
     _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
 
 
@@ -109,7 +109,7 @@ def run_dpo(
         saved=saved,
         loss=own,
     )
-    run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
+    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest_of_lengths(pairs.train))
     _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
 
 
@@ -146,6 +146,7 @@ class _Run:
     settings: SupervisedSectionConfig
     recipe: Recipe
     parts: tuple[Part, ...]
+    digest: str
 
 
 def _train(
@@ -173,6 +174,7 @@ def _train(
         seed=settings.seed,
         parts=run.parts,
         num_epochs=settings.max_num_epochs,
+        digest=run.digest,
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)

@@ -22,6 +22,7 @@ class LoaderState(TypedDict):
     num_items: int
     shuffle: NotRequired[bool]
     parts: NotRequired[list[list[float]]]  # of a mixture: rows and weight of each data set
+    digest: NotRequired[str]
 
 
 class BatchLoader[T](Protocol):
@@ -57,6 +58,7 @@ class ShuffledLoader[T]:
         seed: Seed of the order.
         parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
         num_epochs: Epochs after which the batches end; None for no end.
+        digest: Of the items, as `digest_of_lengths` gives it, for the state; "" where nobody asks.
 
     Raises:
         DataError: There are fewer items than one batch.
@@ -71,6 +73,7 @@ class ShuffledLoader[T]:
         seed: int,
         parts: Sequence[Part] = (),
         num_epochs: int | None = None,
+        digest: str = "",
     ) -> None:
         if len(items) < batch_size:
             raise DataError(
@@ -82,6 +85,7 @@ class ShuffledLoader[T]:
         self._seed = seed
         self._parts = parts
         self._num_epochs = num_epochs
+        self._digest = digest
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -132,6 +136,7 @@ class ShuffledLoader[T]:
             num_items=len(self._items),
             shuffle=self._shuffle,
             parts=[[part.num_items, part.weight] for part in self._parts],
+            digest=self._digest,
         )
 
     def load_state_dict(self, state: LoaderState) -> None:
