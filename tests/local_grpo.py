@@ -186,7 +186,9 @@ class LocalGrpo:
         )
         checkpoints = CheckpointKeeper(config.checkpointing)
         resume_from, last_step = resume_point(checkpoints, loader, grpo.max_num_steps, "grpo")
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume=resume_from is not None))
+        run_logger = stack.enter_context(
+            RunLogger(config.logger, config.resolved, resume_from.step if resume_from else None)
+        )
         policy = start_local_policy(config.worker, config.loss_fn.reference_policy_kl_penalty != 0)
         stack.callback(policy.shutdown)
         policy.offload_after_refit()

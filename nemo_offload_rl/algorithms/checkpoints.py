@@ -93,6 +93,11 @@ class CheckpointKeeper:
         return self._settings.enabled and (step % self._settings.save_period == 0 or is_last)
 
     @property
+    def ranks_by_validation(self) -> bool:
+        """Whether `metric_name` is one of validation."""
+        return (self._settings.metric_name or "").startswith("val:")
+
+    @property
     def exports_weights(self) -> bool:
         """Whether a save also writes a Hugging Face folder, for which the policy's state comes to the devices."""
         return self._settings.save_consolidated or not self._settings.save_optimizer
@@ -184,13 +189,16 @@ class CheckpointKeeper:
         if not finished:
             return None
         checkpoint = max(finished, key=lambda entry: entry.step)
-        others = sorted((entry.folder.name for entry in finished if entry is not checkpoint), reverse=True)
-        fallback = f"; remove the folder to go on from {others[0]}" if others else "; remove the folder to start anew"
+        older = [entry.step for entry in finished if entry.has_optimizer and entry is not checkpoint]
+        fallback = "use another checkpointing.checkpoint_dir to start anew"
+        if older:
+            later = sorted(entry.step for entry in finished if entry.step > max(older))
+            removed = ", ".join(f"step_{step}" for step in later)
+            fallback = f"remove {removed} to go on from step_{max(older)}, or {fallback}"
         _check_files(checkpoint, fallback)
         if not checkpoint.has_optimizer:
             raise CheckpointError(
-                f"{checkpoint.folder} was saved without the optimizer and cannot be continued; use another "
-                "checkpointing.checkpoint_dir to start anew"
+                f"{checkpoint.folder} was saved without the optimizer and cannot be continued; {fallback}"
             )
         return checkpoint
 
@@ -306,8 +314,8 @@ def _check_files(checkpoint: Checkpoint, fallback: str) -> None:
     for name, size in checkpoint.files.items():
         path = checkpoint.folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing, so this checkpoint is damaged{fallback}")
+            raise CheckpointError(f"{path} is missing, so this checkpoint is damaged; {fallback}")
         if path.stat().st_size != size:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes instead of {size}, so this checkpoint is damaged{fallback}"
+                f"{path} has {path.stat().st_size} bytes instead of {size}, so this checkpoint is damaged; {fallback}"
             )

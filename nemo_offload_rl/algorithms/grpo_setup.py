@@ -25,7 +25,7 @@ from nemo_offload_rl.config.convert import GrpoConfig, RolloutConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Prompt, Splits
+from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError
@@ -123,6 +123,7 @@ def run_with_rollouts(
         seed=section.seed,
         parts=prompts.parts,
         num_epochs=section.max_num_epochs,
+        digest=digest_of_lengths(prompts.train),
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
@@ -131,8 +132,8 @@ def run_with_rollouts(
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config.env, code, prompts))
-        is_resumed = resume_from is not None
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, is_resumed, given.callbacks))
+        resume_after = None if resume_from is None else resume_from.step
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
         workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def resume_point(
@@ -32,6 +35,19 @@ def resume_point(
     if newest is None:
         return None, min(max_num_steps, loader.num_batches_left)
     loader.load_state_dict(newest.loader)
+    mine = loader.state_dict()
+    if newest.loader.get("parts", mine.get("parts")) != mine.get("parts"):
+        logger.warning(
+            "the weights of data.train are not those of %s: rows of a data set that weighs less now are repeated, and "
+            "rows of one that weighs more are left out, in the pass over it that the run is in",
+            newest.folder,
+        )
+    if newest.loader.get("digest", mine.get("digest")) != mine.get("digest"):
+        logger.warning(
+            "the rows of data.train are as many as those of %s, but other ones: the run goes on at their number, and "
+            "may train on rows that were kept aside for validation there",
+            newest.folder,
+        )
     key = "max_num_steps" if newest.step >= max_num_steps else "max_num_epochs"
     last_step = min(max_num_steps, newest.step + loader.num_batches_left)
     if newest.step >= last_step:

@@ -205,11 +205,13 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         """The data ended within the step after `step`: what belongs to a run's last step is done for `step`."""
         if not self._about_last_step:
             return  # a resumed run that trained nothing
+        checkpoints = self._parts.checkpoints
+        is_ranked_anew = False
         if self._validation_is_due(step, True) and not self._validation_is_due(step, False):
+            is_ranked_anew = checkpoints.ranks_by_validation
             self._about_last_step = {**self._about_last_step, "val": self.validate(step)}
             self._logger.commit()
-        checkpoints = self._parts.checkpoints
-        if checkpoints.is_due(step, True) and not checkpoints.is_due(step, False):
+        if checkpoints.is_due(step, True) and (is_ranked_anew or not checkpoints.is_due(step, False)):
             self._save(step)
 
     def _check_agreement(self, step: int, error: float) -> None:

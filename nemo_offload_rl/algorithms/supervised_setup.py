@@ -28,7 +28,7 @@ from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.data.records import Part
+from nemo_offload_rl.data.records import Part, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.factory import check_model
@@ -77,7 +77,7 @@ def run_sft(
         width_multiple=config.policy.make_sequence_length_divisible_by,
         loss=own or NLLLoss(),
     )
-    run = _Run("sft", config, config.sft, recipe, examples.parts)
+    run = _Run("sft", config, config.sft, recipe, examples.parts, digest_of_lengths(examples.train))
     _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
 
 
@@ -109,7 +109,7 @@ def run_dpo(
         saved=saved,
         loss=own,
     )
-    run = _Run("dpo", config, config.dpo, recipe, pairs.parts)
+    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest_of_lengths(pairs.train))
     _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
 
 
@@ -146,6 +146,7 @@ class _Run:
     settings: SupervisedSectionConfig
     recipe: Recipe
     parts: tuple[Part, ...]
+    digest: str
 
 
 def _train(
@@ -173,17 +174,18 @@ def _train(
         seed=settings.seed,
         parts=run.parts,
         num_epochs=settings.max_num_epochs,
+        digest=run.digest,
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
-        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_from is not None, callbacks))
+        resume_after = None if resume_from is None else resume_from.step
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, callbacks))
         policy = stack.enter_context(start_policy(config, keep_reference))
         owners = dict.fromkeys(policy.local_pids(), "policy")
         memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
         memory = stack.enter_context(MemorySampler(owners, memory_file, period_s))
-        first_step = resume_from.step if resume_from else 0
-        progress = stack.enter_context(RunProgress(num_steps, first_step, console))
+        progress = stack.enter_context(RunProgress(num_steps, resume_after or 0, console))
         progress.note(f"residency plan of each policy worker:\n{policy.residency_plan()}")
         made = SupervisedParts(
             policy=policy,

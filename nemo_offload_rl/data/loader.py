@@ -6,7 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from nemo_offload_rl.data.mixture import mixture_order
 from nemo_offload_rl.data.records import Part
@@ -20,6 +20,9 @@ class LoaderState(TypedDict):
     position: int
     seed: int
     num_items: int
+    shuffle: NotRequired[bool]
+    parts: NotRequired[list[list[float]]]  # of a mixture: rows and weight of each data set
+    digest: NotRequired[str]
 
 
 class BatchLoader[T](Protocol):
@@ -55,6 +58,7 @@ class ShuffledLoader[T]:
         seed: Seed of the order.
         parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
         num_epochs: Epochs after which the batches end; None for no end.
+        digest: Of the items, as `digest_of_lengths` gives it, for the state; "" where nobody asks.
 
     Raises:
         DataError: There are fewer items than one batch.
@@ -69,6 +73,7 @@ class ShuffledLoader[T]:
         seed: int,
         parts: Sequence[Part] = (),
         num_epochs: int | None = None,
+        digest: str = "",
     ) -> None:
         if len(items) < batch_size:
             raise DataError(
@@ -80,6 +85,7 @@ class ShuffledLoader[T]:
         self._seed = seed
         self._parts = parts
         self._num_epochs = num_epochs
+        self._digest = digest
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -123,19 +129,40 @@ class ShuffledLoader[T]:
 
     def state_dict(self) -> LoaderState:
         """Where the loader stands: the next batch after `load_state_dict` is the one that would come next here."""
-        return LoaderState(epoch=self._epoch, position=self._position, seed=self._seed, num_items=len(self._items))
+        return LoaderState(
+            epoch=self._epoch,
+            position=self._position,
+            seed=self._seed,
+            num_items=len(self._items),
+            shuffle=self._shuffle,
+            parts=[[part.num_items, part.weight] for part in self._parts],
+            digest=self._digest,
+        )
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Go on where `state` was taken; the batch size may differ.
+        """Go on where `state` was taken; the batch size and the weights of a mixture may differ.
 
         Raises:
-            DataError: The data set has another size or seed than the one the state was taken from.
+            DataError: The data set has another size, seed, order or other parts than the one the state was taken from.
         """
         if state["num_items"] != len(self._items) or state["seed"] != self._seed:
             raise DataError(
                 f"the checkpoint stopped in a data set of {state['num_items']} rows shuffled with seed "
                 f"{state['seed']}, this one has {len(self._items)} rows and seed {self._seed}; use the same data, or "
                 f"start without the checkpoint"
+            )
+        if state.get("shuffle", self._shuffle) != self._shuffle:
+            raise DataError(
+                f"the checkpoint stopped in data of data.shuffle={_yaml(not self._shuffle)}, and this run has "
+                f"{_yaml(self._shuffle)}, so that rows would be repeated and others left out; set it as it was, or "
+                f"start without the checkpoint"
+            )
+        my_sizes = [part.num_items for part in self._parts]
+        sizes = [size for size, _ in state["parts"]] if "parts" in state else my_sizes
+        if sizes != my_sizes:
+            raise DataError(
+                f"the checkpoint stopped in a mixture of data sets of {sizes} rows, this one has {my_sizes}; use the "
+                f"same data, or start without the checkpoint"
             )
         self._epoch = state["epoch"]
         self._position = state["position"]
@@ -148,6 +175,10 @@ class ShuffledLoader[T]:
         if self._shuffle:
             random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
         return order
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()
 
 
 class LookaheadLoader[T]:

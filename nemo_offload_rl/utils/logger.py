@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import platform
 import re
 import subprocess
@@ -45,8 +46,9 @@ class RunLogger:
     Args:
         settings: The keys `logger.*`; `log_dir` is the run folder, or that of numbered ones, and is made if need be.
         resolved_config: Plain dictionaries, written to config.yaml.
-        resume: Append to an existing metrics.jsonl and go on with the runs of Weights & Biases and MLflow; otherwise an
-            older file is renamed metrics.1.jsonl and so on.
+        resume_after: The step that the run goes on after: an existing metrics.jsonl is appended to, and what it has of
+            later steps, which are done again, goes to metrics.1.jsonl and so on; the runs of Weights & Biases and
+            MLflow are gone on with. None starts anew: an older file is renamed likewise.
         callbacks: Functions of step and metrics, or `MetricSink`s, that get every metric too.
 
     Raises:
@@ -58,26 +60,28 @@ class RunLogger:
         self,
         settings: LoggerConfig,
         resolved_config: Mapping[str, Any],
-        resume: bool = False,
+        resume_after: int | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
         users = user_sinks(settings, callbacks)
         self.run_dir = Path(settings.log_dir)
         if settings.numbered_runs:
-            self.run_dir, resume = self._next_folder(), False
+            self.run_dir, resume_after = self._next_folder(), None
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
         record = _run_record()
         with self._writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if not resume:
+            if resume_after is None:
                 _rename_older(self.run_dir / METRICS_FILE)
+            else:
+                _set_later_aside(self.run_dir / METRICS_FILE, resume_after)
             self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
             (self.run_dir / "config.yaml").write_text(
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        self._sinks = [*open_sinks(settings, self.run_dir, resolved_config, record, resume), *users]
+        self._sinks = [*open_sinks(settings, self.run_dir, resolved_config, record, resume_after), *users]
 
     def _next_folder(self) -> Path:
         """A new folder below the run folder, numbered after the highest; two starts at a time get two."""
@@ -190,12 +194,36 @@ class RunLogger:
 
 
 def _rename_older(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
+    if path.exists() and path.stat().st_size:
+        path.rename(_name_of_older(path))
+
+
+def _name_of_older(path: Path) -> Path:
     number = 1
     while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(older)
+    return older
+
+
+def _set_later_aside(path: Path, last_step: int) -> None:
+    """Move lines of steps after `last_step`, and one that a full disk has cut short, to a file of their own."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in lines if _step_of(line) <= last_step]
+    if len(kept) == len(lines):
+        return
+    # First, so that nothing is lost where the process dies in between.
+    _name_of_older(path).write_text("".join(line for line in lines if _step_of(line) > last_step), encoding="utf-8")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a whole line of metrics; infinity for anything else."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _run_record() -> dict[str, Any]:

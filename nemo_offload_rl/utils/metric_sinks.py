@@ -42,13 +42,19 @@ class MetricSink(Protocol):
 
 
 class TensorBoardSink:
-    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record."""
+    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record.
 
-    def __init__(self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    TensorBoard hides what an earlier start wrote of the steps after `resume_after`, which are done again.
+    """
+
+    def __init__(
+        self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any], resume_after: int | None
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer = SummaryWriter(log_dir=str(folder))
+        first_step = None if resume_after is None else resume_after + 1
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=first_step)
         self._writer.add_text("config", _as_block(yaml.safe_dump(dict(resolved_config), sort_keys=False)))
         self._writer.add_text("run", _as_block(json.dumps(record, indent=2)))
         # `add_hparams` would make a run of its own for them.
@@ -281,7 +287,7 @@ def open_sinks(
     run_dir: Path,
     resolved_config: Mapping[str, Any],
     record: Mapping[str, Any],
-    resume: bool,
+    resume_after: int | None,
 ) -> list[MetricSink]:
     """Open those that are enabled.
 
@@ -290,14 +296,16 @@ def open_sinks(
         run_dir: The run folder, for those that write files.
         resolved_config: Plain dictionaries.
         record: Git revision, command and versions, as in run.json.
-        resume: Go on with the runs of Weights & Biases and MLflow whose ids `run_dir` holds.
+        resume_after: Go on after this step, with the runs of Weights & Biases and MLflow whose ids `run_dir` holds;
+            None for a new run.
 
     Raises:
         ConfigError: One is not installed, did not start, or has no section.
     """
     sinks: list[MetricSink] = []
+    resume = resume_after is not None
     if settings.tensorboard_enabled:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record))
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record, resume_after))
     if settings.wandb_enabled:
         if settings.wandb is None:
             raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")

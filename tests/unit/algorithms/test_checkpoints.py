@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import recover_folders
 from nemo_offload_rl.utils.schema import CheckpointingConfig
@@ -198,6 +200,19 @@ def test_the_newest_checkpoint_is_found_by_number_and_loads_policy_and_loader(tm
     assert CheckpointKeeper(make_settings(tmp_path, enabled=False)).newest() is None
 
 
+def test_another_mixture_of_the_same_data_sets_is_gone_on_with_and_a_warning(tmp_path, caplog):
+    def mixture(*weights: float) -> ShuffledLoader[int]:
+        parts = [Part(5, weight) for weight in weights]
+        return ShuffledLoader(range(10), batch_size=2, shuffle=True, seed=3, parts=parts)
+
+    keeper = CheckpointKeeper(make_settings(tmp_path))
+    keeper.save(1, FilePolicy(), mixture(0.5, 0.5), {"train": {"total_tokens": 0.0}, "val": {}})
+    for weights, is_warned in (((0.5, 0.5), False), ((0.9, 0.1), True)):
+        newest, last_step = resume_point(keeper, mixture(*weights), 3, "sft")
+        assert (newest.step, last_step) == (1, 3)
+        assert ("weights of data.train are not those of" in caplog.text) is is_warned
+
+
 def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path))
     save(keeper, 10, 0.5)
@@ -272,7 +287,11 @@ def test_without_the_optimizer_a_model_folder_is_written_which_cannot_be_continu
     save(keeper, 10, 0.5)
     assert {path.name for path in (tmp_path / "step_10").iterdir()} == {"hf", "progress.json"}
     assert (tmp_path / "step_10" / "hf" / "model.safetensors").is_file()
-    with pytest.raises(CheckpointError, match="without the optimizer"):
+    with pytest.raises(CheckpointError, match="without the optimizer and cannot be continued; use another"):
+        keeper.newest()
+    for step, with_optimizer in ((5, True), (8, False)):
+        save(CheckpointKeeper(make_settings(tmp_path, save_optimizer=with_optimizer)), step, 0.4)
+    with pytest.raises(CheckpointError, match=r"step_10 was .* continued; remove step_8, step_10 to go on from step_5"):
         keeper.newest()
 
 
@@ -310,11 +329,11 @@ def test_a_record_that_is_broken_foreign_or_missing_is_named(tmp_path):
 
 def test_a_file_that_was_cut_short_or_lost_is_named_with_the_checkpoint_to_fall_back_to(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None))
-    save(keeper, 10, 0.5)
-    save(keeper, 20, 0.5)
+    for step in (9, 10, 20):
+        save(keeper, step, 0.5)
     state = tmp_path / "step_20" / "policy" / "state"
     state.write_text("with")
-    with pytest.raises(CheckpointError, match=r"step_20/policy/state has 4 bytes instead of 14.*go on from step_10"):
+    with pytest.raises(CheckpointError, match=r"state has 4 bytes instead of 14.*remove step_20 to go on from step_10"):
         keeper.newest()
     state.unlink()
     with pytest.raises(CheckpointError, match=r"step_20/policy/state is missing"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,14 +64,16 @@ def test_epochs_are_counted_by_the_data_that_dynamic_sampling_takes_and_the_last
     kinds = [NEVER, MIXED, NEVER, MIXED, NEVER, MIXED]
     run = local_grpo(
         tmp_path, model, kinds, *DYNAMIC, "grpo.max_num_steps=100", "grpo.val_at_end=true",
-        "grpo.max_val_samples=2", "checkpointing.enabled=true", "checkpointing.save_period=50",
+        "grpo.max_val_samples=2", "grpo.val_period=50", "checkpointing.enabled=true", "checkpointing.save_period=1",
+        "checkpointing.metric_name='val:accuracy'",
         validation=local_grpo(tmp_path, model, [ALWAYS, NEVER]).prompts,
     )  # fmt: skip
     records = run.run()
     assert list(records) == [1]
     assert len(run.engine.calls) == 3 + 1  # every batch once, and the validation
     assert records[1]["validation/accuracy"] == 0.5
-    assert (tmp_path / "checkpoints" / "step_1" / "progress.json").is_file()
+    # Saved as one of its period, and once more with what ranks it.
+    assert json.loads((tmp_path / "checkpoints" / "step_1" / "progress.json").read_text())["metric"] == 0.5
     assert "ended within step 2, which dynamic sampling could not fill: the run ends with step 1" in caplog.text
 
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.errors import DataError
 
 
@@ -73,6 +74,16 @@ def test_a_state_of_other_data_is_refused():
     state = make_loader(num_items=11).state_dict()
     with pytest.raises(DataError, match="11 rows shuffled with seed 5, this one has 10 rows"):
         make_loader().load_state_dict(state)
+    state = make_loader(shuffle=False).state_dict()
+    with pytest.raises(DataError, match=r"data\.shuffle=false, and this run has true, so that rows would be repeated"):
+        make_loader().load_state_dict(state)
+
+    def mixture(*sizes: int) -> ShuffledLoader[int]:
+        parts = [Part(size, 1.0) for size in sizes]
+        return ShuffledLoader(range(10), batch_size=3, shuffle=True, seed=5, parts=parts)
+
+    with pytest.raises(DataError, match=r"a mixture of data sets of \[4, 6\] rows, this one has \[5, 5\]"):
+        mixture(5, 5).load_state_dict(mixture(4, 6).state_dict())
 
 
 @pytest.mark.parametrize("num_items", [0, 2])

@@ -51,8 +51,8 @@ def test_a_step_is_one_line_whatever_was_logged_in_how_many_calls(tmp_path: Path
 def test_numbered_runs_each_have_a_folder_after_the_highest(tmp_path: Path) -> None:
     (tmp_path / "exp_007").mkdir()
     (tmp_path / "exp_by_hand").mkdir()
-    for step, resume in ((1, False), (2, True)):
-        with RunLogger(settings(tmp_path, numbered_runs=True), {}, resume=resume) as logger:
+    for step, done in ((1, None), (2, 1)):
+        with RunLogger(settings(tmp_path, numbered_runs=True), {}, resume_after=done) as logger:
             logger.log(step, {"loss": 1.0}, "train")
     assert [lines(tmp_path / name) for name in ("exp_008", "exp_009")] == [
         [{"step": 1, "train/loss": 1.0}],
@@ -94,11 +94,19 @@ def test_older_metrics_are_renamed_and_kept(tmp_path: Path) -> None:
     assert lines(tmp_path, "metrics.2.jsonl") == [{"step": 1, "x": 2.0}]
 
 
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        with RunLogger(settings(tmp_path), {}, resume=True) as logger:
-            logger.log(step, {"x": 1.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+def test_a_resumed_run_appends_and_sets_aside_what_is_there_of_the_steps_that_it_does_again(tmp_path: Path) -> None:
+    for done, x in ((0, 1.0), (1, 2.0)):
+        with RunLogger(settings(tmp_path), {}, resume_after=done) as logger:
+            logger.log(done + 1, {"x": x})
+    assert lines(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "x"')  # the disk was full
+    with RunLogger(settings(tmp_path), {}, resume_after=1) as logger:
+        logger.log(2, {"x": 3.0})
+    assert lines(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 3.0}]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == '{"step": 2, "x": 2.0}\n{"step": 3, "x"'
+    RunLogger(settings(tmp_path), {}, resume_after=2).close()
+    assert not (tmp_path / "metrics.2.jsonl").exists()
 
 
 def test_configuration_and_revision_are_stored(tmp_path: Path) -> None:
@@ -117,14 +125,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
-    with RunLogger(settings(tmp_path, tensorboard_enabled=True), {}) as logger:
-        for step in (1, 2):
-            logger.log(step, {"loss": step / 4}, "train")
+    # Steps that a resumed run does again count once.
+    for done, first, last in ((None, 0.25, 3), (1, 0.5, 2)):
+        with RunLogger(settings(tmp_path, tensorboard_enabled=True), {}, resume_after=done) as logger:
+            for step in range((done or 0) + 1, last + 1):
+                logger.log(step, {"loss": step * first}, "train")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.25), (2, 1.0)]
 
 
 def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
@@ -145,7 +155,8 @@ def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
     assert "'1+1=' -> '2'" in table.read_text()
     # A resumed run goes on as the same one, also with a step that was logged before; any other is a new one.
     for resume in (True, False):
-        with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {}, resume=resume) as logger:
+        done = 0 if resume else None
+        with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {}, resume_after=done) as logger:
             logger.log(1, {"loss": 0.25}, "train")
         assert ((tmp_path / "wandb_run_id").read_text().strip() == run_id) is resume
     names = [path.name for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")]
@@ -187,12 +198,12 @@ def test_tensorboard_gets_hyperparameters_configuration_and_revision_in_one_run(
 
 def test_a_full_disk_is_one_line_and_hides_no_other_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    logger = RunLogger(settings(tmp_path), {}, resume=True)
+    logger = RunLogger(settings(tmp_path), {}, resume_after=0)
     logger.log(1, {"loss": 0.5})
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
         logger.commit()
     logger.close()
-    with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, resume=True) as logger:
+    with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, resume_after=0) as logger:
         logger.log(1, {"loss": 0.5})
         _ = 1 / 0
 
@@ -247,8 +258,8 @@ def test_a_resumed_run_goes_on_as_the_same_run_of_mlflow_and_a_new_one_is_anothe
     tmp_path: Path, mlflow_settings: LoggerConfig
 ) -> None:
     client_of = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny").MlflowClient
-    for step, resume in ((1, False), (2, True)):
-        with RunLogger(mlflow_settings, {"max_num_steps": step}, resume=resume) as logger:
+    for step, done in ((1, None), (2, 1)):
+        with RunLogger(mlflow_settings, {"max_num_steps": step}, resume_after=done) as logger:
             logger.log(step, {"loss": float(step)})
     client = client_of(tracking_uri=f"file:{tmp_path}/mlruns")
     (experiment,) = [found for found in client.search_experiments() if found.name == "e"]
@@ -265,13 +276,13 @@ def test_a_resumed_run_goes_on_as_the_same_run_of_mlflow_and_a_new_one_is_anothe
     assert run.data.params == {"max_num_steps": "1"}  # MLflow changes no parameter
     folder = Path(run.info.artifact_uri.removeprefix("file:"))
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"max_num_steps": 2}
-    RunLogger(mlflow_settings, {}, resume=False).close()
+    RunLogger(mlflow_settings, {}).close()
     assert len(runs()) == 2
     client.delete_run((tmp_path / "run" / "mlflow_run_id").read_text().strip())
-    RunLogger(mlflow_settings, {}, resume=True).close()  # the run to go on with is gone: a new one
+    RunLogger(mlflow_settings, {}, resume_after=2).close()  # the run to go on with is gone: a new one
     assert len(runs()) == 2
     (tmp_path / "run" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
-    RunLogger(mlflow_settings, {}, resume=True).close()
+    RunLogger(mlflow_settings, {}, resume_after=2).close()
     assert len(runs()) == 3
 
 

@@ -23,7 +23,7 @@ from nemo_offload_rl.policy.config import OptimizerConfig
 from nemo_offload_rl.policy.settings import SchedulerSettings
 
 _TRIED_STEPS = 4
-# What torch's schedulers change in an optimizer's groups.
+# What torch's schedulers change in an optimizer's groups; others may change more.
 _SCHEDULED = ("lr", "betas", "momentum")
 
 
@@ -44,6 +44,7 @@ class Schedule:
     def __init__(self, phases: Sequence[SchedulerSettings], optimizer: Optimizer) -> None:
         self._phases = phases
         self._optimizer = optimizer
+        self._scheduled = set(_SCHEDULED)
         self._configured = self._settings()
         self._begin(self._configured)
         self._at_first = self._settings()
@@ -63,13 +64,21 @@ class Schedule:
     def step(self) -> None:
         """One tick."""
         self.num_steps += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._scheduler is None:
+            return
+        before = [dict(group) for group in self._optimizer.param_groups]
+        self._scheduler.step()
+        for group, old in zip(self._optimizer.param_groups, before, strict=True):
+            self._scheduled |= {key for key, value in group.items() if value is not old.get(key)}
 
     def kept_by_optimizer(self) -> list[dict[str, Any]]:
         """What the optimizer's own steps have changed in its groups, as some outside torch do; none if nothing."""
         kept = [
-            {key: value for key, value in now.items() if key not in _SCHEDULED and not _equal(value, first.get(key))}
+            {
+                key: value
+                for key, value in now.items()
+                if key not in self._scheduled and not _equal(value, first.get(key))
+            }
             for now, first in zip(self._settings(), self._at_first, strict=True)
         ]
         return kept if any(kept) else []
@@ -107,7 +116,10 @@ class Schedule:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    return type(one) is type(other) and one == other
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, ValueError):  # lists of tensors, arrays
+        return False
 
 
 def _build_scheduler(phases: Sequence[SchedulerSettings], optimizer: Optimizer) -> LRScheduler | None:

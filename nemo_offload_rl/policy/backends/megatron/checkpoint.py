@@ -206,8 +206,9 @@ class MegatronState:
                 # Saved before the first step, without masters: those at hand are of other parameters.
                 inner.update_fp32_param_by_new_param()
         scaled = [mcore for mcore in _real(self._optimizer) if _grad_scaler(mcore)]
-        for mcore, saved in zip(scaled, mine["grad_scalers"], strict=True):
-            mcore.grad_scaler.load_state_dict(saved)
+        if scaled and mine["grad_scalers"]:  # only float16 has them, and the other run may have had another precision
+            for mcore, saved in zip(scaled, mine["grad_scalers"], strict=True):
+                mcore.grad_scaler.load_state_dict(saved)
         self._scheduler.num_steps = 0
         self._scheduler.step(mine["schedule_steps"])
 

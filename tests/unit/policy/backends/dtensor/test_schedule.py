@@ -11,6 +11,7 @@ import torch
 from policy_cases import torch_optimizer
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.policy.backends.dtensor.schedule import Schedule, try_schedule
@@ -26,11 +27,21 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
         for group in self.param_groups:
             group["count"] = torch.zeros(1)
+            group["limits"] = [torch.zeros(2)]
 
     def step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             group["count"] += 1
             group["seen"] = [*group.get("seen", []), group["lr"]]
+
+
+class Halving(LRScheduler):
+    """Changes what torch's schedulers leave alone."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["decay"] /= 2
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 SCHEDULES = {
@@ -138,6 +149,13 @@ def test_a_resumed_run_has_its_own_settings_and_what_the_optimizer_has_counted()
         assert (now["lr"], now["decay"]) == (whole[3]["lr"], 0.25)
         assert now["count"] == 3 and now["seen"] == optimizer.param_groups[0]["seen"]
     assert not made(before)[1].kept_by_optimizer()
+    halving = [SchedulerSettings(name=f"{__name__}.Halving", kwargs={}, until_step=None)]
+    optimizer, schedule = made(halving, partial(Counting, lr=1.0, decay=64.0))
+    settings_by_step(optimizer, schedule, 3)
+    resumed, its_schedule = made(halving, partial(Counting, lr=1.0, decay=64.0))
+    its_schedule.go_on(3, schedule.kept_by_optimizer())
+    runs = [settings_by_step(*of, 2) for of in ((optimizer, schedule), (resumed, its_schedule))]
+    assert [[now["decay"] for now in run] for run in runs] == [[2.0, 1.0]] * 2
     with pytest.raises(CheckpointError, match=r"2 group\(s\).* run 1, so policy\.optimizer\.decay_norm_and_bias"):
         made(before, partial(Counting, lr=1.0), num_groups=1)[1].go_on(3, kept)
     with pytest.raises(CheckpointError, match=r"ends after step 2 and .* after 3; make it longer"):

@@ -33,6 +33,7 @@ from nemo_offload_rl.policy.worker import PolicyWorker
 
 NUM_STEPS = 8
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+FLOAT16 = {"precision": "float16", "fp16": True, "pipeline_dtype": "float16"}
 COMMON = {"clip_grad": 0.5, "lr_warmup_iters": 6}
 SETTINGS = {
     "everything moves": {},
@@ -79,6 +80,14 @@ def test_a_checkpoint_from_before_the_first_step_has_masters_only_and_is_gone_on
     with make_worker(folder, **BFLOAT16) as worker:
         worker.load_checkpoint(tmp_path / "saved")
         assert steps(worker, 0, 1) == expected
+    # In float16, which alone has a loss scale, and back.
+    with make_worker(folder, **FLOAT16) as worker:
+        worker.load_checkpoint(tmp_path / "saved")
+        assert steps(worker, 0, 1) == pytest.approx(expected, rel=1e-2)
+        worker.save_checkpoint(tmp_path / "float16")
+    with make_worker(folder, **BFLOAT16) as worker:
+        worker.load_checkpoint(tmp_path / "float16")
+        assert steps(worker, 0, 1) == pytest.approx(expected, rel=1e-2)
 
 
 # -- scales of 8-bit layers ------------------------------------------------------------------------------------------
