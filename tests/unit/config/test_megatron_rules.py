@@ -280,6 +280,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "recomputation_knows_its_modules": [([f"{KEY}.recompute_modules=[layer_norm]"], "did you mean layernorm?", None)],
     "recomputed_modules_exist": [
         ([*SELECTIVE, f"{KEY}.recompute_modules=[]"], "or to null for [core_attn]", None),
+        ([*SELECTIVE, LOCAL, f"{KEY}.recompute_modules=[moe_act]"], "or name moe", EXPERTS),
         ([*SELECTIVE, f"{KEY}.recompute_modules=[mla_up_proj]"], "has no latent attention; remove it", EXPERTS),
         ([*SELECTIVE, f"{KEY}.recompute_modules=[mlp,moe_act]"], "has moe_act, but config.json of", DENSE),
     ],

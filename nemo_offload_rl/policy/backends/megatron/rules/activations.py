@@ -57,6 +57,11 @@ def recomputed_modules_exist(cfg: PolicyRun) -> str | None:
             f"{KEY}.recompute_modules is empty, but recompute_granularity selective recomputes what it names; set it, "
             "for instance to [mlp], or to null for [core_attn]"
         )
+    if "moe_act" in (megatron.recompute_modules or ()) and megatron.transformer_impl == "local":
+        return (
+            f"{KEY}.recompute_modules has moe_act, but megatron-core recomputes it where one kernel computes all "
+            "experts and transformer_impl is local; set that to transformer_engine, or name moe"
+        )
     if model is None:
         return None
     lacks = {"mla_up_proj": "latent attention"} if "kv_lora_rank" not in model else {}
