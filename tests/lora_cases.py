@@ -11,6 +11,7 @@ from policy_cases import ONE_RANK, full, full_params, is_megatron, make_settings
 from torch import Tensor
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.worker import PolicyWorker
 
 BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
@@ -27,7 +28,14 @@ def lora_worker(
     lora: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AbstractContextManager[PolicyWorker]:
-    """A worker with adapters; `lora` replaces keys of its `lora_cfg` or `peft`, `changes` those of the policy."""
+    """A worker of `lora_settings`."""
+    return worker_of(lora_settings(folder, backend, lora, **changes), process, keep_reference=keep_reference)
+
+
+def lora_settings(
+    folder: Path | str, backend: str, lora: dict[str, Any] | None = None, **changes: Any
+) -> PolicySettings:
+    """Settings with adapters; `lora` replaces keys of `lora_cfg` or `peft`, `changes` those of the policy."""
     settings = make_settings(folder, backend=backend, **changes)
     wanted = {"enabled": True, "dim": DIM, "alpha": ALPHA, **(lora or {})}
     if settings.megatron_cfg is not None:
@@ -36,7 +44,7 @@ def lora_worker(
     else:
         section = settings.dtensor_cfg
         settings = replace(settings, dtensor_cfg=replace(section, lora_cfg=replace(section.lora_cfg, **wanted)))
-    return worker_of(settings, process, keep_reference=keep_reference)
+    return settings
 
 
 def values_of(worker: PolicyWorker) -> dict[str, Tensor]:

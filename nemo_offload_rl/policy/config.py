@@ -169,6 +169,11 @@ class TrainedPolicyConfig:
         bool, doc("Keep the optimizer offloaded during logprobs too: less GPU memory, more copies.")
     ]
 
+    def length_multiple(self, batching: BatchingConfig) -> int:
+        """What a micro-batch by tokens counts lengths as multiples of, so that rows are no longer once padded."""
+        padded = self.make_sequence_length_divisible_by
+        return -(-batching.sequence_length_round // padded) * padded
+
     @property
     def backend(self) -> BackendConfig:
         """The section of the backend that trains the model."""

@@ -27,7 +27,7 @@ def micro_batch_rows(
         if batching.enabled:
             packed = make_plan is pack_rows
             max_tokens = batching.train_mb_tokens if is_training else batching.logprob_mb_tokens
-            round_to = max(batching.sequence_length_round, settings.make_sequence_length_divisible_by)
+            round_to = settings.length_multiple(batching)
             lengths = batch.input_lengths.tolist()
             if per_group > 1:
                 lengths = group_lengths(lengths, per_group, round_to=round_to, packed=packed)

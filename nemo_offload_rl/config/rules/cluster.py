@@ -82,7 +82,7 @@ def token_budgets_hold_the_longest_sequence(cfg: RunConfig) -> str | None:
     batchings = {"sequence_packing": policy.sequence_packing, "dynamic_batching": policy.dynamic_batching}
     for name, section in batchings.items():
         limits = {"train_mb_tokens": section.train_mb_tokens, "logprob_mb_tokens": section.logprob_mb_tokens}
-        multiple = max(section.sequence_length_round, policy.make_sequence_length_divisible_by)
+        multiple = policy.length_multiple(section)
         longest = -(-policy.max_total_sequence_length // multiple) * multiple
         for key, limit in limits.items():
             if section.enabled and limit < longest:

@@ -45,7 +45,7 @@ def check_model(settings: PolicySettings) -> None:
     config = {**read_model_config(settings.model_name), **settings.hf_config_overrides}
     in_megatron = isinstance(settings.backend, MegatronConfig)
     check = unsupported_by_megatron if in_megatron else unsupported_by_dtensor
-    if (reason := check(config) or check(_as_loaded(settings))) is not None:
+    if (reason := check(config) or check(_as_loaded(settings).to_dict())) is not None:
         raise ConfigError(
             f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
             f"{reason}; use another model, or the other backend if it trains this one (docs/reference/models.md)"
@@ -60,12 +60,16 @@ def check_model(settings: PolicySettings) -> None:
         problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)
         if problem is not None:
             raise ConfigError(problem)
+    if not in_megatron and settings.dtensor_cfg.lora_cfg.enabled:
+        from nemo_offload_rl.policy.backends.dtensor.lora import check_adapters  # which imports transformers
+
+        check_adapters(_as_loaded(settings), settings.dtensor_cfg.lora_cfg)
 
 
-def _as_loaded(settings: PolicySettings) -> dict[str, Any]:
+def _as_loaded(settings: PolicySettings) -> Any:
     from nemo_offload_rl.policy.backends.hf_folder import load_config  # which imports transformers
 
-    return load_config(settings.model_name, settings.hf_config_overrides).to_dict()
+    return load_config(settings.model_name, settings.hf_config_overrides)
 
 
 def import_backend(settings: PolicySettings, **others: Any) -> None:

@@ -33,6 +33,8 @@ STATES = f"{OPTIMIZER}.offload_optimizer_states=true"
 OFFLOAD = f"{KEY}.fine_grained_activation_offloading=true"
 PEFT = f"{KEY}.peft"
 ADAPTERS = f"{PEFT}.enabled=true"
+SCHEDULER = f"{KEY}.scheduler"
+SELECTIVE = [f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_granularity=selective"]
 LOCAL = f"{KEY}.transformer_impl=local"
 RULES = {rule.__name__: rule for rule in rules.RULES}
 
@@ -125,6 +127,9 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "fused_rotary_embeddings_have_no_factor": [
         ([], "set it to false", {**DENSE, "rope_parameters": YARN}),
         ([], "set it to false", {**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ],
+    "flexible_dispatch_needs_several_devices": [
+        ([f"{KEY}.moe_token_dispatcher_type=flex"], "only sends tokens to other devices; set it to alltoall", EXPERTS)
     ],
     "router_losses_need_experts": [
         ([f"{KEY}.moe_router_load_balancing_type=aux_loss"], "no experts; set it to none", DENSE),
@@ -251,6 +256,19 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     "megatron_parameter_gather_overlaps_only_shards": [
         ([f"{OPTIMIZER}.use_distributed_optimizer=false"], "nothing is gathered", None)
     ],
+    "megatron_learning_rates_are_in_order": [
+        ([f"{OPTIMIZER}.lr=1e-7"], "min_lr 5e-07 is above policy.megatron_cfg.optimizer.lr 1e-07", None),
+        ([f"{SCHEDULER}.lr_warmup_init=1e-5"], "lr_warmup_init 1e-05 is above", None),
+        ([f"{SCHEDULER}.lr_decay_iters=13"], "lr_warmup_iters 13 is not below lr_decay_iters 13", None),
+    ],
+    "megatron_weight_decay_does_not_fall": [
+        ([f"{SCHEDULER}.end_weight_decay=0.1"], "constant needs the same", None),
+        (
+            [f"{SCHEDULER}.end_weight_decay=0", f"{SCHEDULER}.weight_decay_incr_style=linear"],
+            "linear and cosine a higher end",
+            None,
+        ),
+    ],
     "activation_offloading_names_its_modules": [
         ([OFFLOAD], "set it, for instance to [core_attn,attn_proj]", None),
         ([OFFLOAD, f"{KEY}.offload_modules=[]"], "names nothing", None),
@@ -260,6 +278,12 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
         ([OFFLOAD, f"{KEY}.offload_modules=[zebra]"], "use some of attn_norm, qkv_linear", None),
     ],
     "recomputation_knows_its_modules": [([f"{KEY}.recompute_modules=[layer_norm]"], "did you mean layernorm?", None)],
+    "recomputed_modules_exist": [
+        ([*SELECTIVE, f"{KEY}.recompute_modules=[]"], "or to null for [core_attn]", None),
+        ([*SELECTIVE, LOCAL, f"{KEY}.recompute_modules=[moe_act]"], "or name moe", EXPERTS),
+        ([*SELECTIVE, f"{KEY}.recompute_modules=[mla_up_proj]"], "has no latent attention; remove it", EXPERTS),
+        ([*SELECTIVE, f"{KEY}.recompute_modules=[mlp,moe_act]"], "has moe_act, but config.json of", DENSE),
+    ],
     "offloaded_projection_needs_its_attention": [
         ([OFFLOAD, f"{KEY}.offload_modules=[attn_proj]"], "add core_attn", None)
     ],
@@ -332,6 +356,11 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             "take one out",
             None,
         ),
+    ],
+    "megatron_adapters_name_their_layers": [
+        ([ADAPTERS, f"{PEFT}.target_modules=[linear_qkv,q_proj]"], "has q_proj, which is neither", None),
+        ([ADAPTERS, f"{PEFT}.target_modules=['*.layers.4.*.linear_qkv']"], "fits full names of those alone", DENSE),
+        ([ADAPTERS, f"{PEFT}.target_modules=['*.layers.0.*']"], "fits full names of those alone", DENSE),
     ],
 }
 LAYER_KEYS = ("attention_bias", "mlp_bias", "hidden_act")
@@ -424,6 +453,13 @@ def broken_rules(overrides: list[str], model: dict[str, int] | None, folder: Pat
             DENSE,
         ),
         ([OFFLOAD, f"{KEY}.offload_modules=[core_attn]", f"{KEY}.env_vars={{NVTE_CPU_OFFLOAD_V1: '1'}}"], None),
+        ([*SELECTIVE, f"{KEY}.recompute_modules=[moe,moe_act]"], EXPERTS),
+        ([ADAPTERS, f"{PEFT}.target_modules=['*.layers.3.*.linear_qkv','*fc1',linear_fc2]"], DENSE),
+        ([f"{SCHEDULER}.lr_decay_iters=14", f"{OPTIMIZER}.lr=5e-7"], None),
+        (
+            [f"{SCHEDULER}.end_weight_decay=0.1", f"{SCHEDULER}.weight_decay_incr_style=cosine"],
+            None,
+        ),
         ([f"{KEY}.apply_rope_fusion=false"], {**DENSE, "rope_parameters": YARN}),
         ([], {**DENSE, "model_type": "qwen2", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}),
         ([], {**EXPERTS, "mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": False}),

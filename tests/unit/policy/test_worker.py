@@ -37,6 +37,7 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.vocab import VocabShard, is_drawn
 from nemo_offload_rl.policy.config import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
 from nemo_offload_rl.policy.interfaces import ReferenceLoss
+from nemo_offload_rl.policy.micro_batches import micro_batch_rows
 from nemo_offload_rl.policy.settings import TokenFilter
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
@@ -122,6 +123,14 @@ def test_how_a_global_batch_is_cut_changes_neither_gradients_nor_logprobs(make_w
         assert_close(full_grads(worker), expected_grads)
         worker.zero_grad()
         measures_tokens_and_changes_no_gradient(worker, model)
+
+
+def test_micro_batches_by_tokens_are_within_their_budget_once_they_are_padded():
+    by_tokens = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=40, sequence_length_round=5)
+    settings = make_settings("any", make_sequence_length_divisible_by=4, dynamic_batching=by_tokens)
+    batch = replace(make_batch(width=16), input_lengths=torch.full((8,), 9))
+    plan = micro_batch_rows(settings, batch, lambda count: count, is_training=True, size=1)
+    assert max(batch.select(rows).trim(4).input_ids.numel() for rows in plan) <= 40
 
 
 def measures_tokens_and_changes_no_gradient(worker, model, temperature=1.0):

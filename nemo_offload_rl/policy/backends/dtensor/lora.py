@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.dtensor.checkpoint import full_tensor
@@ -33,14 +35,9 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
     Raises:
         ConfigError: No layer has one of the names asked for, a tied output layer does, or peft is not installed.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "policy.dtensor_cfg.lora_cfg.enabled is true, but peft is not installed; pip install peft"
-        ) from error
-    if not settings.match_all_linear:
-        _check_targets(causal_lm, settings.target_modules)
+    _require_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=settings.dim,
         lora_alpha=settings.alpha,
@@ -59,12 +56,35 @@ def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None
                     nn.init.xavier_normal_(parameter)
 
 
+def check_adapters(config: Any, settings: DTensorLoraConfig) -> None:
+    """Refuse, without weights, what `add_adapters` would refuse.
+
+    Args:
+        config: The model's Hugging Face config.
+        settings: `enabled` is true.
+
+    Raises:
+        ConfigError: See there.
+    """
+    _require_peft()
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config)
+    adapted_layers(causal_lm, settings)
+
+
+def _require_peft() -> None:
+    if find_spec("peft") is None:
+        raise ConfigError("policy.dtensor_cfg.lora_cfg.enabled is true, but peft is not installed; pip install peft")
+
+
 def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
     """Full names of the linear layers that get adapters.
 
     Raises:
-        ConfigError: There is none, or the output layer is one and its weight is the embedding's.
+        ConfigError: There is none, a name fits none, or the output layer is one and its weight is the embedding's.
     """
+    if not settings.match_all_linear:
+        _check_targets(causal_lm, settings.target_modules)
     output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
     linear = {name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear)}
     if settings.match_all_linear:

@@ -24,7 +24,9 @@ class MegatronOptimizerConfig:
     weight_decay: Annotated[float, doc("Decoupled weight decay.", ge=0)]
     bf16: Annotated[bool, doc("Parameters are bfloat16.")]
     fp16: Annotated[bool, doc("Parameters are float16.")]
-    params_dtype: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type in which the parameters are created.")]
+    params_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Not read: parameters have the type of `policy.precision`.")
+    ]
     adam_beta1: Annotated[float, doc("Decay of Adam's first moment.", ge=0, lt=1)]
     adam_beta2: Annotated[float, doc("Decay of Adam's second moment.", ge=0, lt=1)]
     adam_eps: Annotated[float, doc("Adam's epsilon.", gt=0)]

@@ -17,6 +17,7 @@ from nemo_offload_rl.utils.config import nearest_key
 KEY = "policy.megatron_cfg"
 DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 EXPERT_MODULES = ("expert_fc1", "moe_act")
+EXPERT_RECOMPUTATION = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 
 
@@ -44,6 +45,35 @@ def recomputation_knows_its_modules(cfg: PolicyRun) -> str | None:
     if megatron is None:
         return None
     return _unknown_name("recompute_modules", megatron.recompute_modules or (), RECOMPUTE_MODULES)
+
+
+def recomputed_modules_exist(cfg: PolicyRun) -> str | None:
+    """Recomputation of modules names some, and the model has them."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or not megatron.activation_checkpointing or megatron.recompute_granularity != "selective":
+        return None
+    if megatron.recompute_modules == ():
+        return (
+            f"{KEY}.recompute_modules is empty, but recompute_granularity selective recomputes what it names; set it, "
+            "for instance to [mlp], or to null for [core_attn]"
+        )
+    if "moe_act" in (megatron.recompute_modules or ()) and megatron.transformer_impl == "local":
+        return (
+            f"{KEY}.recompute_modules has moe_act, but megatron-core recomputes it where one kernel computes all "
+            "experts and transformer_impl is local; set that to transformer_engine, or name moe"
+        )
+    if model is None:
+        return None
+    lacks = {"mla_up_proj": "latent attention"} if "kv_lora_rank" not in model else {}
+    if not ModelShape.of(model).num_experts:
+        lacks |= dict.fromkeys(EXPERT_RECOMPUTATION, "experts")
+    for name in megatron.recompute_modules or ():
+        if name in lacks:
+            return (
+                f"{KEY}.recompute_modules has {name}, but config.json of {cfg.policy.model_name} has no "
+                f"{lacks[name]}; remove it"
+            )
+    return None
 
 
 def offloaded_projection_needs_its_attention(cfg: PolicyRun) -> str | None:
@@ -180,6 +210,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     activation_offloading_names_its_modules,
     activation_offloading_knows_its_modules,
     recomputation_knows_its_modules,
+    recomputed_modules_exist,
     offloaded_projection_needs_its_attention,
     offloaded_experts_exist,
     offloaded_norms_exist,

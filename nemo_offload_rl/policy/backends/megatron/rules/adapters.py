@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.megatron.config import MEGATRON_ADAPTED_LAYERS, MegatronConfig
 from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
@@ -86,9 +88,40 @@ def megatron_adapters_have_their_layers(cfg: PolicyRun) -> str | None:
     return None
 
 
+def megatron_adapters_name_their_layers(cfg: PolicyRun) -> str | None:
+    """Each name or pattern of Megatron's adapters fits some of the four layers, and patterns fit nothing else."""
+    megatron, model = _section(cfg), local_model_config(cfg)
+    if megatron is None:
+        return None
+    num_layers = None if model is None else ModelShape.of(model).num_layers
+    for target in megatron.peft.target_modules:
+        if target in MEGATRON_ADAPTED_LAYERS or ("*" in target and num_layers is None):
+            continue
+        if "*" in target and _fits_layers_only(target, num_layers or 0):
+            continue
+        return (
+            f"{PEFT}.target_modules has {target}, which is neither one of {', '.join(MEGATRON_ADAPTED_LAYERS)} nor a "
+            "pattern that fits full names of those alone; write such a name, or a pattern such as "
+            "'*.layers.0.*.linear_qkv'"
+        )
+    return None
+
+
+def _fits_layers_only(pattern: str, num_layers: int) -> bool:
+    """Whether a pattern fits some layers that get adapters and no other module, of which Megatron-Bridge makes none."""
+    others, layers = ["embedding", "decoder", "decoder.layers", "output_layer"], []
+    for index in range(num_layers):
+        place = f"decoder.layers.{index}"
+        others += [place, f"{place}.self_attention", f"{place}.self_attention.core_attention", f"{place}.mlp"]
+        layers += [f"{place}.self_attention.{name}" for name in ("linear_qkv", "linear_proj")]
+        layers += [f"{place}.mlp.{name}" for name in ("linear_fc1", "linear_fc2")]
+    return any(fnmatchcase(name, pattern) for name in layers) and not any(fnmatchcase(name, pattern) for name in others)
+
+
 RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_adapters_need_whole_models,
     megatron_adapters_are_of_dense_models,
     megatron_adapters_stand_alone,
     megatron_adapters_have_their_layers,
+    megatron_adapters_name_their_layers,
 )

@@ -87,6 +87,21 @@ def megatron_experts_are_not_gathered_over_devices(cfg: PolicyRun) -> str | None
     return None
 
 
+def flexible_dispatch_needs_several_devices(cfg: PolicyRun) -> str | None:
+    """The flexible dispatcher is for experts on several devices."""
+    megatron, model = megatron_section(cfg), local_model_config(cfg)
+    if megatron is None or megatron.moe_token_dispatcher_type != "flex":
+        return None
+    if model is not None and not ModelShape.of(model).num_experts:
+        return None  # nothing is dispatched
+    if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
+        return (
+            f"{KEY}.moe_token_dispatcher_type is flex, but expert_model_parallel_size and expert_tensor_parallel_size "
+            "are 1 and megatron-core's flexible dispatcher only sends tokens to other devices; set it to alltoall"
+        )
+    return None
+
+
 def router_losses_need_experts(cfg: PolicyRun) -> str | None:
     """Auxiliary losses of routers need experts, and a coefficient."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
@@ -350,6 +365,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_experts_can_be_dealt_out,
     megatron_tensor_parallel_experts_need_sequence_parallel,
     megatron_experts_are_not_gathered_over_devices,
+    flexible_dispatch_needs_several_devices,
     router_losses_need_experts,
     losses_of_sequences_need_padded_batches,
     updated_expert_biases_exist,

@@ -8,6 +8,7 @@ from nemo_offload_rl.policy.rules import PolicyRun, Rule
 
 KEY = "policy.megatron_cfg"
 OPTIMIZER = f"{KEY}.optimizer"
+SCHEDULER = f"{KEY}.scheduler"
 
 
 def megatron_precision_is_said_once(cfg: PolicyRun) -> str | None:
@@ -181,6 +182,43 @@ def megatron_16_bit_moments_are_transformer_engines(cfg: PolicyRun) -> str | Non
     return None
 
 
+def megatron_learning_rates_are_in_order(cfg: PolicyRun) -> str | None:
+    """Megatron's learning rate is the highest of its schedule, and the warm-up ends before the decay."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    rate, schedule = megatron.optimizer.lr, megatron.scheduler
+    others = {
+        f"{OPTIMIZER}.min_lr": megatron.optimizer.min_lr,
+        f"{SCHEDULER}.lr_warmup_init": schedule.lr_warmup_init,
+    }
+    for key, other in others.items():
+        if other > rate:
+            return f"{key} {other} is above {OPTIMIZER}.lr {rate}, the highest rate of the schedule; lower it"
+    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+        return (
+            f"{SCHEDULER}.lr_warmup_iters {schedule.lr_warmup_iters} is not below lr_decay_iters "
+            f"{schedule.lr_decay_iters}, which counts from the first step too; change one of them"
+        )
+    return None
+
+
+def megatron_weight_decay_does_not_fall(cfg: PolicyRun) -> str | None:
+    """Megatron's weight decay rises or stays, as its style says."""
+    megatron = megatron_section(cfg)
+    if megatron is None:
+        return None
+    schedule = megatron.scheduler
+    start, end, style = schedule.start_weight_decay, schedule.end_weight_decay, schedule.weight_decay_incr_style
+    if end < start or (style == "constant" and end != start):
+        return (
+            f"{SCHEDULER}.end_weight_decay {end} and start_weight_decay {start} differ, but weight_decay_incr_style "
+            f"{style} does not take one to the other: constant needs the same, linear and cosine a higher end; change "
+            "them"
+        )
+    return None
+
+
 def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun) -> str | None:
     """Parameters are gathered beside the forward pass only where an optimizer shards them."""
     megatron = megatron_section(cfg)
@@ -206,5 +244,7 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     megatron_cpu_offload_is_precision_aware,
     megatron_cpu_offload_needs_half_precision,
     megatron_16_bit_moments_are_transformer_engines,
+    megatron_learning_rates_are_in_order,
+    megatron_weight_decay_does_not_fall,
     megatron_parameter_gather_overlaps_only_shards,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import assert_close
-from lora_cases import ALPHA, DIM, lora_worker
+from lora_cases import ALPHA, DIM, lora_settings, lora_worker
 from peft import LoraConfig, get_peft_model
 from policy_cases import NLL, assert_equal, full, full_params, make_batch, save_family
 from resume_cases import train_steps, weights_of
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.backends.factory import check_model
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,10 @@ def test_logprobs_and_gradients_are_pefts(folder, untied, tied, lora, targets, c
     ],
 )
 def test_adapters_that_cannot_be_are_refused(folder, changes, message):
+    if "lora" in changes:  # a rule has the other
+        with pytest.raises(ConfigError, match=message):
+            check_model(lora_settings(folder, "dtensor", **changes))  # before Ray starts
+    check_model(lora_settings(folder, "dtensor"))
     try:
         with pytest.raises(ConfigError, match=message), make_worker(folder, **changes):
             pass
