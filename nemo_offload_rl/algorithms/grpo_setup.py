@@ -123,6 +123,7 @@ def run_with_rollouts(
         seed=section.seed,
         parts=prompts.parts,
         num_epochs=section.max_num_epochs,
+        batch_size_key=f"{name}.num_prompts_per_step",
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)

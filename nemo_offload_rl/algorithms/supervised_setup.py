@@ -173,6 +173,7 @@ def _train(
         seed=settings.seed,
         parts=run.parts,
         num_epochs=settings.max_num_epochs,
+        batch_size_key="policy.train_global_batch_size",
     )
     checkpoints = CheckpointKeeper(config.checkpointing)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)

@@ -55,6 +55,7 @@ class ShuffledLoader[T]:
         seed: Seed of the order.
         parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
         num_epochs: Epochs after which the batches end; None for no end.
+        batch_size_key: What sets `batch_size`, for messages.
 
     Raises:
         DataError: There are fewer items than one batch.
@@ -69,10 +70,12 @@ class ShuffledLoader[T]:
         seed: int,
         parts: Sequence[Part] = (),
         num_epochs: int | None = None,
+        batch_size_key: str = "batch_size",
     ) -> None:
         if len(items) < batch_size:
             raise DataError(
-                f"the data set has {len(items)} rows and one batch needs {batch_size}; add rows or lower the batch size"
+                f"data.train has {len(items)} rows to train on and one batch needs {batch_size}; add rows, or lower "
+                f"{batch_size_key}"
             )
         self._items = items
         self._batch_size = batch_size

@@ -41,7 +41,9 @@ CASES = {
     ),
     "no chat template": (sft, [SFT_DATA, "policy.tokenizer.name={folder}/bare"], ["bare has no chat template"]),
     "row too long": (sft, [SFT_DATA, "data.max_input_seq_length=8"], ["rows.jsonl:", "8", "overlong_rows=drop"]),
-    "fewer rows than a batch": (sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64"]),
+    "fewer rows than a batch": (
+        sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64", "lower policy.train_global_batch_"]
+    ),
     "missing model": (sft, [SFT_DATA, "policy.model_name={folder}/none"], ["policy.model_name", "is not a folder"]),
     "pair without the worse response": (
         dpo, [DPO_DATA.replace("rejected_key: r", "rejected_key: x")], ["rows.jsonl:1", "'x'", "rejected_key"]
