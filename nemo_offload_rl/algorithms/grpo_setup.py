@@ -125,7 +125,7 @@ def run_with_rollouts(
         num_epochs=section.max_num_epochs,
         batch_size_key=f"{name}.num_prompts_per_step",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing)
+    checkpoints = CheckpointKeeper(config.checkpointing, name)
     resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id

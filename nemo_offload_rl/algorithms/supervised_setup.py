@@ -175,7 +175,7 @@ def _train(
         num_epochs=settings.max_num_epochs,
         batch_size_key="policy.train_global_batch_size",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing)
+    checkpoints = CheckpointKeeper(config.checkpointing, name)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_from is not None, callbacks))

@@ -138,7 +138,7 @@ class ShuffledLoader[T]:
             raise DataError(
                 f"the checkpoint stopped in a data set of {state['num_items']} rows shuffled with seed "
                 f"{state['seed']}, this one has {len(self._items)} rows and seed {self._seed}; use the same data, or "
-                f"start without the checkpoint"
+                "another checkpointing.checkpoint_dir to start anew"
             )
         self._epoch = state["epoch"]
         self._position = state["position"]
