@@ -47,6 +47,7 @@ class Checkpoint:
         has_optimizer: Whether training can go on from it.
         loader: Where the data stood.
         total_tokens: Trained on since the first step.
+        algorithm: That saved it, such as `sft`; empty where it is not known.
         files: Size in bytes of every file but the record, by path inside the folder.
     """
 
@@ -57,6 +58,7 @@ class Checkpoint:
     has_optimizer: bool
     loader: LoaderState
     total_tokens: float
+    algorithm: str
     files: Mapping[str, int]
 
 
@@ -74,13 +76,15 @@ class CheckpointKeeper:
 
     Args:
         settings: The keys `checkpointing.*`.
+        algorithm: That saves, and continues only its own checkpoints.
 
     Attributes:
         deadline: Ends the run early, after a save. The run tells it when it begins and when each step has ended.
     """
 
-    def __init__(self, settings: CheckpointingConfig) -> None:
+    def __init__(self, settings: CheckpointingConfig, algorithm: str = "") -> None:
         self._settings = settings
+        self._algorithm = algorithm
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
         self.deadline = SaveDeadline(settings.checkpoint_must_save_by)
@@ -129,6 +133,7 @@ class CheckpointKeeper:
             "has_optimizer": settings.save_optimizer,
             "loader": loader.state_dict(),
             "total_tokens": metrics["train"]["total_tokens"],
+            "algorithm": self._algorithm,
         }
         partial = partial_of(target)
         try:
@@ -195,6 +200,12 @@ class CheckpointKeeper:
             later = sorted(entry.step for entry in finished if entry.step > max(older))
             removed = ", ".join(f"step_{step}" for step in later)
             fallback = f"remove {removed} to go on from step_{max(older)}, or {fallback}"
+        if checkpoint.algorithm and checkpoint.algorithm != self._algorithm:
+            raise CheckpointError(
+                f"{checkpoint.folder} is a checkpoint of {checkpoint.algorithm}, which {self._algorithm} cannot "
+                "continue; use another checkpointing.checkpoint_dir. To begin with its model, set policy.model_name to "
+                "its folder hf"
+            )
         _check_files(checkpoint, fallback)
         if not checkpoint.has_optimizer:
             raise CheckpointError(
@@ -304,7 +315,7 @@ def _read_record(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read as the record of a checkpoint ({error}); {remedy}") from error
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"folder"}
     if isinstance(record, dict):
-        record = {"total_tokens": 0.0, **record}  # not counted by earlier versions
+        record = {"total_tokens": 0.0, "algorithm": "", **record}  # not written by earlier versions
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
         raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
     return Checkpoint(folder=folder, **record)

@@ -14,7 +14,7 @@ from nemo_offload_rl.environments.custom import custom_environment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.environments.math import MathEnvironment
 from nemo_offload_rl.environments.retry import RetryEnvironment
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.targets import UserCode
 
 type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
@@ -39,6 +39,8 @@ def load_code(
         ConfigError: An environment is neither built in nor a user's, or is an agent that would have nobody to talk to.
     """
     code: dict[str, Sequence[UserCode]] = {}
+    if not isinstance(given, Mapping | None):
+        raise UserCodeError(f"environments is a {type(given).__name__}; give a dictionary from the NAME of env.NAME")
     for name, value in (given or {}).items():
         if name not in settings:
             raise ConfigError(

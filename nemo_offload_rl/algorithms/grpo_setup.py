@@ -124,8 +124,9 @@ def run_with_rollouts(
         parts=prompts.parts,
         num_epochs=section.max_num_epochs,
         digest=digest_of_lengths(prompts.train),
+        batch_size_key=f"{name}.num_prompts_per_step",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing)
+    checkpoints = CheckpointKeeper(config.checkpointing, name)
     resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id

@@ -175,8 +175,9 @@ def _train(
         parts=run.parts,
         num_epochs=settings.max_num_epochs,
         digest=run.digest,
+        batch_size_key="policy.train_global_batch_size",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing)
+    checkpoints = CheckpointKeeper(config.checkpointing, name)
     resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
         resume_after = None if resume_from is None else resume_from.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ class UserLoss:
                 f"{self._where}: it returned {kind_of(returned)}; return a tensor of no dimensions, or that and a "
                 "mapping of metrics"
             )
+        for name, value in more.items():
+            if name in measured and name not in self.names:
+                raise UserCodeError(f"{self._where}: its metric {name!r} is measured already; give it another name")
+            if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+                raise UserCodeError(f"{self._where}: its metric {name!r} is {kind_of(value)}; make it one number")
         own = {name: _scalar(value, loss) for name, value in more.items()}
         return loss, {**own, **measured, **dict.fromkeys(self.names, loss.detach())}
 
@@ -117,4 +123,4 @@ def kind_of(value: object) -> str:
 
 
 def _scalar(value: float | Tensor, like: Tensor) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)
+    return value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)

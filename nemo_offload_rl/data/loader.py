@@ -59,6 +59,7 @@ class ShuffledLoader[T]:
         parts: Of a mixture: its runs of `items` (see `data/mixture.py`); () draws every item once an epoch.
         num_epochs: Epochs after which the batches end; None for no end.
         digest: Of the items, as `digest_of_lengths` gives it, for the state; "" where nobody asks.
+        batch_size_key: What sets `batch_size`, for messages.
 
     Raises:
         DataError: There are fewer items than one batch.
@@ -74,10 +75,12 @@ class ShuffledLoader[T]:
         parts: Sequence[Part] = (),
         num_epochs: int | None = None,
         digest: str = "",
+        batch_size_key: str = "batch_size",
     ) -> None:
         if len(items) < batch_size:
             raise DataError(
-                f"the data set has {len(items)} rows and one batch needs {batch_size}; add rows or lower the batch size"
+                f"data.train has {len(items)} rows to train on and one batch needs {batch_size}; add rows, or lower "
+                f"{batch_size_key}"
             )
         self._items = items
         self._batch_size = batch_size
@@ -149,20 +152,20 @@ class ShuffledLoader[T]:
             raise DataError(
                 f"the checkpoint stopped in a data set of {state['num_items']} rows shuffled with seed "
                 f"{state['seed']}, this one has {len(self._items)} rows and seed {self._seed}; use the same data, or "
-                f"start without the checkpoint"
+                "another checkpointing.checkpoint_dir to start anew"
             )
         if state.get("shuffle", self._shuffle) != self._shuffle:
             raise DataError(
                 f"the checkpoint stopped in data of data.shuffle={_yaml(not self._shuffle)}, and this run has "
                 f"{_yaml(self._shuffle)}, so that rows would be repeated and others left out; set it as it was, or "
-                f"start without the checkpoint"
+                "use another checkpointing.checkpoint_dir to start anew"
             )
         my_sizes = [part.num_items for part in self._parts]
         sizes = [size for size, _ in state["parts"]] if "parts" in state else my_sizes
         if sizes != my_sizes:
             raise DataError(
                 f"the checkpoint stopped in a mixture of data sets of {sizes} rows, this one has {my_sizes}; use the "
-                f"same data, or start without the checkpoint"
+                "same data, or another checkpointing.checkpoint_dir to start anew"
             )
         self._epoch = state["epoch"]
         self._position = state["position"]

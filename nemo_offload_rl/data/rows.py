@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,11 @@ def field_of(record: Record, key: str, setting: str | None) -> Any:
 def text_of(record: Record, key: str, setting: str) -> str:
     """A field as `field_of` finds it, text or a number, as text."""
     value = field_of(record, key, setting)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{record.origin}: field {key!r} is a {type(value).__name__}; write text or a number")
+    if isinstance(value, bool) or not isinstance(value, str | Real) or value != value:
+        kind = {"NoneType": "empty (null)", "float": "not a number (NaN)"}.get(type(value).__name__)
+        path = f", or name the text in it, such as {setting}={key}.0.content" if isinstance(value, list) else ""
+        fact = f"{record.origin}: field {key!r} is {kind or 'a ' + type(value).__name__}"
+        raise DataError(f"{fact}; write text or a number{path}")
     return str(value)
 
 

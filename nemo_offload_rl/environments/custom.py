@@ -10,8 +10,9 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,13 @@ class EnvironmentSteps:
         if not responses:
             return []
         with self.part.telling():
-            outcomes = list(self._made.step(list(responses)))
+            outcomes = self._made.step(list(responses))
+            outcomes = list(outcomes) if isinstance(outcomes, Iterable) else outcomes
+        if not isinstance(outcomes, list):
+            raise UserCodeError(
+                f"{self.part.label} ({self.part.place}): step returned {_short(outcomes)}; return a list with a Score "
+                "or an Observation for each response"
+            )
         if len(outcomes) != len(responses):
             raise UserCodeError(
                 f"{self.part.label}: step returned {len(outcomes)} outcomes for {len(responses)} responses; return one "
@@ -284,9 +291,10 @@ def _as_score(part: UserCode, value: Any, response: Response) -> Score:
     elif isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         reward, score = None, None
     else:
-        with part.telling():
+        reward, score = None, None
+        with suppress(TypeError, ValueError, OverflowError):  # an array of several, for example
             reward = float(value)
-        score = Score(reward=reward, correct=reward >= 1)
+            score = Score(reward=reward, correct=reward >= 1)
     if score is None or not all(map(_is_finite, (reward, *score.parts.values()))):
         raise UserCodeError(
             f"{part.label} ({part.place}): it returned {_short(value)} for the response {_short(response.text)}; "

@@ -49,7 +49,10 @@ def _migrate(file: Path, output: Path | None) -> int:
     migration.check()
     check(migration.algorithm, migration.config)
     if output is not None:
-        output.write_text(render_yaml(migration, file.name), encoding="utf-8")
+        try:
+            output.write_text(render_yaml(migration, file.name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}; give another place") from error
         script = f"examples/run_{migration.algorithm}.py"
         sys.stdout.write(f"\nwritten: {output}; start it with python {script} --config {output}\n")
     return 0

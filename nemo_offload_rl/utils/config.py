@@ -161,6 +161,8 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
 
 
 def _read_yaml(path: Path) -> DictConfig:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a YAML file")
     if not path.is_file():
         folder = path.parent
         names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.models.shape import ModelShape
 
@@ -49,7 +49,7 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
         return None
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:  # which the check of the folder says
+    except (OSError, ValueError):  # which the check of the folder says
         return None
     if not isinstance(config, dict):
         return None
@@ -58,7 +58,11 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
         return None
     active_share = shape.num_active_experts / shape.num_experts if shape.num_experts else 1.0
     num_dense = num_in_experts = num_active = 0
-    for name, num_elements in _tensors(files):
+    try:
+        tensors = list(_tensors(files))
+    except (OSError, SafetensorError):  # which the check of the weights says
+        return None
+    for name, num_elements in tensors:
         if _EXPERTS in name:
             num_in_experts += num_elements
             num_active += round(num_elements * active_share)

@@ -6,14 +6,14 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.targets import UserCode
 from nemo_offload_rl.utils.prometheus import PrometheusSink
 from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
@@ -279,6 +279,8 @@ def user_sinks(settings: LoggerConfig, callbacks: Sequence[Any] = ()) -> list[Me
         UserCode.named(f"logger.sinks.{index}.target", sink.target, sink.kwargs)
         for index, sink in enumerate(settings.sinks or ())
     ]
+    if not isinstance(callbacks, Iterable):
+        raise UserCodeError(f"callbacks is a {type(callbacks).__name__}; give a list of functions or objects")
     return [UserSink(code) for code in (*named, *(UserCode("callbacks", callback) for callback in callbacks))]
 
 

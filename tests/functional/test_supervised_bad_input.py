@@ -41,8 +41,13 @@ CASES = {
     ),
     "no chat template": (sft, [SFT_DATA, "policy.tokenizer.name={folder}/bare"], ["bare has no chat template"]),
     "row too long": (sft, [SFT_DATA, "data.max_input_seq_length=8"], ["rows.jsonl:", "8", "overlong_rows=drop"]),
-    "fewer rows than a batch": (sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64"]),
+    "fewer rows than a batch": (
+        sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64", "lower policy.train_global_batch_"]
+    ),
     "missing model": (sft, [SFT_DATA, "policy.model_name={folder}/none"], ["policy.model_name", "is not a folder"]),
+    "checkpoints for a model": (
+        sft, [SFT_DATA, "policy.model_name={folder}/older"], ["has no config.json; set it to", "older/step_10/hf"]
+    ),
     "pair without the worse response": (
         dpo, [DPO_DATA.replace("rejected_key: r", "rejected_key: x")], ["rows.jsonl:1", "'x'", "rejected_key"]
     ),
@@ -58,6 +63,9 @@ def folder(tmp_path_factory):
     write_model(folder / "model")
     write_rows(folder / "rows.jsonl")
     (folder / "empty.jsonl").touch()
+    for step in (9, 10):
+        (folder / f"older/step_{step}/hf").mkdir(parents=True)
+        (folder / f"older/step_{step}/hf/config.json").touch()
     (folder / "broken.jsonl").write_text('{"p": "a", "c": "b"}\n{"p": "a", "c"\n')
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     (folder / "text.jsonl").write_text('{"messages": "hello"}\n')
@@ -74,7 +82,7 @@ def folder(tmp_path_factory):
 def test_bad_input_is_one_line_and_nothing_is_written(folder, name):
     run, overrides, words = CASES[name]
     filled = [text.replace("{file}", "").format(folder=folder) for text in overrides]
-    model = [f"policy.tokenizer.name={folder / 'model'}"] if name == "missing model" else []
+    model = [f"policy.tokenizer.name={folder / 'model'}"] if name.endswith("model") else []
     with pytest.raises(UserError) as error:
         run(folder, "run", *model, "~data.train", *filled)
     line = str(error.value)

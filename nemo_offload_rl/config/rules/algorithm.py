@@ -9,14 +9,12 @@ from nemo_offload_rl.policy.rules import Rule
 def baselines_need_two_responses(cfg: GrpoMasterConfig) -> str | None:
     """A baseline that compares within a group needs at least two responses for each prompt."""
     grpo, group = cfg.grpo, cfg.grpo.num_generations_per_prompt
-    if grpo.adv_estimator.name != "reinforce_plus_plus":
-        compares, key = grpo.use_leave_one_out_baseline, "use_leave_one_out_baseline"
-    else:
-        compares, key = grpo.adv_estimator.minus_baseline, "adv_estimator.minus_baseline"
-    if compares and group < 2:
+    estimator = grpo.adv_estimator
+    compares = estimator.name != "reinforce_plus_plus" or estimator.minus_baseline
+    if group < 2 and compares and estimator.target is None:
         return (
-            f"grpo.num_generations_per_prompt is {group}, but {key} compares each response with the others of its "
-            "group; set it to 2 or more, or turn the baseline off"
+            f"grpo.num_generations_per_prompt is {group}, but advantages compare each response with its group, so all "
+            "would be 0; set it to 2 or more, or grpo.adv_estimator.name=reinforce_plus_plus with minus_baseline=false"
         )
     return None
 

@@ -90,7 +90,9 @@ def read_model_config(model_name: str) -> dict[str, Any]:
             "of it; check the name and the network, or give the folder of a downloaded model"
         )
     if path is None:
-        raise UserError(f"The model folder {model_name} has no config.json; it is not a Hugging Face model folder.")
+        exports = [path.parent for name in ("hf", "step_*/hf") for path in Path(model_name).glob(f"{name}/config.json")]
+        newest = max(exports, key=lambda path: (len(str(path)), path), default="the folder of a Hugging Face model")
+        raise UserError(f"policy.model_name={model_name} has no config.json; set it to {newest}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

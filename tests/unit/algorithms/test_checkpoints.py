@@ -213,15 +213,22 @@ def test_another_mixture_of_the_same_data_sets_is_gone_on_with_and_a_warning(tmp
         assert ("weights of data.train are not those of" in caplog.text) is is_warned
 
 
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+    save(CheckpointKeeper(make_settings(tmp_path), "sft"), 10, 0.5)
+    assert CheckpointKeeper(make_settings(tmp_path), "sft").newest().step == 10
+    with pytest.raises(CheckpointError, match=r"step_10 is a checkpoint of sft, which dpo cannot continue"):
+        CheckpointKeeper(make_settings(tmp_path), "dpo").newest()
+
+
 def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path):
     keeper = CheckpointKeeper(make_settings(tmp_path))
     save(keeper, 10, 0.5)
     assert keeper.newest().total_tokens == 70
     path = tmp_path / "step_10" / "progress.json"
     record = json.loads(path.read_text())
-    del record["total_tokens"]
+    del record["total_tokens"], record["algorithm"]
     path.write_text(json.dumps(record))
-    assert keeper.newest().total_tokens == 0
+    assert CheckpointKeeper(make_settings(tmp_path), "sft").newest().total_tokens == 0
 
 
 def test_what_a_killed_run_left_unfinished_is_removed_and_a_replaced_folder_comes_back(tmp_path):

@@ -19,7 +19,7 @@ from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.readers import read_records
 from nemo_offload_rl.data.rows import binary_pair, split_by
-from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.errors import CheckpointError, ConfigError, UserCodeError
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,8 @@ def test_a_resumed_run_goes_on_bitwise_as_the_uninterrupted_one(folder, run: Run
     assert results(run(folder, name, "policy.dtensor_cfg.offload_optimizer_states=true")) == results(whole)
     with pytest.raises(ConfigError, match=rf"step_4 is as far as this run of 4 steps goes; raise {run.__name__}\.max"):
         run(folder, name)
+    with pytest.raises(CheckpointError, match=f"step_4 is a checkpoint of {run.__name__}, which"):
+        (dpo if run is sft else sft)(folder, name)
     assert "rows of data.train" not in caplog.text
     run(folder, name, f"{run.__name__}.max_num_steps=5", "data.train.seed=4")  # keeps other rows aside
     assert "step_4, but other ones" in caplog.text

@@ -8,6 +8,7 @@ import pytest
 import torch
 from local_grpo import make_prompts
 
+from nemo_offload_rl.algorithms.grpo_environments import load_code
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
@@ -17,8 +18,10 @@ from nemo_offload_rl.environments.interfaces import Observation, Response, Score
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.targets import UserCode
+from nemo_offload_rl.utils.metric_sinks import user_sinks
 
-CLIPPED = ClippedPGLoss(load_grpo_config("examples/configs/grpo_math_1B.yaml").loss_fn)
+CONFIG = load_grpo_config("examples/configs/grpo_math_1B.yaml")
+CLIPPED = ClippedPGLoss(CONFIG.loss_fn)
 
 
 def rollouts(num_prompts: int = 2, group_size: int = 2) -> RolloutBatch:
@@ -45,6 +48,9 @@ MASK = torch.ones(4, 3)
         (lambda logprobs, batch, norm: 1.0, "returned a float"),
         (lambda logprobs, batch, norm: logprobs.sum().detach(), "its loss has no gradient"),
         (lambda logprobs, batch, norm: logprobs.sum() / 0, "its loss is -inf where all logprobs are finite"),
+        (lambda logprobs, batch, norm: (logprobs.sum(), {"a": logprobs}), r"'a' is a tensor of shape .* one number"),
+        (lambda logprobs, batch, norm: (logprobs.sum(), {"a": "1"}), "'a' is a str; make it one number"),
+        (lambda logprobs, batch, norm: (logprobs.sum(), {"kl": 1.0}), "'kl' is measured already"),
         (lambda logprobs, batch, norm: batch.advantage.sum(), "AttributeError: .* at .*test_user_code.py"),
     ],
 )
@@ -93,6 +99,13 @@ def test_advantages_are_the_functions_by_response_or_by_token():
 def test_other_advantages_are_told(function, message):
     with pytest.raises(UserCodeError, match=message):
         GrpoCode(adv_estimator=UserCode("a", function)).advantages(rollouts(), REWARDS, MASK)
+
+
+def test_a_function_in_the_place_of_a_list_or_a_dictionary_is_told():
+    with pytest.raises(UserCodeError, match="callbacks is a function; give a list"):
+        user_sinks(CONFIG.logger, rollouts)
+    with pytest.raises(UserCodeError, match="environments is a function; give a dictionary"):
+        load_code(CONFIG.env, rollouts)
 
 
 def test_a_filter_keeps_what_it_says_group_by_group():

@@ -211,7 +211,15 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
                 "grpo.num_prompts_per_step=128",
                 "grpo.adv_estimator.name=reinforce_plus_plus",
             ],
-            "but adv_estimator.minus_baseline compares",
+            "compare each response with its group",
+        ),
+        (
+            [
+                "grpo.num_generations_per_prompt=1",
+                "grpo.num_prompts_per_step=128",
+                "grpo.use_leave_one_out_baseline=false",
+            ],
+            "all would be 0",
         ),
     ],
     "dynamic_sampling_needs_groups": [

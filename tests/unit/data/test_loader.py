@@ -88,5 +88,5 @@ def test_a_state_of_other_data_is_refused():
 
 @pytest.mark.parametrize("num_items", [0, 2])
 def test_fewer_items_than_a_batch_are_an_error(num_items):
-    with pytest.raises(DataError, match=f"has {num_items} rows and one batch needs 3"):
+    with pytest.raises(DataError, match=f"has {num_items} rows to train on and one batch needs 3"):
         make_loader(num_items=num_items)

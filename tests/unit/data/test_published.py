@@ -113,7 +113,7 @@ def test_a_problem_that_is_there_many_times_is_one_row_many_times(tmp_path):
         ({"dataset_name": "DAPOMath17K"}, {"prompt": [], "reward_model": {"ground_truth": "1"}},
          r"has no field 'prompt\.0\.content'"),
         ({"dataset_name": "DAPOMath17K"}, {"prompt": [user("q")], "reward_model": {"ground_truth": None}},
-         r"field 'reward_model\.ground_truth' is a NoneType"),
+         r"field 'reward_model\.ground_truth' is empty"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_not_as_published_is_an_error_with_its_place(tmp_path, keys, row, message):

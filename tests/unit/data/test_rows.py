@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ def assistant(text):
 def test_a_row_keeps_its_place_and_its_other_fields():
     row = response_row(record(q="1+1", a=2, level="easy"), "q", "a")
     assert row == Row(question="1+1", answer="2", origin="data.jsonl:2", metadata={"level": "easy"})
+    assert response_row(record(q="1+1", a=np.int64(2), level="easy"), "q", "a") == row
 
 
 @pytest.mark.parametrize(
@@ -30,8 +32,9 @@ def test_a_row_keeps_its_place_and_its_other_fields():
     [
         ({"question": "x", "a": "y"}, r"data.jsonl:2 has no field 'q' \(fields: a, question\); set input_key"),
         ({"q": "x"}, r"data.jsonl:2 has no field 'a' .*set output_key"),
-        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list"),
-        ({"q": "x", "a": None}, r"data.jsonl:2: field 'a' is a NoneType"),
+        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list; .* such as input_key=q\.0\.content"),
+        ({"q": "x", "a": None}, r"data.jsonl:2: field 'a' is empty \(null\)"),
+        ({"q": "x", "a": float("nan")}, r"data.jsonl:2: field 'a' is not a number \(NaN\)"),
     ],
 )
 def test_a_bad_row_is_an_error_that_names_its_place_and_the_mend(fields, message):

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from nemo_offload_rl.environments.custom import custom_environment
@@ -70,7 +71,7 @@ def test_numbers_booleans_and_scores_are_rewards_and_full_marks_are_correct():
         assert scores(lambda value=value: value, texts=["x"]) == [expected]
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, [1.0], object()])
+@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, [1.0], object(), np.ones(2), 10**309])
 def test_anything_else_ends_the_run_with_the_response_and_the_place_of_the_function(value):
     with pytest.raises(
         UserCodeError, match=r"test_custom\.py:\d+\): it returned .* for the response 'x'; return a fin"
@@ -144,6 +145,7 @@ def test_an_environment_class_is_made_with_its_kwargs_and_may_answer():
     [
         (type("Empty", (), {}), "the class has no method `step`"),
         (type("Few", (), {"step": lambda self, responses: []}), "step returned 0 outcomes for 2 responses"),
+        (type("Void", (), {"step": lambda self, responses: None}), "step returned None; return a list with a Score"),
         (type("Odd", (), {"step": lambda self, responses: ["x"] * 2}), "it returned 'x' for the response"),
         (type("Bare", (), {"step": lambda self: []}), r"step .* cannot be called as .*\(self, responses\)"),
         (type("Numb", (), {"step": lambda self, r: [Observation(3)] * 2}), "an Observation's text is 3"),

@@ -52,6 +52,8 @@ def test_the_command_prints_one_table_and_writes_a_file_once(tmp_path, capsys):
     assert yaml.safe_load(ours.read_text()) == migrate(grpo_file(), theirs).config
     with pytest.raises(ConfigError, match=r"our\.yaml exists; give the name of a new file"):
         main([str(theirs), "-o", str(ours)])
+    with pytest.raises(ConfigError, match=r"nowhere/our\.yaml cannot be written: No such file or directory"):
+        main([str(theirs), "-o", str(tmp_path / "nowhere" / "our.yaml")])
 
 
 def test_a_file_that_uses_what_is_not_here_is_not_written_and_told_in_one_line(tmp_path, capsys):

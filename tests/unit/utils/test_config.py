@@ -109,6 +109,7 @@ def test_the_same_parent_may_come_in_twice(tmp_path: Path) -> None:
 def test_a_missing_file_names_the_nearest_one_in_its_folder(small: Path) -> None:
     assert "did you mean" in message(small.with_name("smal.yaml"))
     assert "small.yaml" in message(small.with_name("smal.yaml"))
+    assert message(small.parent) == f"{small.parent} is a folder; give a YAML file"
 
 
 def test_a_missing_parent_is_named(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_of_a_mixtures_experts_those_count_that_a_token_goes_through(tmp_path):
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
     assert sizes.num_in_experts == in_experts
     assert sizes.num_active == sizes.num_parameters - in_experts // 2
+    (tmp_path / "more.safetensors").write_bytes(b"cut")
+    assert read_model_sizes(str(tmp_path)) is None
     dense = replace(sizes, num_active=sizes.num_parameters)
     assert dense.forward_flops([64]) - sizes.forward_flops([64]) == in_experts * 64
 
