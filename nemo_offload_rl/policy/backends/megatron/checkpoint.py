@@ -35,7 +35,7 @@ from nemo_offload_rl.residency import unique_storages
 logger = logging.getLogger(__name__)
 
 TRACKED = "tracked-"
-VALUES, SCALES = "values/", "scales/"
+VALUES, SCALES = "place/", "scales/"
 STEP = "step"
 
 
@@ -80,8 +80,8 @@ class MegatronState:
         saved = dcp.saved_names(path)
         if not any(name.startswith(VALUES) for name in saved):
             raise CheckpointError(
-                f"The checkpoint {path} was written by another backend; resume with policy.dtensor_cfg, or begin anew "
-                "from an export"
+                f"The checkpoint {path} was written by another backend, or by an earlier version; resume with "
+                "policy.dtensor_cfg if that wrote it, or begin anew from an export"
             )
         if self._with_scales and not any(name.startswith(SCALES) for name in saved):
             self._with_scales = False
