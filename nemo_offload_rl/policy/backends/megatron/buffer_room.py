@@ -15,6 +15,8 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
+from nemo_offload_rl.policy.backends.megatron.joined_states import joined_runs
+from nemo_offload_rl.residency import aligned
 from nemo_offload_rl.residency.cuda import uncached_free_bytes
 
 logger = logging.getLogger(__name__)
@@ -48,9 +50,19 @@ def buffer_bytes(parameters: Sequence[nn.Parameter], *, grads_in_fp32: bool) -> 
     )
 
 
+@torch.no_grad()
 def move_to_host(parameters: Sequence[nn.Parameter]) -> None:
-    """Have parameters in main memory; who wraps them copies them from there."""
+    """Have parameters in main memory; who wraps them copies them from there.
+
+    They share storages that are large enough for the system's own mapping. Thousands of small ones would lie in the C
+    library's heap, which keeps what is freed in it: a mixture's 28 GiB were the process's for good.
+    """
     num_bytes = sum(parameter.nbytes for parameter in parameters)
     logger.info("parameters of %.2f GiB wait in main memory for their buffers on the GPU", num_bytes / 2**30)
-    for parameter in parameters:
-        parameter.data = parameter.data.cpu()
+    for run in joined_runs(parameters, lambda parameter: parameter.nbytes):
+        storage = torch.empty(sum(aligned(parameter.nbytes) for parameter in run), dtype=torch.uint8)
+        offset_bytes = 0
+        for parameter in run:
+            piece = storage[offset_bytes : offset_bytes + parameter.nbytes]
+            offset_bytes += aligned(parameter.nbytes)
+            parameter.data = piece.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)

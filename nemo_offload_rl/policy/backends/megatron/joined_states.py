@@ -7,7 +7,7 @@ each in a storage of its own, and updates them in place wherever they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,21 +38,21 @@ def join_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
             if type(value) is Tensor and value.dim() > 0 and value.is_contiguous() and 0 < value.nbytes < SMALL_BYTES:
                 small[value.dtype].append((optimizer.state[parameter], key))
     for places in small.values():
-        for some in _runs(places):
+        for some in joined_runs(places, lambda place: place[0][place[1]].nbytes):
             _join(some)
     return has_states
 
 
-def _runs(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """Consecutive states of `JOINED_BYTES` at most."""
-    run: list[_Place] = []
+def joined_runs[T](items: Iterable[T], num_bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Consecutive items, `JOINED_BYTES` at most in each run, aligned as in a storage; a larger item is alone."""
+    run: list[T] = []
     held_bytes = 0
-    for state, key in places:
-        num_bytes = aligned(state[key].nbytes)
+    for item in items:
+        num_bytes = aligned(num_bytes_of(item))
         if run and held_bytes + num_bytes > JOINED_BYTES:
             yield run
             run, held_bytes = [], 0
-        run.append((state, key))
+        run.append(item)
         held_bytes += num_bytes
     if run:
         yield run

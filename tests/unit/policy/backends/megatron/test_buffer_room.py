@@ -1,5 +1,6 @@
 """How much room buffers need while a model is made. That parameters wait on the host is tested on GPUs."""
 
+import psutil
 import pytest
 import torch
 from policy_cases import ONE_RANK, assert_equal, full_params, make_settings, save_family, worker_of
@@ -43,6 +44,22 @@ def test_a_model_whose_parameters_were_given_other_memory_before_it_was_wrapped_
     with worker_of(settings, ONE_RANK) as worker:
         assert_equal(full_params(worker), expected)
     assert moved
+
+
+def test_memory_of_many_small_parameters_is_the_system_s_again_once_they_have_other_memory():
+    resident = psutil.Process().memory_info
+    value = torch.zeros(1, dtype=torch.bfloat16)
+    parameters = [nn.Parameter(value.expand(1 << 20), requires_grad=False) for _ in range(400)]
+    torch.empty(16 << 20, dtype=torch.uint8)  # once such a size was freed, malloc takes it from its heap
+    before_bytes = resident().rss
+    buffer_room.move_to_host(parameters)
+    held_bytes = resident().rss - before_bytes
+    others = []
+    for parameter in parameters:
+        others.append(torch.ones(256))  # as everything that lives on above what is freed
+        parameter.data = value
+    assert held_bytes > 750 << 20
+    assert resident().rss - before_bytes < 100 << 20
 
 
 def test_parameters_that_move_stay_the_same_objects_with_the_same_values():
