@@ -114,10 +114,9 @@ def optimizer_tensors(
     """
     for name, parameter in names():
         # Not `state[parameter]`: that would make an entry, and the optimizer would take it for one it has filled.
-        if parameter in optimizer.state:
-            for key, value in optimizer.state[parameter].items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    yield f"{name}/{key}", value
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                yield f"{name}/{key}", value
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

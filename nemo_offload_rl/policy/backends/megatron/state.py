@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
 from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
@@ -45,13 +45,21 @@ def _buffers(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
                 yield f"chunk{index}/{kind}{number}", buffer
 
 
-def param_tensors(chunks: Sequence[Any]) -> NamedTensors:
+type NamedModules = Sequence[tuple[str, nn.Module]]
+
+
+def named_modules(chunks: Sequence[Any]) -> NamedModules:
+    """All modules by a prefix for names of their tensors. Groups walk them once: of a mixture there are thousands."""
+    return [
+        (f"chunk{index}/{name}{'.' if name else ''}", module)
+        for index, chunk in enumerate(chunks)
+        for name, module in chunk.module.named_modules()
+    ]
+
+
+def param_tensors(chunks: Sequence[Any], modules: NamedModules) -> NamedTensors:
     """Parameter buffers, parameters and module buffers."""
-    yield from _flat_parameters(chunks)
-    for index, chunk in enumerate(chunks):
-        module = chunk.module  # the wrapper's attribute `buffers` hides the method of that name
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            yield f"chunk{index}/{name}", tensor
+    return chain(_flat_parameters(chunks), _parameters(modules), _module_buffers(modules))
 
 
 def _flat_parameters(chunks: Sequence[Any]) -> NamedTensors:
@@ -60,32 +68,40 @@ def _flat_parameters(chunks: Sequence[Any]) -> NamedTensors:
             yield f"{name}/param_data", buffer.param_data
 
 
-def trainable_tensors(chunks: Sequence[Any]) -> NamedTensors:
+def _parameters(modules: NamedModules) -> NamedTensors:
+    for prefix, module in modules:
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                yield prefix + name, tensor
+
+
+def _module_buffers(modules: NamedModules) -> NamedTensors:
+    for prefix, module in modules:
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                yield prefix + name, tensor
+
+
+def trainable_tensors(chunks: Sequence[Any], modules: NamedModules) -> NamedTensors:
     """Of `param_tensors`, what training writes."""
-    yield from _flat_parameters(chunks)
-    for index, chunk in enumerate(chunks):
-        for name, tensor in chunk.module.named_parameters():
-            if tensor.requires_grad:
-                yield f"chunk{index}/{name}", tensor
+    trained = ((name, tensor) for name, tensor in _parameters(modules) if tensor.requires_grad)
+    return chain(_flat_parameters(chunks), trained)
 
 
-def frozen_tensors(chunks: Sequence[Any]) -> NamedTensors:
+def frozen_tensors(modules: NamedModules) -> NamedTensors:
     """Of `param_tensors`, what nothing writes: frozen parameters, and module buffers."""
-    for index, chunk in enumerate(chunks):
-        for name, tensor in chunk.module.named_parameters():
-            if not tensor.requires_grad:
-                yield f"chunk{index}/{name}", tensor
-        for name, tensor in chunk.module.named_buffers():
-            yield f"chunk{index}/{name}", tensor
+    frozen = ((name, tensor) for name, tensor in _parameters(modules) if not tensor.requires_grad)
+    return chain(frozen, _module_buffers(modules))
 
 
 def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGroup, ...]:
-    """`params`, and with adapters `base` too."""
+    """`params`, and with adapters `base` too. No module may be added afterwards."""
+    modules = named_modules(chunks)
     if not has_adapters:
-        return (TensorGroup(PARAMS, lambda: param_tensors(chunks)),)
+        return (TensorGroup(PARAMS, lambda: param_tensors(chunks, modules)),)
     return (
-        TensorGroup(PARAMS, lambda: trainable_tensors(chunks)),
-        TensorGroup(BASE, lambda: frozen_tensors(chunks)),
+        TensorGroup(PARAMS, lambda: trainable_tensors(chunks, modules)),
+        TensorGroup(BASE, lambda: frozen_tensors(modules)),
     )
 
 
@@ -116,13 +132,14 @@ def optimizer_tensors(mcore: Any, members: Sequence[tuple[str, Tensor]]) -> Name
         states, scales = inner.state, getattr(inner, "_scales", {})
         for name, parameter in members:
             yield name + MASTER, parameter
-            # Not `state[parameter]`: that would make an entry for one that has none yet.
-            for key, value in states[parameter].items() if parameter in states else ():
+            # Not `states[parameter]`: that would make an entry for one that has none yet.
+            own = states.get(parameter, {})
+            for key, value in own.items():
                 # Scalars (Adam's `step`) cost nothing on the host, where torch keeps them.
                 if isinstance(value, Tensor) and value.dim() > 0:
                     yield f"{name}/{key}", value
-            for key, value in scales.get(parameter, {}).items():
-                if states[parameter][key].dtype is torch.bfloat16:
+            for key, value in scales.get(parameter, {}).items() if scales else ():
+                if own[key].dtype is torch.bfloat16:
                     continue  # made, and never read
                 yield f"{name}/{key}_scale", value
 
@@ -174,7 +191,7 @@ def state_bytes(chunks: Sequence[Any], optimizer: Any, spec: OptimizerSpec) -> d
         optimizer: Megatron's optimizer.
         spec: What it keeps.
     """
-    params = unique_storages(param_tensors(chunks))
+    params = unique_storages(param_tensors(chunks, named_modules(chunks)))
     sizes: dict[Tensor, int] = {}
     for mcore in sub_optimizers(optimizer):
         if mcore.is_stub_optimizer:
