@@ -32,7 +32,7 @@ class PhaseUse:
         phase: Its name in the plan.
         state_bytes: The policy's.
         engine_bytes: The engine's.
-        other_bytes: Contexts and captured graphs.
+        other_bytes: Contexts, communicators and captured graphs.
     """
 
     phase: str
@@ -156,7 +156,7 @@ def _in_parts(need: HostNeed) -> set[str]:
 
 
 def _phases(cfg: RunConfig, need: HostNeed, grads_bytes: int, count: int, gpu_bytes: int) -> list[PhaseUse]:
-    from nemo_offload_rl.config.rules.memory import RESTING_BYTES
+    from nemo_offload_rl.config.rules.memory import rest_bytes
     from nemo_offload_rl.residency import GRADS, GRADS_PART, Phase
 
     plan, weights_bytes = need.resolve(), _engine_weight_bytes(cfg, need, count)
@@ -168,7 +168,7 @@ def _phases(cfg: RunConfig, need: HostNeed, grads_bytes: int, count: int, gpu_by
         awake_bytes = weights_bytes + int(cache_gib * _GIB)
     engine_bytes = {Phase.REFIT: weights_bytes, Phase.GENERATION: weights_bytes and awake_bytes}
     return [
-        PhaseUse(phase.name, plan.plan.device_bytes(stays, phase), engine_bytes.get(phase, 0), RESTING_BYTES)
+        PhaseUse(phase.name, plan.plan.device_bytes(stays, phase), engine_bytes.get(phase, 0), rest_bytes(cfg, phase))
         for phase in plan.plan.phases
         if weights_bytes or phase not in engine_bytes
     ]

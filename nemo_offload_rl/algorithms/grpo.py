@@ -24,6 +24,7 @@ from nemo_offload_rl.algorithms.advantages import (
 from nemo_offload_rl.algorithms.agreement import without_disagreement
 from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig, needs_prev_logprobs
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
+from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
@@ -69,6 +70,7 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         super().__init__(settings, generation, parts, run_logger, progress)
         self._clipped = ClippedPGLoss(loss)
         self._loss = self._code.loss or self._clipped
+        self._idle_steps = IdleSteps()
         self._needs_prev = needs_prev_logprobs(settings, loss)
         self._needs_reference = loss.reference_policy_kl_penalty != 0
 
@@ -128,6 +130,7 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
                 parts.policy.prepare_for_training()
             result = self._update(rollouts, training_batch, self._loss)
         metrics = train_metrics(groups, rewards, by_response, result, self._seconds(), parts.speed)
+        self._idle_steps.count(metrics)
         metrics |= about_agreement
         if kept is not None:
             metrics["rollout_filter_rate"] = 1.0 - kept.mean().item()

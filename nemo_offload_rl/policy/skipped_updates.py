@@ -8,10 +8,15 @@ the batch had not been.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
 
 from nemo_offload_rl.errors import NonFiniteGradientsError
 from nemo_offload_rl.policy.backends.base import StepResult
 from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.residency import BASE, PARAMS, PARAMS_PART, StateGroup, local_tensor, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +26,12 @@ class SkippedUpdates:
 
     Args:
         max_in_a_row: More than this end the run.
+        groups: Lists the worker's state, whose parameters are looked at before a run ends.
     """
 
-    def __init__(self, max_in_a_row: int) -> None:
+    def __init__(self, max_in_a_row: int, groups: Callable[[], Iterable[StateGroup]] = tuple) -> None:
         self._max_in_a_row = max_in_a_row
+        self._groups = groups
         self._in_a_row = 0
 
     def count(self, step: StepResult) -> None:
@@ -40,12 +47,37 @@ class SkippedUpdates:
         elif not step.lowers_loss_scale:
             self._in_a_row += 1
         if self._in_a_row > self._max_in_a_row:
+            updates = f"{self._in_a_row} update{'s' if self._in_a_row > 1 else ''}"
             raise NonFiniteGradientsError(
-                f"{self._in_a_row} updates in a row had a gradient norm that is not finite (the last: "
-                f"{step.grad_norm}), more than policy.max_skipped_updates={self._max_in_a_row}; none of them was "
-                "applied. Look at train/loss and at the data of these steps, lower the learning rate, and resume from "
-                "the last checkpoint, or raise the limit."
+                f"{updates} in a row had a gradient norm that is not finite (the last: {step.grad_norm}), more than "
+                f"policy.max_skipped_updates={self._max_in_a_row}; none of them was applied. {self._advice()}"
             )
+
+    def _advice(self) -> str:
+        broken = parameters_not_finite(self._groups())
+        if broken:
+            return (
+                f"{len(broken)} of this rank's parameters are not finite themselves, {broken[0]} first. Check the "
+                "weights of policy.model_name, or of the checkpoint that was resumed."
+            )
+        return (
+            "Look at train/loss and at the data of these steps, lower the learning rate, and resume from the last "
+            "checkpoint, or raise the limit."
+        )
+
+
+@torch.no_grad()
+def parameters_not_finite(groups: Iterable[StateGroup]) -> list[str]:
+    """Names of parameters with a NaN or an infinity, as far as they are on the device."""
+    return [
+        name
+        for group in groups
+        if row_of(group.name) in (PARAMS, BASE, PARAMS_PART)
+        for name, tensor in group.tensors()
+        if isinstance(tensor, nn.Parameter)  # Megatron's flat buffers are listed too
+        and local_tensor(tensor).untyped_storage().nbytes()
+        and not torch.isfinite(local_tensor(tensor)).all()
+    ]
 
 
 def warn_of_skipped(result: TrainResult) -> None:

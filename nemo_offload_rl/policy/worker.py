@@ -100,7 +100,7 @@ class PolicyWorker:
             self._teacher.model.use_stream(self.residency.streamed_layers)
         self._saver = CheckpointSaver(self.residency)
         self._passes = Passes(self.residency, is_alone=self._backend.rank_info.world_size == 1)
-        self._skipped = SkippedUpdates(settings.max_skipped_updates)
+        self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
         self._sends_to_other_devices = False

@@ -59,9 +59,12 @@ from nemo_offload_rl.utils.flops import read_model_sizes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 _GIB = 2**30
-# CUDA contexts, communicators and captured graphs of a resting engine and a resting policy worker: 2.1 GiB seen with
-# vLLM 0.25.1 and a 0.6 B model on an H200.
-RESTING_BYTES = 3 * _GIB
+# What stays on a GPU whatever leaves it, seen on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
+# Of a policy worker, contexts, code and NCCL's buffers: 0.8 to 1.3 GiB alone, 2.9 as one of two. Of an engine asleep,
+# captured graphs too: 1.0 to 1.8, and 4.5 over two GPUs. Of the driver: 0.7 to 0.8.
+DRIVER_REST_BYTES = _GIB
+POLICY_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
+ENGINE_REST_BYTES = {"one": 2 * _GIB, "several": 9 * _GIB // 2}
 
 
 def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
@@ -74,7 +77,7 @@ def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
     total_bytes, group_bytes = known
     kept = [name for name, place in cfg.policy.residency_overrides.items() if place == "device"]
     del group_bytes[OPTIMIZER_PART]  # away, whatever is kept
-    kept_bytes = _plan(kept).device_bytes(group_bytes, Phase.GENERATION) + RESTING_BYTES
+    kept_bytes = _plan(kept).device_bytes(group_bytes, Phase.GENERATION) + rest_bytes(cfg, Phase.GENERATION)
     if share * total_bytes + kept_bytes <= total_bytes:
         return None
     largest = (total_bytes - kept_bytes) / total_bytes
@@ -170,7 +173,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     part_bytes = group_bytes.pop(OPTIMIZER_PART)
     if not backend.streams_in_parts:
         group_bytes[OPTIMIZER] += part_bytes
-    resting_bytes = RESTING_BYTES if _shares_its_gpu(cfg) else 0
+    resting_bytes = rest_bytes(cfg, Phase.TRAINING)
     awake_bytes = _awake_bytes(cfg, total_bytes)
     state_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP)
     limit_gib = cfg.policy.gpu_memory_limit_gib
@@ -187,7 +190,7 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     sizes = {"frozen params": group_bytes["params"]} if has_adapters else group_bytes
     parts = [f"{name} {size / _GIB:.1f}" for name, size in sizes.items() if size]
     if resting_bytes:
-        parts.append(f"contexts {resting_bytes / _GIB:.0f}")
+        parts.append(f"contexts {resting_bytes / _GIB:.1f}")
     if awake_bytes:
         parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
     fix = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
@@ -215,9 +218,18 @@ def _plan(kept: Collection[str] = ()) -> ResidencyPlan:
     )
 
 
-def _shares_its_gpu(cfg: RunConfig) -> bool:
-    """Whether an engine sleeps on the GPU while the policy trains."""
-    return isinstance(cfg, WITH_ROLLOUTS) and cfg.policy.generation.colocated.enabled
+def rest_bytes(cfg: RunConfig, phase: Phase) -> int:
+    """What a GPU of policy workers holds in a phase beside state and weights: contexts, communicators, captured graphs.
+
+    Those of an engine that is awake are within `gpu_memory_utilization`.
+    """
+    num_bytes = DRIVER_REST_BYTES + POLICY_REST_BYTES["several" if cfg.cluster.world_size > 1 else "one"]
+    if not isinstance(cfg, WITH_ROLLOUTS) or phase is Phase.GENERATION:
+        return num_bytes
+    generation = cfg.policy.generation
+    if not generation.colocated.enabled or not generation.vllm_cfg.enable_sleep_mode:
+        return num_bytes
+    return num_bytes + ENGINE_REST_BYTES["several" if generation.vllm_cfg.tensor_parallel_size > 1 else "one"]
 
 
 def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:

@@ -12,6 +12,7 @@ from grpo_replay import Replay, read_rollouts
 from local_grpo import ALWAYS, MIXED, NEVER, LocalGrpo, collected_ahead, local_grpo, make_prompts
 from tiny_models import save_model_folder
 
+from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.metric_names import grpo_names
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 
@@ -55,6 +56,22 @@ def test_a_generation_batch_of_dynamic_sampling_has_a_multiple_of_a_steps_prompt
         assert [len(prompts) for prompts, _ in run.engine.calls] == batches
         assert record["train/dynamic_sampling_batches"] == len(batches)
         assert record["train/filtered_accuracy"] == 0.5
+
+
+def test_steps_without_any_advantage_in_a_row_are_warned_of_with_what_to_change(tmp_path, model, caplog):
+    def warnings() -> list[str]:
+        return [found.getMessage() for found in caplog.records if "nothing to learn from" in found.getMessage()]
+
+    kinds = [*[NEVER] * 4, *[MIXED] * 2, *[ALWAYS] * 14]  # two prompts a step
+    local_grpo(tmp_path, model, kinds, "data.shuffle=false", "grpo.max_num_epochs=1", "grpo.max_num_steps=10").run()
+    assert ["last 3 steps" in warnings()[0], "last 6 steps" in warnings()[1]] == [True, True]
+    assert len(warnings()) == 2 and "rewards from 1 to 1" in warnings()[0]
+    caplog.clear()
+    idle, known = IdleSteps(), {"advantage_min": 0.0, "advantage_max": 0.0, "reward_min": 0.0, "truncation_rate": 0.0}
+    for reward, cut_off, advice in ((1.0, 0.0, "num_generations_per_prompt"), (0.0, 0.9, "max_new_tokens")):
+        for _ in range(3):
+            idle.count({**known, "reward_max": reward, "truncation_rate": cut_off})
+        assert advice in warnings()[-1]
 
 
 def test_epochs_are_counted_by_the_data_that_dynamic_sampling_takes_and_the_last_full_step_is_the_last(

@@ -23,6 +23,7 @@ from nemo_offload_rl.policy.backends.base import StepResult
 from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates
+from nemo_offload_rl.residency import local_tensor
 
 SCHEDULES = {
     "dtensor": {
@@ -104,6 +105,19 @@ def test_more_in_a_row_than_the_limit_end_training_and_one_good_update_starts_th
             worker.train(make_batch(), Poisoned(math.nan))
         assert_equal(full_params(worker), before[0])
         assert_equal(full_optimizer(worker), before[1])
+
+
+def test_weights_that_were_not_finite_from_the_start_are_named(make_worker, folders):
+    folder, _ = folders("qwen3-tied")
+    with make_worker(folder, max_skipped_updates=0) as worker:
+        worker.prepare_for_training()
+        params = next(group for group in worker._backend.state_groups() if group.name == "params")
+        name, tensor = next((name, tensor) for name, tensor in params.tensors() if tensor.dim() > 1)
+        with torch.no_grad():
+            local_tensor(tensor)[3, 5] = math.inf
+        message = rf"^1 update in a row .* {name} first. Check the weights of policy.model_name.*checkpoint"
+        with pytest.raises(NonFiniteGradientsError, match=message):
+            worker.train(make_batch(), NLL())
 
 
 def test_an_overflow_that_lowers_the_loss_scale_is_no_failure():
