@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_told_and_the_advice_fits():
     file = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
     fit = plan_fit(file, [], 24, 64, 8 * GIB)
     gpu, host, engine = fit.problems
-    assert gpu.startswith("policy.model_name needs 132.5 GiB on each GPU in training")
+    assert gpu.startswith("policy.model_name needs 131.5 GiB on each GPU in training")
     assert "(params 32.00, optimizer 64.00, reference 16.00, process 3.00, engine 2.00), but the machine leaves" in host
     assert engine.startswith("the engine's weights take 16.0 GiB of each GPU, and its share is 14.4;")
     offload = (CPU_OFFLOAD, "policy.generation.vllm_cfg.gpu_memory_utilization=0.8")

@@ -60,11 +60,12 @@ from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 _GIB = 2**30
 # What stays on a GPU whatever leaves it, seen on H100s and H200s (docs/measurements/large-models.md, parallelism.md).
-# Of a policy worker, contexts, code and NCCL's buffers: 0.8 to 1.3 GiB alone, 2.9 as one of two. Of an engine asleep,
-# captured graphs too: 1.0 to 1.8, and 4.5 over two GPUs. Of the driver: 0.7 to 0.8.
+# Of a policy worker, contexts, code and NCCL's buffers: 0.8 GiB of DTensor and 1.3 of Megatron alone, up to 1.9 and 2.9
+# as one of two. Of an engine asleep, captured graphs too: 1.0 to 1.8, and 4.5 over two GPUs. Of the driver: 0.7 to 0.8.
 DRIVER_REST_BYTES = _GIB
-POLICY_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
-ENGINE_REST_BYTES = {"one": 2 * _GIB, "several": 9 * _GIB // 2}
+DTENSOR_REST_BYTES = {"one": _GIB, "several": 2 * _GIB}
+MEGATRON_REST_BYTES = {"one": 3 * _GIB // 2, "several": 3 * _GIB}
+ENGINE_REST_BYTES = {"one": 3 * _GIB // 2, "several": 9 * _GIB // 2}
 
 
 def engine_leaves_room_for_the_policy(cfg: RolloutMasterConfig) -> str | None:
@@ -223,7 +224,8 @@ def rest_bytes(cfg: RunConfig, phase: Phase) -> int:
 
     Those of an engine that is awake are within `gpu_memory_utilization`.
     """
-    num_bytes = DRIVER_REST_BYTES + POLICY_REST_BYTES["several" if cfg.cluster.world_size > 1 else "one"]
+    of_policy = MEGATRON_REST_BYTES if isinstance(cfg.policy.backend, MegatronConfig) else DTENSOR_REST_BYTES
+    num_bytes = DRIVER_REST_BYTES + of_policy["several" if cfg.cluster.world_size > 1 else "one"]
     if not isinstance(cfg, WITH_ROLLOUTS) or phase is Phase.GENERATION:
         return num_bytes
     generation = cfg.policy.generation
