@@ -127,6 +127,7 @@ SHAPES = {
 _A3B = {"hidden": 2048, "moe_intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151936}
 MOE_SHAPES = {
     "moe-tiny": MoeShape(128, 2, 8, 64, heads=4, kv_heads=2, head_dim=32, experts_per_token=2, vocab=1024),
+    "moe-small": MoeShape(1024, 2, 16, 512, heads=16, kv_heads=8, head_dim=128, experts_per_token=4, vocab=32768),
     "4-layers": MoeShape(layers=4, experts=32, experts_per_token=8, **_A3B),
     "12-layers": MoeShape(layers=12, experts=64, experts_per_token=8, **_A3B),
     "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
