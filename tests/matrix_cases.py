@@ -43,6 +43,7 @@ from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.backends.dtensor.split_plan import context_problem, declared_plan, split_problem
 from nemo_offload_rl.policy.backends.hub_names import HubNames
+from nemo_offload_rl.policy.backends.megatron.supported import unsplit_layers
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -100,13 +101,14 @@ class Row:
         """Settings that two ranks share a model by; keys are the page's words."""
         config = family_config(self.name).to_dict()
         ways: dict[str, dict[str, Any]] = {DATA_PARALLELISM: {}}
-        # Vocabularies have to divide. With Megatron, experts beside tensor parallelism need sequence parallelism, which
-        # needs Transformer Engine.
-        splits = self.backend == MEGATRON and not self.has_experts and config["vocab_size"] % 2 == 0
-        if splits or (self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2)):
+        is_split = config["vocab_size"] % 2 == 0 and unsplit_layers(config, 2, is_local=True) is None
+        if self.backend == MEGATRON and is_split:
+            ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
+            # Experts beside tensor parallelism need sequence parallelism; here they are dealt out to the same ranks.
+            ways[TP] = ways[SP] | {"expert_model_parallel_size": 2} if self.has_experts else {"tensor_parallel_size": 2}
+        if self.backend == DTENSOR and not split_problem(config, declared_plan(config["model_type"]), 2):
             ways[TP] = {"tensor_parallel_size": 2}
-            if self.backend == DTENSOR:
-                ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
+            ways[SP] = {"tensor_parallel_size": 2, "sequence_parallel": True}
         if self.backend == DTENSOR and not context_problem(
             config, 2, longest=self.changes()["max_total_sequence_length"]
         ):

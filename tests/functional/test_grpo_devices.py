@@ -70,6 +70,12 @@ ARRANGEMENTS = {
     "Megatron PP": MEGATRON_PP,
     "Megatron PP, tied": MEGATRON_PP,
     "Megatron EP": (*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"),
+    "Megatron TP, EP": (
+        *MEGATRON_TP,
+        "policy.megatron_cfg.sequence_parallel=true",
+        "policy.megatron_cfg.expert_model_parallel_size=2",
+        WHOLE_PIECES,
+    ),
     "each on its own": (*DTENSOR, *OWN_DEVICES),
 }
 OVER_FOUR = {"Megatron": MEGATRON_TP, "DTensor": DTENSOR_TP}

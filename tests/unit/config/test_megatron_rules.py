@@ -169,7 +169,12 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             [f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
             "models of type olmoe have norms over all heads",
             {**DENSE, "model_type": "olmoe"},
-        )
+        ),
+        (
+            [LOCAL, f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS],
+            "latent attention's keys would lack those of other devices",
+            {**EXPERTS, "kv_lora_rank": 32},
+        ),
     ],
     "megatron_layers_divide_over_stages": [
         ([f"{KEY}.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"], "4 layers for 3 stages", DENSE),
@@ -196,7 +201,6 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "local_layers_keep_sequences_whole": [
         ([LOCAL, f"{KEY}.context_parallel_size=2"], "sees one device's part only", None),
-        ([LOCAL, f"{KEY}.sequence_parallel=true"], "the norms of transformer_impl=local", None),
     ],
     "local_layers_have_no_precision_aware_optimizer": [([LOCAL], "use_precision_aware_optimizer is true", None)],
     "eight_bit_layers_are_transformer_engines": [([LOCAL, f"{KEY}.fp8_cfg.enabled=true"], "set it to false", None)],

@@ -344,6 +344,11 @@ def check_megatron(process, root):
     chunked = {"activation_checkpointing": True, "logprob_chunk_size": 3}
     equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, **chunked, tensor_parallel_size=2, sparse=True)
     goes_on_bit_by_bit(process, f"{root}/qwen3", **megatron, tensor_parallel_size=2)
+    split = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    for family in ("qwen3-tied", "qwen2"):
+        equals_hugging_face(process, f"{root}/{family}", **megatron, **split)
+    equals_hugging_face(process, f"{root}/qwen3", **megatron, **split, **chunked, sparse=True)
+    goes_on_bit_by_bit(process, f"{root}/qwen3-tied", **megatron, **split)
     for family in ("qwen3", "qwen3-tied"):
         equals_hugging_face(process, f"{root}/{family}", **megatron, pipeline_model_parallel_size=2)
     equals_hugging_face(process, f"{root}/qwen3-tied", **megatron, pipeline_model_parallel_size=2, sparse=True)
@@ -352,8 +357,11 @@ def check_megatron(process, root):
     equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts)
     # Each rank has two of the four experts, and exports all of them.
     experts["moe_token_dispatcher_type"] = "alltoall"
-    for split in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
-        equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts, **{split: 2})
+    for size in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
+        equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts, **{size: 2})
+    # The same two ranks share every layer too; and then, each expert.
+    for size in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        equals_hugging_face(process, f"{root}/qwen3-moe", **megatron, **experts, **split, **{size: 2})
     with make_worker(process, f"{root}/qwen3", **megatron) as worker, pytest.raises(CheckpointError, match="tp2"):
         worker.load_checkpoint(Path(root) / "saved-2")
 

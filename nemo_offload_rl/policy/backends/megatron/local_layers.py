@@ -1,19 +1,21 @@
 """Layers of `transformer_impl: local`, in plain torch, without kernels of Transformer Engine or apex.
 
-Megatron-core has them for most families. Here is what it lacks: norms whose weights are kept minus one, and attention
-whose values have another size than its keys.
+Megatron-core has them for most families. Here is what it lacks: norms beside sequence parallelism, norms whose weights
+are kept minus one, and attention whose values have another size than its keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from copy import copy
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 PROVIDER_FIELDS = {
@@ -26,6 +28,23 @@ PROVIDER_FIELDS = {
     "persist_layer_norm": False,
 }
 """Of Megatron's configuration: no fused kernels."""
+
+
+def local_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:
+    """A norm of this configuration, for each of `hidden_size` numbers.
+
+    With sequence parallelism a rank's gradient of it is that of its own tokens. Megatron-core sums such gradients over
+    the ranks that share a row where parameters are marked, as those of Transformer Engine are.
+    """
+    if config.layernorm_zero_centered_gamma:
+        norm: nn.Module = ZeroCenteredNorm(config, hidden_size, eps)
+    else:
+        whole = copy(config)
+        whole.sequence_parallel = False  # megatron-core's refuse it, for want of the mark
+        norm = cast(nn.Module, WrappedTorchNorm(whole, hidden_size, eps))
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
 class ZeroCenteredNorm(nn.Module):
@@ -75,16 +94,17 @@ def local_block(config: Any, vp_stage: int | None = None) -> Any:
     if config.multi_latent_attention:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentAttention
-    if not config.layernorm_zero_centered_gamma:
-        return block
     for layer in block.layer_specs:
-        layer.submodules = replace(
-            layer.submodules, input_layernorm=ZeroCenteredNorm, pre_mlp_layernorm=ZeroCenteredNorm
-        )
-        attention = layer.submodules.self_attention.submodules
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = ZeroCenteredNorm
-    return replace(block, layer_norm=ZeroCenteredNorm)
+        attention = layer.submodules.self_attention
+        attention.submodules = _with_local_norms(attention.submodules)
+        layer.submodules = _with_local_norms(layer.submodules)
+    return _with_local_norms(block)
+
+
+def _with_local_norms(submodules: Any) -> Any:
+    """The same parts, with `local_norm` in the place of megatron-core's norms."""
+    norms = [field.name for field in fields(submodules) if getattr(submodules, field.name) is WrappedTorchNorm]
+    return replace(submodules, **dict.fromkeys(norms, local_norm))
 
 
 def let_experts_add_biases(chunks: list[nn.Module]) -> list[nn.Module]:

@@ -161,7 +161,8 @@ def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     """What rules say of a folder before Ray starts, for models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
         raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
-    if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size)) is not None:
+    is_local = cfg.transformer_impl == "local"
+    if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)) is not None:
         raise ConfigError(f"policy.megatron_cfg.{reason}.")
 
 

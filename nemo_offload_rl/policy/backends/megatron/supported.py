@@ -38,21 +38,31 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     return unsupported_family(config, MEGATRON) or unsupported_layers(config) or unsupported_rope(config)
 
 
-def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int) -> str | None:
+def unsplit_layers(config: Mapping[str, Any], tensor_parallel_size: int, *, is_local: bool) -> str | None:
     """Why a model is not split by tensor parallelism of a size, or None.
 
     Args:
         config: The contents of a config.json.
         tensor_parallel_size: As set.
+        is_local: Layers are those of `transformer_impl: local`. Its latent attention
+            (megatron/core/transformer/multi_latent_attention.py) gathers the keys' rotated part without adding up its
+            gradient.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    if tensor_parallel_size == 1 or family is None or MEGATRON not in family.unsplit_by:
+    if tensor_parallel_size == 1:
         return None
-    return (
-        f"tensor_model_parallel_size is {tensor_parallel_size}, but models of type {family.model_type} have norms over "
-        "all heads, whose gradients would lack those of other devices; set it to 1 and spread the "
-        "experts by expert_model_parallel_size"
-    )
+    problem = f"tensor_model_parallel_size is {tensor_parallel_size}, but "
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and MEGATRON in family.unsplit_by:
+        return (
+            f"{problem}models of type {family.model_type} have norms over all heads, whose gradients would lack those "
+            "of other devices; set it to 1 and spread the experts by expert_model_parallel_size"
+        )
+    if is_local and config.get("kv_lora_rank") is not None:
+        return (
+            f"{problem}the gradients of latent attention's keys would lack those of other devices with "
+            "transformer_impl=local; set it to 1, or transformer_impl to transformer_engine"
+        )
+    return None
 
 
 def unsupported_layers(config: Mapping[str, Any]) -> str | None:

@@ -182,7 +182,8 @@ def megatron_splits_the_layers_of_the_family(cfg: PolicyRun) -> str | None:
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None:
         return None
-    reason = unsplit_layers(model, megatron.tensor_model_parallel_size)
+    is_local = megatron.transformer_impl == "local"
+    reason = unsplit_layers(model, megatron.tensor_model_parallel_size, is_local=is_local)
     return None if reason is None else f"{KEY}.{reason}"
 
 
@@ -276,21 +277,14 @@ def local_layers_take_padded_batches(cfg: PolicyRun) -> str | None:
 
 
 def local_layers_keep_sequences_whole(cfg: PolicyRun) -> str | None:
-    """Megatron's local layers do not split sequences over devices."""
+    """Attention of Megatron's local layers does not split sequences over devices."""
     megatron = megatron_section(cfg)
-    if megatron is None or megatron.transformer_impl != "local":
+    if megatron is None or megatron.transformer_impl != "local" or megatron.context_parallel_size == 1:
         return None
-    if megatron.context_parallel_size > 1:
-        return (
-            f"{KEY}.context_parallel_size is {megatron.context_parallel_size}, but attention of "
-            "transformer_impl=local sees one device's part only; set it to 1, or transformer_impl to transformer_engine"
-        )
-    if megatron.sequence_parallel:
-        return (
-            f"{KEY}.sequence_parallel is true, but the norms of transformer_impl=local do not know it; set it to "
-            "false, or transformer_impl to transformer_engine"
-        )
-    return None
+    return (
+        f"{KEY}.context_parallel_size is {megatron.context_parallel_size}, but attention of "
+        "transformer_impl=local sees one device's part only; set it to 1, or transformer_impl to transformer_engine"
+    )
 
 
 def local_layers_have_no_precision_aware_optimizer(cfg: PolicyRun) -> str | None:
