@@ -7,7 +7,8 @@ as many times as it has tokens. Sources: Switch Transformers (arXiv 2101.03961),
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,46 @@ def router_loss_scale(config: Any, num_tokens: int, device: torch.device) -> Ten
         device: Of the losses.
     """
     return config.grad_scale_func(torch.ones(1, device=device)) / num_tokens
+
+
+def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
+    """Let auxiliary losses be multiplied by the tokens that they are of, whoever shares these.
+
+    Devices that share rows have the loss of their parts. Megatron-core 0.19.2 means to multiply it by a part's tokens
+    and the number of parts, but its count (`get_tokens_per_expert_and_token_count`) is that of all parts: the sum over
+    devices is taken in place. Nor has each part as many, where rows end in padding.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                router: Any = module
+                router.register_forward_pre_hook(_remember_tokens)
+                router.attach_and_log_load_balancing_loss = partial(
+                    _attach_loss, router, router.attach_and_log_load_balancing_loss
+                )
+
+
+def _remember_tokens(router: Any, inputs: tuple[Any, ...]) -> None:
+    if router.training and torch.is_grad_enabled():  # else there is no loss, nor is padding known
+        router.num_real_tokens = (~inputs[1]).sum().float()
+
+
+def _attach_loss(
+    router: Any,
+    attach: Callable[..., Tensor],
+    weights_TE: Tensor,
+    coefficient: float,
+    loss: Tensor,
+    name: str,
+    group: Any,
+    **options: Any,
+) -> Tensor:
+    """Call megatron-core's with what gives the tokens of the loss's group, multiplied by the number of parts."""
+    count = router.num_real_tokens.clone()
+    if group.size() > 1:
+        torch.distributed.all_reduce(count, group=group)
+    options["valid_token_count"] = count / router.tp_cp_group.size()
+    return attach(weights_TE, coefficient, loss, name, group, **options)
 
 
 class ExpertBiases:

@@ -21,7 +21,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
-from nemo_offload_rl.policy.backends.megatron.balancing import ExpertBiases, adds_router_loss
+from nemo_offload_rl.policy.backends.megatron.balancing import (
+    ExpertBiases,
+    adds_router_loss,
+    weigh_losses_by_real_tokens,
+)
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
 from nemo_offload_rl.policy.backends.megatron.buffer_room import wrapped_for_16_bits
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
@@ -135,6 +139,8 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         use_grouped_products(chunks)
     config = chunks[0].config
     biases = ExpertBiases(chunks, 0.0 if is_frozen else cfg.moe_router_bias_update_rate)
+    if adds_router_loss(cfg):
+        weigh_losses_by_real_tokens(chunks)
     if not is_frozen:
         config.no_sync_func = chunks[0].no_sync
         config.finalize_model_grads_func = partial(_finalize_gradients, biases)

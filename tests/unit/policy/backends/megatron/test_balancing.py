@@ -179,21 +179,30 @@ def test_biases_of_experts_move_once_a_step_and_are_state_of_the_model(biased, t
 
 
 def check(process, moe, biased):
+    """Ranks with rows of their own, and ranks that share each row's layers and split its tokens."""
+    for split in ({}, {"tensor_parallel_size": 2, "sequence_parallel": True}):
+        balances_as_one(process, moe, biased, expert_model_parallel_size=2, **split)
+
+
+def balances_as_one(process, moe, biased, **split):
     batch = make_batch()
     model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
     pairs = [batch.select([row, row + 1]) for row in range(0, 8, 2)]
-    changes = {**TRAINED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFF}
-    settings = make_settings(moe, **changes, expert_model_parallel_size=2)
-    with worker_of(settings, process) as worker:
-        worker.prepare_for_training()
-        worker.forward_backward(shard(batch, worker), NLL())
-        assert_close(by_expert(full_grads(worker)), by_expert(expected_grads(model, pairs, "aux_loss")))
-        worker.zero_grad()
+    # A global loss is of the micro-batches that ranks have at a time.
+    at_a_time = pairs if "sequence_parallel" in split else [batch.select([0, 1, 4, 5]), batch.select([2, 3, 6, 7])]
+    for kind, micro_batches in (("aux_loss", pairs), ("seq_aux_loss", pairs), ("global_aux_loss", at_a_time)):
+        changes = {**TRAINED, "moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFF}
+        with worker_of(make_settings(moe, **changes, **split), process) as worker:
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(shard(batch, worker))
+            worker.prepare_for_training()
+            worker.forward_backward(shard(batch, worker), NLL())
+            assert_close(by_expert(full_grads(worker)), by_expert(expected_grads(model, micro_batches, kind)))
+            worker.zero_grad()
     model = AutoModelForCausalLM.from_pretrained(biased, dtype=torch.float32)
     expected = moved(biases_of(load_file(f"{biased}/model.safetensors")), tokens_of_experts(model, batch))
-    settings = make_settings(biased, **TRAINED, moe_router_bias_update_rate=RATE, expert_model_parallel_size=2)
-    settings = replace(settings, train_micro_batch_size=1)
-    with worker_of(settings, process) as worker:
+    settings = make_settings(biased, **TRAINED, moe_router_bias_update_rate=RATE, **split)
+    with worker_of(replace(settings, train_micro_batch_size=1), process) as worker:
         worker.prepare_for_training()
         worker.train(shard(batch, worker), NLL())
         assert_equal(biases_of(full_params(worker)), expected)
