@@ -49,7 +49,7 @@ def weigh_losses_by_real_tokens(chunks: Sequence[Any]) -> None:
 
     Devices that share rows have the loss of their parts. Megatron-core 0.19.2 means to multiply it by a part's tokens
     and the number of parts, but its count (`get_tokens_per_expert_and_token_count`) is that of all parts: the sum over
-    devices is taken in place. Nor has each part as many, where rows end in padding.
+    devices is taken in place. One part's would not do either: where rows end in padding, parts differ.
     """
     for chunk in chunks:
         for module in chunk.modules():
