@@ -37,7 +37,7 @@ class RefitPolicy:
     def release_memory(self) -> None:
         """It holds nothing."""
 
-    def offload_after_refit(self) -> None:
+    def offload_after_refit(self, wait_for_all: bool = True) -> None:
         """It holds nothing."""
 
     def start_refit(self) -> None:

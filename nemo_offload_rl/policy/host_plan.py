@@ -343,16 +343,20 @@ def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], de
         }
         of_teacher = (TEACHER, TEACHER_LAYER, TEACHER_HEAD)
         candidates = {name: size for name, size in stays.items() if name not in overrides and name not in of_teacher}
-        engine_bytes = int(settings.engine_memory_share * device_bytes)
-        # The share does not bound a cache of a fixed size.
-        engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
         kept_bytes = sum(size for name, size in stays.items() if name in kept)
-        room = device_bytes - engine_bytes
-        if settings.gpu_memory_limit_gib is not None:
-            room = min(room, int(settings.gpu_memory_limit_gib * _GIB))
-        room -= SHARED_RESERVE_BYTES + kept_bytes
-        kept |= choose_resident(candidates, max(0, room))
+        kept |= choose_resident(candidates, max(0, beside_engine_bytes(settings, device_bytes) - kept_bytes))
     return frozenset(kept)
+
+
+def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
+    """What a worker's tensors may have of a device of `device_bytes` while the engine is awake; 0 for nothing."""
+    engine_bytes = int(settings.engine_memory_share * device_bytes)
+    # The share does not bound a cache of a fixed size.
+    engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
+    room = device_bytes - engine_bytes
+    if settings.gpu_memory_limit_gib is not None:
+        room = min(room, int(settings.gpu_memory_limit_gib * _GIB))
+    return max(0, room - SHARED_RESERVE_BYTES)
 
 
 def gpu_limit_refusal(limit_gib: float, total_gib: float | None) -> str:

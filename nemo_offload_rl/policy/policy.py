@@ -104,9 +104,12 @@ class Policy:
         """See `PolicyWorker`."""
         self._group.run_all("release_memory")
 
-    def offload_after_refit(self) -> list[TransitionReport]:
-        """See `PolicyWorker`; one report by rank."""
-        return self._group.run_all("offload_after_refit")
+    def offload_after_refit(self, wait_for_all: bool = True) -> list[TransitionReport]:
+        """See `PolicyWorker`; one report by rank. What is not waited for ends beside the caller."""
+        reports = self._group.run_all("offload_after_refit", wait_for_all)
+        if not wait_for_all:
+            self._group.start_all("release_memory", True)  # a worker in which it fails fails the next call
+        return reports
 
     def residency_plan(self) -> str:
         """The resolved plan of rank 0 as a table with sizes; the other ranks have the same."""

@@ -18,6 +18,7 @@ from nemo_offload_rl.policy.host_plan import (
     LOADING,
     PROCESS,
     HostNeed,
+    beside_engine_bytes,
     claim_host_memory,
     gpu_limit_refusal,
 )
@@ -144,6 +145,7 @@ def build_manager(
         arenas=arenas,
         overlap=settings.residency_overlap,
         verify=settings.residency_verify,
+        beside_engine_bytes=beside_engine_bytes(settings, device.total_bytes()),
     )
     with ExitStack() as unless_done:
         unless_done.callback(manager.close)

@@ -126,15 +126,18 @@ class PolicyWorker:
         self._backend.clear_caches()
         return self._communicators.enter(self.residency, Phase.REFIT)
 
-    def release_memory(self) -> None:
-        """Release to the driver the memory of what has left by now; does not wait for the rest."""
-        self.residency.release_finished()
+    def release_memory(self, wait_for_all: bool = False) -> None:
+        """Release to the driver the memory of what has left by now, or of the rest too, which is then waited for."""
+        if wait_for_all:
+            self.residency.settle(is_exposed=False)
+        else:
+            self.residency.release_finished()
 
-    def offload_after_refit(self) -> TransitionReport:
-        """Leave nothing on the device. Until the next phase, collectives on it may be impossible."""
+    def offload_after_refit(self, wait_for_all: bool = True) -> TransitionReport:
+        """Leave nothing on the device, waiting for all or for the engine's share; collectives may be impossible."""
         if self._sender is not None:
             self._sender.release()
-        return self._communicators.enter(self.residency, Phase.GENERATION)
+        return self._communicators.enter(self.residency, Phase.GENERATION, waits_for_all=wait_for_all)
 
     def residency_plan(self) -> str:
         """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""

@@ -131,13 +131,13 @@ class Communicators:
         if were_suspended:
             self.suspend()
 
-    def enter(self, manager: ResidencyManager, phase: Phase) -> TransitionReport:
+    def enter(self, manager: ResidencyManager, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """`manager.enter`, with the communicators suspended in GENERATION and in no other phase."""
         start = time.perf_counter()
         if phase is not Phase.GENERATION:
             self.resume()
         took_s = time.perf_counter() - start
-        report = manager.enter(phase)
+        report = manager.enter(phase, waits_for_all=waits_for_all)
         start = time.perf_counter()
         if phase is Phase.GENERATION and (freed_bytes := self.suspend()):
             report.group("communicators").bytes_freed += freed_bytes

@@ -132,6 +132,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
     def total_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
 

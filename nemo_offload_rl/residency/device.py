@@ -119,6 +119,10 @@ class Device(ProcessMemory, Protocol):
         """Memory in use on the device, by everyone."""
         ...
 
+    def reserved_bytes(self) -> int:
+        """Memory that this process's allocator holds, cached or in use; 0 where that is not known."""
+        ...
+
     def total_bytes(self) -> int:
         """Memory of the whole device."""
         ...
@@ -256,6 +260,9 @@ class CpuDevice:
 
     def used_bytes(self) -> int:
         return resident_bytes()
+
+    def reserved_bytes(self) -> int:
+        return 0
 
     def total_bytes(self) -> int:
         return memory_total_bytes()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
 
 import torch
 from torch import nn
@@ -34,17 +34,21 @@ class _Flight:
         transfer: The copies.
         report: What they are charged to.
         to_release: For a group that leaves, storages to release as they finish.
+        read: For a group that stays, storages that are copied. It may leave meanwhile, as they finish.
         num_released: How many of these have been released.
         num_needed: For a group that arrives, how many of the copies are needed at once, and how many with each layer.
         is_beside: They ran beside others, whose seconds on the link are counted.
+        order: Earlier ones have a smaller number.
     """
 
     transfer: Transfer
     report: TransitionReport
     to_release: Sequence[torch.UntypedStorage] = ()
+    read: Sequence[torch.UntypedStorage] = ()
     num_released: int = 0
     num_needed: Sequence[int] = ()
     is_beside: bool = False
+    order: int = field(default_factory=count().__next__)
 
 
 class GroupState:
@@ -70,9 +74,10 @@ class GroupState:
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
-        self._settle()
-        move = report.group(self.group.name)
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
+        if place is Placement.FREED or not self._is_refreshing(on_device):
+            self._settle()
+        move = report.group(self.group.name)
         freed = sum(record.storage.nbytes() for record in on_device.values())
         if place is Placement.FREED:
             self.location = place
@@ -162,6 +167,16 @@ class GroupState:
         return self._flight is not None and self.location is not Placement.DEVICE
 
     @property
+    def order(self) -> int:
+        """When the copies under way were asked for, beside those of other groups."""
+        return self._flight.order if self._flight is not None else 0
+
+    def wait_some(self) -> None:
+        """Wait until some of the copies under way have finished."""
+        if self._flight is not None:
+            self._flight.transfer.wait_some()
+
+    @property
     def is_arriving(self) -> bool:
         """Whether copies in are under way whose last one nothing has waited for."""
         return self._flight is not None and bool(self._flight.num_needed)
@@ -221,12 +236,16 @@ class GroupState:
         for flight in self._unaccounted:
             flight.transfer.wait_host()
 
-    def settle_and_charge(self) -> TransitionReport | None:
-        """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned."""
+    def settle_and_charge(self, *, is_exposed: bool = True) -> TransitionReport | None:
+        """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned.
+
+        `is_exposed`: somebody waits for this.
+        """
         if self._flight is None:
             return None
         report = self._flight.report
-        report.exposed_s += self.settle()
+        waited_s = self.settle()
+        report.exposed_s += waited_s if is_exposed else 0.0
         return report
 
     def release_finished(self) -> bool:
@@ -256,7 +275,7 @@ class GroupState:
         self.settle()
         transfer, dirty = self._copy_dirty(records, report)
         if dirty:
-            self._flight = _Flight(transfer, report)
+            self._flight = _Flight(transfer, report, read=[record.storage for record in dirty])
 
     def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Bring the host copy up to date while the group stays on the device."""
@@ -301,14 +320,18 @@ class GroupState:
                 )
 
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        refresh = self._flight
         transfer, dirty = self._copy_dirty({} if self._is_foreign else records, report)
         # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
         self.location = Placement.HOST
-        self._flight = _Flight(transfer, report, to_release=[record.storage for record in dirty])
-        dirty_keys = {record.key for record in dirty}
+        to_release = [record.storage for record in dirty] if refresh is None else refresh.read
+        self._flight = refresh or _Flight(transfer, report)
+        self._flight.to_release = to_release
+        dirty_keys, kept_keys = {record.key for record in dirty}, {storage_key(storage) for storage in to_release}
         for key, record in records.items():
             if key not in dirty_keys:
                 report.group(self.group.name).bytes_clean += record.storage.nbytes()
+            if key not in kept_keys:
                 self._device.release(record.storage)
         if self.release_finished():
             self._finish()
@@ -334,6 +357,13 @@ class GroupState:
     def _is_released(self) -> bool:
         return self._flight is None or self._flight.num_released == len(self._flight.to_release)
 
+    def _is_refreshing(self, records: Mapping[int, StorageRecord]) -> bool:
+        """Whether the copies under way are those with which the group can leave."""
+        flight = self._flight
+        if flight is None or not flight.read or self._is_foreign or self._verify:
+            return False
+        return all(self.mirror.is_clean(key, self.version) for key in records)
+
     def _is_whole(self, records: Mapping[int, StorageRecord]) -> bool:
         """Whether the group is leaving and all of its contents are still on the device."""
         flight = self._flight
@@ -350,7 +380,7 @@ class GroupState:
     def _finish(self) -> None:
         if self._flight is not None:
             # Kept for its seconds only: a storage in it would outlive the tensor that its owner drops.
-            self._flight.to_release = ()
+            self._flight.to_release = self._flight.read = ()
             self._unaccounted.append(self._flight)
             self._flight = None
 
@@ -380,32 +410,3 @@ def in_order_of_use(
     ordered = sorted(records.values(), key=lambda record: place_of.get(record.key, 0))
     num_at = Counter(place_of.get(record.key, 0) for record in ordered)
     return ordered, list(accumulate(num_at[place] for place in range(len(layers) + 1)))
-
-
-class LayerWaits:
-    """Hooks that have each layer wait for its own parameters, whichever groups hold them.
-
-    They come before the hooks that a layer has already: FSDP's reads the layer's parameters.
-
-    Args:
-        states: All groups of a worker.
-    """
-
-    def __init__(self, states: Iterable[GroupState]) -> None:
-        self._layers: dict[nn.Module, list[tuple[GroupState, int]]] = {}
-        for state in states:
-            for place, layer in enumerate(state.group.layers, start=1):
-                self._layers.setdefault(layer, []).append((state, place))
-        self._hooks = [layer.register_forward_pre_hook(self._before, prepend=True) for layer in self._layers]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
-        late = [(state, place) for state, place in self._layers[layer] if state.is_arriving]
-        for state, place in late:
-            state.wait_arrival(place)
-        if late:
-            late[0][0].group.layer_arrived(layer)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device import Device
 from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
-from nemo_offload_rl.residency.group_state import GroupState, LayerWaits
+from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StateGroup
 from nemo_offload_rl.residency.host_arena import HostArena, HostArenas, HostMirror
+from nemo_offload_rl.residency.layer_waits import LayerWaits
 from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
 from nemo_offload_rl.residency.leftovers import LeftoverCheck
 from nemo_offload_rl.residency.passing import PassingParts
@@ -57,6 +58,7 @@ class ResidencyManager:
         arenas: Host memory for all groups, perhaps reserved already; the manager closes it. None makes it.
         overlap: Let copies run beside the caller's work where the device can; False waits for each inside `enter`.
         verify: Compare host copies that count as up to date with the device, byte by byte. Slow; for finding bugs.
+        beside_engine_bytes: What this process may have of the device beside an engine that is awake.
 
     Attributes:
         passing: Moves parameters and gradients that pass through the device part by part; None where none do.
@@ -71,6 +73,7 @@ class ResidencyManager:
         arenas: HostArenas | None = None,
         overlap: bool = True,
         verify: bool = False,
+        beside_engine_bytes: int = 0,
     ) -> None:
         unknown = [group.name for group in groups if row_of(group.name) not in plan.table]
         if unknown:
@@ -92,6 +95,7 @@ class ResidencyManager:
         self._groups = GroupSet(self._states, device)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
+        self._beside_engine_bytes = beside_engine_bytes if self._overlap else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         bundles = list(zip(self._parts, params, grads, strict=True)) if params else [(part,) for part in self._parts]
         layers, charge = self._of_row(TEACHER_LAYER), self._ledger.add
@@ -106,8 +110,13 @@ class ResidencyManager:
 
     # -- phases
 
-    def enter(self, phase: Phase) -> TransitionReport:
+    def enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
+
+        Args:
+            phase: Any.
+            waits_for_all: Without it, GENERATION is entered with up to `beside_engine_bytes` still leaving, which is
+                waited for in `settle` or in the next phase.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
@@ -118,13 +127,15 @@ class ResidencyManager:
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
         is_new, settles = phase is not self.phase, self._settles(phase)
+        limit_bytes = 0 if waits_for_all or phase is not Phase.GENERATION else self._beside_engine_bytes
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
-            if self._device.is_paced and phase is not Phase.REFIT and self.phase is not Phase.OPTIM_STEP:
+            ends_pace = phase is not Phase.REFIT and self.phase is not Phase.OPTIM_STEP and not limit_bytes
+            if self._device.is_paced and ends_pace:
                 self._groups.end_pace(report, release_cache=self.plan.releases_cache(phase))
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
@@ -136,7 +147,9 @@ class ResidencyManager:
         self.phase = phase
         if self.passing is not None:
             self.passing.phase = phase
-        if settles:
+        if limit_bytes:
+            self._groups.leave_at_most(limit_bytes, report)
+        elif settles:
             release_cache = is_new and self.plan.releases_cache(phase)
             self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
         if is_new:
@@ -150,20 +163,15 @@ class ResidencyManager:
         phase = report.target
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
-            here = {name for name, state in self._states.items() if state.location is Placement.DEVICE}
-            report.leftovers = self._leftover_check.check(records, here, cache_released=self.plan.releases_cache(phase))
+            report.leftovers = self._groups.leftovers(records, self._leftover_check, self.plan.releases_cache(phase))
         self._work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return
         with self._device.held_up(report):  # all through the copies where host memory is not page-locked
             for name in self._groups.leaving_after(phase, self.plan):
                 self._states[name].start_refresh(records[name], report)
-            spec = PHASES[phase]
-            if spec.prefetches_snapshots:
-                self._prefetcher.stage(phase, self._snapshots.all, records, report)
-            if spec.prefetches_for is not None:
-                allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
-                self._prefetcher.bring(phase, spec.prefetches_for, allowed, records, report)
+            allowed = [name for name, place in wanted.items() if place is Placement.UNCHANGED]
+            self._prefetcher.bring_beside(phase, allowed, self._snapshots.all, records, report)
 
     def prefetch(self, phase: Phase) -> None:
         """Start to bring what `phase` will need, if copies can overlap and there is room beside the present work.
@@ -260,9 +268,14 @@ class ResidencyManager:
         """
         self._groups.release_finished(release_cache=to_driver and self._releases_cache)
 
-    def settle(self) -> None:
-        """Wait for every copy under way and release the memory of what left."""
-        self._groups.settle(release_cache=self._releases_cache)
+    def settle(self, *, is_exposed: bool = True) -> None:
+        """Wait for every copy under way and release the memory of what left. `is_exposed`: somebody waits for this."""
+        is_late = self._groups.is_leaving and self.phase is Phase.GENERATION
+        self._groups.settle(release_cache=self._releases_cache, is_exposed=is_exposed)
+        if is_late and (
+            left := self._groups.leftovers(self._groups.records(), self._leftover_check, self._releases_cache)
+        ):
+            self._ledger.add(TransitionReport(self.phase, Phase.GENERATION, leftovers=left))
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters have arrived; does not block.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from nemo_offload_rl.residency.ledger import TransitionReport
-from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, Phase, Placement, ResidencyPlan, row_of
+from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, PHASES, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
 from nemo_offload_rl.residency.window import Bundle, Window
@@ -75,6 +75,21 @@ class Prefetcher:
         self._work.begin(sum(device_bytes(self._groups.records()).values()))
         return num_bytes + report.bytes_freed
 
+    def bring_beside(
+        self,
+        now: Phase,
+        names: Iterable[str],
+        snapshots: Mapping[str, Snapshot],
+        records: Records,
+        report: TransitionReport,
+    ) -> None:
+        """Start to bring what is prefetched in `now`, which has just been entered: of `names`, and of the snapshots."""
+        spec = PHASES[now]
+        if spec.prefetches_snapshots:
+            self._stage(now, snapshots, records, report)
+        if spec.prefetches_for is not None:
+            self.bring(now, spec.prefetches_for, names, records, report)
+
     def bring(
         self, now: Phase, target: Phase, names: Iterable[str], records: Records, report: TransitionReport
     ) -> None:
@@ -118,7 +133,7 @@ class Prefetcher:
                 report.without_room.append(self._parts[0][0].group.name)
             self._work.add(window.held_bytes - held_bytes)
 
-    def stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
+    def _stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
         """Bring snapshots beside their groups while the policy's own logprobs are computed."""
         if self.is_paused or not self._work.is_known(now):
             return

@@ -14,6 +14,7 @@ from nemo_offload_rl.residency.errors import ResidencyError
 from nemo_offload_rl.residency.group_state import GroupState
 from nemo_offload_rl.residency.groups import StorageRecord, local_tensor, storage_key, unique_storages
 from nemo_offload_rl.residency.ledger import TransitionReport
+from nemo_offload_rl.residency.leftovers import Leftover, LeftoverCheck
 from nemo_offload_rl.residency.plan import PHASES, Phase, Placement, ResidencyPlan
 
 type Records = dict[str, dict[int, StorageRecord]]
@@ -142,18 +143,58 @@ class GroupSet:
             self.release_cache_for(report)
         self.device.pace_out(False)
 
-    def settle(self, *, arrivals: bool = True, release_cache: bool, report: TransitionReport | None = None) -> None:
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the memory of some group is still to be released."""
+        return any(state.is_leaving for state in self.states.values())
+
+    def leftovers(self, records: Records, check: LeftoverCheck, cache_released: bool) -> list[Leftover]:
+        """See `LeftoverCheck`; none while a group is leaving."""
+        if self.is_leaving:
+            return []
+        here = {name for name, state in self.states.items() if state.location is Placement.DEVICE}
+        return check.check(records, here, cache_released)
+
+    def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
+        """Wait for copies out, in their order, until the driver has all but so much of this process's memory back.
+
+        The other copies run on, none held back.
+
+        Args:
+            limit_bytes: What torch's allocator may hold.
+            report: Whose exposed seconds these are.
+        """
+        with report.held_up():
+            self.release_finished(release_cache=False)
+            self.release_cache_for(report)
+            while leaving := [state for state in self.states.values() if state.is_leaving]:
+                if self.device.reserved_bytes() <= limit_bytes:
+                    break
+                min(leaving, key=lambda state: state.order).wait_some()
+                self.release_finished(release_cache=True)
+        self.device.pace_out(False)
+
+    def settle(
+        self,
+        *,
+        arrivals: bool = True,
+        release_cache: bool,
+        report: TransitionReport | None = None,
+        is_exposed: bool = True,
+    ) -> None:
         """Wait for every copy under way and release the memory of what left.
 
         Args:
             arrivals: Wait for copies in too.
             release_cache: Release cached memory to the driver too.
             report: What releasing it is charged to; without it, what the copies belong to.
+            is_exposed: Somebody waits for this; else it is charged to no report.
         """
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
-        settled = [charged for state in waiting if (charged := state.settle_and_charge()) is not None]
+        reports = (state.settle_and_charge(is_exposed=is_exposed) for state in waiting)
+        settled = [charged for charged in reports if charged is not None]
         if release_cache:
-            self.release_cache_for(report or (settled[-1] if settled else None))
+            self.release_cache_for(report or (settled[-1] if settled and is_exposed else None))
         for charged in settled:
             charged.device_used_after_bytes = self.device.used_bytes()
 
@@ -161,7 +202,7 @@ class GroupSet:
         """Release cached memory to the driver, unless that waits for many copies out; returns the seconds it took."""
         # Releasing memory to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
         # while a group is leaving, it would make the caller wait for what was to be hidden. Of paced copies few run.
-        if not self.device.lets_memory_go and any(state.is_leaving for state in self.states.values()):
+        if not self.device.lets_memory_go and self.is_leaving:
             return 0.0
         start = time.perf_counter()
         self.device.release_cache()

@@ -7,8 +7,9 @@
    is refilled only after the load of what it held has returned. Between buckets the policy gives no memory back, which
    would hold up the next one; beside the engine's last load it does.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
-4. `offload_after_refit`: the policy's weights leave too. Beside it the engine wakes its KV cache, at once where there
-   is room for it already, else when the policy has made room.
+4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
+   is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
+   room for it already, else when the policy has made room.
 
 Mapping an engine's memory takes the driver's time: that is why it runs beside what the policy does. Nothing of this
 can overshoot the device: who wakes waits for memory that is really free.
@@ -44,8 +45,8 @@ class RefitSource(Protocol):
         """Release to the driver the memory of what has left by now; does not block."""
         ...
 
-    def offload_after_refit(self) -> object:
-        """Leave nothing on the device."""
+    def offload_after_refit(self, wait_for_all: bool = True) -> object:
+        """Leave nothing on the device; waited for until the engine has room, or until all has left."""
         ...
 
     def start_refit(self) -> object:
@@ -92,7 +93,7 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
             waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
             with timer.phase("leave"):
                 releasing.result()
-                policy.offload_after_refit()
+                policy.offload_after_refit(wait_for_all=False)
             waking.result()
     finally:
         # Not waited for: after an interrupt or a dead worker what runs there may never return by itself.

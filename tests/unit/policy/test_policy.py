@@ -142,7 +142,7 @@ def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
     while policy.next_bucket() is not None:
         buckets += 1
     assert buckets > 0
-    policy.offload_after_refit()
+    policy.offload_after_refit(wait_for_all=False)
     assert len(policy.residency_reports()[0]) > 4
     policy.shutdown()
     policy.shutdown()

@@ -66,11 +66,15 @@ class DeferredDevice(CpuDevice):
     """CPU memory behind deferred copies; memory that has no contents yet, and memory given up, is poisoned."""
 
     asynchronous = True
+    held_bytes = 1 << 40  # what `reserved_bytes` says
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self._free_bytes = free_bytes
         self._num_transfers = 0
         self._unseen: list[Unseen] = []
+
+    def reserved_bytes(self) -> int:
+        return self.held_bytes
 
     def free_bytes(self) -> int:
         return self._free_bytes

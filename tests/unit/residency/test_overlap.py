@@ -15,7 +15,7 @@ from nemo_offload_rl.residency import CpuDevice, Phase, Placement, totals
 from nemo_offload_rl.residency.device import FinishedTransfer
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES, WorkMemory
 
-MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size=1, max_size=14)
+MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch", "go", "settle"]), min_size=1, max_size=14)
 
 
 @settings(max_examples=120)
@@ -25,12 +25,14 @@ MOVES = st.lists(st.sampled_from([*Phase, "step", "poll", "prefetch"]), min_size
     streamed=st.booleans(),
     part_bytes=st.sampled_from([None, 1, 300]),
     free_bytes=st.sampled_from([0, RESERVE_BYTES + 300, RESERVE_BYTES + 2100, 1 << 40]),
+    beside_engine_bytes=st.sampled_from([0, 1, 1 << 41]),  # nothing, less and more than is held
 )
 def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
-    moves, for_logprob, streamed, part_bytes, free_bytes
+    moves, for_logprob, streamed, part_bytes, free_bytes, beside_engine_bytes
 ):
     flags = {"offload_optimizer_states_for_logprob": for_logprob, "offload_optimizer_states": streamed}
-    moved, plain = Training(device=DeferredDevice(free_bytes), part_bytes=part_bytes, **flags), Training()
+    moved = Training(DeferredDevice(free_bytes), part_bytes, beside_engine_bytes=beside_engine_bytes, **flags)
+    plain = Training()
     for move in moves:
         if move == "step":
             moved.step()
@@ -39,6 +41,10 @@ def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
             moved.manager.release_finished()
         elif move == "prefetch":
             moved.manager.prefetch(Phase.OPTIM_STEP)
+        elif move == "go":
+            moved.manager.enter(Phase.GENERATION, waits_for_all=False)
+        elif move == "settle":
+            moved.manager.settle(is_exposed=False)
         else:
             moved.manager.enter(move)
     moved.manager.enter(Phase.TRAINING)
@@ -85,6 +91,25 @@ def test_leaving_memory_is_kept_until_its_copy_has_finished_and_generation_waits
     assert training.manager.device_bytes()["optimizer"] > 0
     training.manager.enter(Phase.GENERATION)
     assert sum(training.manager.device_bytes().values()) == 0
+
+
+@pytest.mark.parametrize("beside_engine_bytes", [0, 1, 1 << 40])
+def test_generation_does_not_wait_for_memory_that_the_engine_leaves(beside_engine_bytes):
+    training = Training(device=DeferredDevice(), beside_engine_bytes=beside_engine_bytes)
+    manager = training.manager
+    training.step()
+    trained = training.contents()
+    manager.enter(Phase.REFIT)
+    held_bytes = manager.device_bytes()
+    report = manager.enter(Phase.GENERATION, waits_for_all=False)
+    assert report.groups["params"].bytes_clean == held_bytes["params"]
+    stays = beside_engine_bytes == 1 << 40
+    assert manager.device_bytes() == (held_bytes if stays else dict.fromkeys(held_bytes, 0))
+    manager.settle(is_exposed=False)
+    assert sum(manager.device_bytes().values()) == 0
+    manager.enter(Phase.TRAINING)
+    with manager.checkpoint_view():
+        assert_bitwise_equal(training.contents(), trained)
 
 
 class PeakDevice(DeferredDevice):

@@ -83,6 +83,38 @@ def test_states_that_leave_as_a_whole_are_not_paced(device):
     training.manager.close()
 
 
+@pytest.mark.parametrize("num_parts", [1, 3, NUM_PARTS])
+def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_leave_beside_it(
+    device, monkeypatch, num_parts
+):
+    training = updated(device, monkeypatch)
+    manager, plain = training.manager, PartsTraining(streamed=False)
+    for _ in range(2):
+        plain.step()
+    in_cache = []
+
+    def reserved_bytes() -> int:
+        return PART_BYTES * max([training.held_parts(), *in_cache])
+
+    monkeypatch.setattr(device, "release_cache", lambda: in_cache.__setitem__(slice(None), [training.held_parts()]))
+    monkeypatch.setattr(device, "reserved_bytes", reserved_bytes)
+    monkeypatch.setattr(manager, "_beside_engine_bytes", num_parts * PART_BYTES)
+    in_cache.append(NUM_PARTS)
+    manager.enter(Phase.REFIT)
+    report = manager.enter(Phase.GENERATION, waits_for_all=False)
+    assert training.held_parts() == in_cache[0]  # all that is free went to the driver
+    assert num_parts - RUNNING_PARTS < training.held_parts() <= num_parts
+    assert not device.is_paced
+    assert started(device) > 0
+    exposed_s = report.exposed_s
+    manager.settle(is_exposed=False)
+    assert training.held_parts() == in_cache[0] == 0
+    assert report.exposed_s == exposed_s
+    manager.enter(Phase.LP_INFERENCE)
+    assert_bitwise_equal(training.contents(), plain.contents())
+    manager.close()
+
+
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.LP_INFERENCE])
 def test_all_copies_start_where_no_refit_comes(device, monkeypatch, phase):
     training = updated(device, monkeypatch)

@@ -41,8 +41,8 @@ class Policy:
         if self._index == len(TENSORS):
             self.released_at_the_end.set()
 
-    def offload_after_refit(self) -> None:
-        self._events.append("offload_after_refit")
+    def offload_after_refit(self, wait_for_all: bool = True) -> None:
+        self._events.append("offload_after_refit" + ", all" * wait_for_all)
 
     def start_refit(self) -> None:
         self._events.append("start_refit")
@@ -109,7 +109,7 @@ def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> N
         def offload_before_refit(self) -> None:
             both.wait(20)
 
-        def offload_after_refit(self) -> None:
+        def offload_after_refit(self, wait_for_all: bool = True) -> None:
             both.wait(20)
 
     class WakingEngine(Engine):
