@@ -129,7 +129,7 @@ class PolicyWorker:
     def release_memory(self, wait_for_all: bool = False) -> None:
         """Release to the driver the memory of what has left by now, or of the rest too, which is then waited for."""
         if wait_for_all:
-            self.residency.settle(is_exposed=False)
+            self.residency.finish_leaving()
         else:
             self.residency.release_finished()
 

@@ -95,7 +95,7 @@ class ResidencyManager:
         self._groups = GroupSet(self._states, device)
         self._ledger = Ledger()
         self._overlap = overlap and device.asynchronous
-        self._beside_engine_bytes = beside_engine_bytes if self._overlap else 0
+        self._beside_engine_bytes = beside_engine_bytes if self._overlap and plan.shares_device else 0
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         bundles = list(zip(self._parts, params, grads, strict=True)) if params else [(part,) for part in self._parts]
         layers, charge = self._of_row(TEACHER_LAYER), self._ledger.add
@@ -116,7 +116,7 @@ class ResidencyManager:
         Args:
             phase: Any.
             waits_for_all: Without it, GENERATION is entered with up to `beside_engine_bytes` still leaving, which is
-                waited for in `settle` or in the next phase.
+                waited for in `finish_leaving` or in the next phase.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
@@ -268,14 +268,18 @@ class ResidencyManager:
         """
         self._groups.release_finished(release_cache=to_driver and self._releases_cache)
 
-    def settle(self, *, is_exposed: bool = True) -> None:
-        """Wait for every copy under way and release the memory of what left. `is_exposed`: somebody waits for this."""
-        is_late = self._groups.is_leaving and self.phase is Phase.GENERATION
-        self._groups.settle(release_cache=self._releases_cache, is_exposed=is_exposed)
-        if is_late and (
-            left := self._groups.leftovers(self._groups.records(), self._leftover_check, self._releases_cache)
-        ):
-            self._ledger.add(TransitionReport(self.phase, Phase.GENERATION, leftovers=left))
+    def settle(self) -> None:
+        """Wait for every copy under way and release the memory of what left."""
+        self._groups.settle(release_cache=self._releases_cache)
+
+    def finish_leaving(self) -> None:
+        """`settle` after an `enter` that did not wait for all, while nobody waits: no seconds are exposed."""
+        if self.phase is None or not self._groups.is_leaving:
+            return
+        self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
+        left = self._groups.leftovers(self._groups.records(), self._leftover_check, self._releases_cache)
+        if left:
+            self._ledger.add(TransitionReport(self.phase, self.phase, leftovers=left))
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters have arrived; does not block.

@@ -44,7 +44,7 @@ def test_no_copy_is_read_before_it_was_waited_for_whatever_the_order_of_phases(
         elif move == "go":
             moved.manager.enter(Phase.GENERATION, waits_for_all=False)
         elif move == "settle":
-            moved.manager.settle(is_exposed=False)
+            moved.manager.finish_leaving()
         else:
             moved.manager.enter(move)
     moved.manager.enter(Phase.TRAINING)
@@ -105,7 +105,7 @@ def test_generation_does_not_wait_for_memory_that_the_engine_leaves(beside_engin
     assert report.groups["params"].bytes_clean == held_bytes["params"]
     stays = beside_engine_bytes == 1 << 40
     assert manager.device_bytes() == (held_bytes if stays else dict.fromkeys(held_bytes, 0))
-    manager.settle(is_exposed=False)
+    manager.finish_leaving()
     assert sum(manager.device_bytes().values()) == 0
     manager.enter(Phase.TRAINING)
     with manager.checkpoint_view():
@@ -220,6 +220,19 @@ def test_memory_goes_back_where_an_engine_takes_it_and_stays_cached_between_trai
     device.events.clear()
     training.manager.enter(Phase.GENERATION)
     assert device.events.count("release_cache") == 1
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_an_engine_elsewhere_gets_no_memory_and_one_here_gets_all_that_is_free(colocated):
+    training = Training(device=Watched(), beside_engine_bytes=1 << 41, colocated=colocated)
+    device = training.manager._device
+    training.step()
+    training.manager.enter(Phase.REFIT)
+    training.manager.settle()
+    device.events.clear()
+    training.manager.enter(Phase.GENERATION, waits_for_all=False)
+    training.manager.finish_leaving()
+    assert device.events == ["release_cache"] * colocated
 
 
 class SlowDriver(Watched):

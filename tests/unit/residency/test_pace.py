@@ -107,7 +107,7 @@ def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_l
     assert not device.is_paced
     assert started(device) > 0
     exposed_s = report.exposed_s
-    manager.settle(is_exposed=False)
+    manager.finish_leaving()
     assert training.held_parts() == in_cache[0] == 0
     assert report.exposed_s == exposed_s
     manager.enter(Phase.LP_INFERENCE)
