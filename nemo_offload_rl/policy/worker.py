@@ -203,7 +203,8 @@ class PolicyWorker:
             The loss and metrics of the global batch.
         """
         self._require("forward_backward", Phase.TRAINING)
-        micro_batches = self._trim([batch.select(rows) for rows in self._training_rows(batch)])
+        plan = self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
+        micro_batches = self._trim([batch.select(rows) for rows in plan])
         norm = self._loss_norm(batch)
         pace = TrainingPace(self.residency, len(micro_batches))
         self.residency.step_opened()
@@ -305,9 +306,6 @@ class PolicyWorker:
         return tuple(in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
-
-    def _training_rows(self, batch: TokenBatch) -> list[list[int]]:
-        return self._micro_batches(batch, is_training=True, size=self._settings.train_micro_batch_size)
 
     def _micro_batches(self, batch: TokenBatch, *, is_training: bool, size: int) -> list[list[int]]:
         return micro_batch_rows(self._settings, batch, self._backend.all_reduce_max, is_training=is_training, size=size)

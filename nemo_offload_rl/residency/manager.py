@@ -113,29 +113,25 @@ class ResidencyManager:
     def enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """Make `phase` the present phase. Entering the present phase again moves nothing.
 
-        Args:
-            phase: Any.
-            waits_for_all: Without it, GENERATION is entered with up to `beside_engine_bytes` still leaving, which is
-                waited for in `finish_leaving` or in the next phase.
+        Without `waits_for_all`, GENERATION begins with up to `beside_engine_bytes` still leaving: `finish_leaving`.
 
         Raises:
             OpenStepError: Gradients that no optimizer step has used would be dropped.
-            ResidencyError: A snapshot is swapped in, or the move failed; groups are where they were, or the manager
-                refuses from now on.
+            ResidencyError: A snapshot is swapped in, or the move failed: it was undone, or nothing moves any more.
         """
         wanted = {name: self.plan.placement(name, phase) for name in self._states}
         report = TransitionReport(self.phase, phase)
         self._check(wanted, phase)
         is_new, settles = phase is not self.phase, self._settles(phase)
-        limit_bytes = 0 if waits_for_all or phase is not Phase.GENERATION else self._beside_engine_bytes
+        rest_bytes = 0 if waits_for_all or phase is not Phase.GENERATION else self._beside_engine_bytes
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
-            ends_pace = phase is not Phase.REFIT and self.phase is not Phase.OPTIM_STEP and not limit_bytes
-            if self._device.is_paced and ends_pace:
+            keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP
+            if self._device.is_paced and not keeps_pace:
                 self._groups.end_pace(report, release_cache=self.plan.releases_cache(phase))
             transaction = Transaction(self._groups, wanted, report)
             transaction.run(release_cache=self.plan.releases_cache(phase) and not settles)
@@ -147,8 +143,8 @@ class ResidencyManager:
         self.phase = phase
         if self.passing is not None:
             self.passing.phase = phase
-        if limit_bytes:
-            self._groups.leave_at_most(limit_bytes, report)
+        if rest_bytes:
+            self._groups.leave_at_most(rest_bytes, report)
         elif settles:
             release_cache = is_new and self.plan.releases_cache(phase)
             self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
@@ -274,21 +270,18 @@ class ResidencyManager:
 
     def finish_leaving(self) -> None:
         """`settle` after an `enter` that did not wait for all, while nobody waits: no seconds are exposed."""
-        if self.phase is None or not self._groups.is_leaving:
-            return
-        self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
-        left = self._groups.leftovers(self._groups.records(), self._leftover_check, self._releases_cache)
-        if left:
-            self._ledger.add(TransitionReport(self.phase, self.phase, leftovers=left))
+        if self.phase is not None and self._groups.is_leaving:
+            self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
+            report = TransitionReport(self.phase, self.phase)
+            report.leftovers = self._groups.leftovers(None, self._leftover_check, self._releases_cache)
+            self._ledger.add(report)
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters have arrived; does not block.
 
         For reading them otherwise than in forward passes of their layers, in a phase that begins with these.
         """
-        for name in (PARAMS, BASE):
-            if name in self._states and self._states[name].is_arriving:
-                self._states[name].wait_arrival()
+        self._groups.wait_arrival((PARAMS, BASE))
 
     @property
     def reports(self) -> Ledger:
@@ -360,8 +353,6 @@ class ResidencyManager:
         Shares the host copy's memory, which the next transition may overwrite. Device contents may be read after it.
         """
         self._groups.refuse_if_failed("show the state for a checkpoint")
-        for state in self._states.values():
-            state.wait_arrival()
         return self._groups.host_view(tensor)
 
     # -- memory

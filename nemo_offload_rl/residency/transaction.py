@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -102,11 +102,19 @@ class GroupSet:
             Transaction(self, dict.fromkeys(wanted, Placement.HOST), report).run()
             self.settle(release_cache=True)
 
+    def wait_arrival(self, names: Collection[str]) -> None:
+        """Have the device run nothing more before those of these groups that are arriving are there."""
+        for name, state in self.states.items():
+            if name in names and state.is_arriving:
+                state.wait_arrival()
+
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """A tensor's contents in its group's host copy; None where they are on the device.
 
         The result has the tensor's shape and strides, and shares the host copy's memory.
         """
+        for state in self.states.values():
+            state.wait_arrival()
         local = local_tensor(tensor.detach())
         key = storage_key(local.untyped_storage())
         for state in self.states.values():
@@ -148,12 +156,12 @@ class GroupSet:
         """Whether the memory of some group is still to be released."""
         return any(state.is_leaving for state in self.states.values())
 
-    def leftovers(self, records: Records, check: LeftoverCheck, cache_released: bool) -> list[Leftover]:
-        """See `LeftoverCheck`; none while a group is leaving."""
+    def leftovers(self, records: Records | None, check: LeftoverCheck, cache_released: bool) -> list[Leftover]:
+        """See `LeftoverCheck`; none while a group is leaving. The records are those of now, where None is given."""
         if self.is_leaving:
             return []
         here = {name for name, state in self.states.items() if state.location is Placement.DEVICE}
-        return check.check(records, here, cache_released)
+        return check.check(records or self.records(), here, cache_released)
 
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
         """Wait for copies out, in their order, until the driver has all but so much of this process's memory back.
