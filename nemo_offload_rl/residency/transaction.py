@@ -125,18 +125,19 @@ class GroupSet:
                 return flat.as_strided(local.size(), local.stride(), flat.storage_offset() + local.storage_offset())
         return None
 
-    def release_finished(self, *, release_cache: bool) -> None:
+    def release_finished(self, *, release_cache: bool, report: TransitionReport | None = None) -> None:
         """Release the memory of copies out that have finished, and start paced ones; does not block.
 
         Args:
             release_cache: Release cached memory to the driver too when the last of them has; of paced ones, any.
+            report: What releasing it is charged to; without it, what the copies belong to.
         """
-        report = None
+        settled = None
         for state in self.states.values():
             if state.is_leaving and state.release_finished():
-                report = state.settle_and_charge()
-        if report is not None and release_cache:
-            self.release_cache_for(report)
+                settled = state.settle_and_charge(is_exposed=report is None)
+        if settled is not None and release_cache:
+            self.release_cache_for(report or settled)
         self.device.advance_out()
 
     def end_pace(self, report: TransitionReport, *, release_cache: bool) -> None:
@@ -173,13 +174,13 @@ class GroupSet:
             report: Whose exposed seconds these are.
         """
         with report.held_up():
-            self.release_finished(release_cache=False)
+            self.release_finished(release_cache=False, report=report)
             self.release_cache_for(report)
             while leaving := [state for state in self.states.values() if state.is_leaving]:
                 if self.device.reserved_bytes() <= limit_bytes:
                     break
                 min(leaving, key=lambda state: state.order).wait_some()
-                self.release_finished(release_cache=True)
+                self.release_finished(release_cache=True, report=report)
         self.device.pace_out(False)
 
     def settle(

@@ -101,7 +101,11 @@ def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_l
     monkeypatch.setattr(manager, "_beside_engine_bytes", num_parts * PART_BYTES)
     in_cache.append(NUM_PARTS)
     manager.enter(Phase.REFIT)
+    before = [(report.exposed_s, report.give_back_s) for report in manager.reports.drain()]
     report = manager.enter(Phase.GENERATION, waits_for_all=False)
+    # Seconds of this wait are its own, and not once more those of the copies that were waited for.
+    late = [late for late in manager.reports.drain() if late is not report]
+    assert before and not any(late.exposed_s or late.give_back_s for late in late)
     assert training.held_parts() == in_cache[0]  # all that is free went to the driver
     assert num_parts - RUNNING_PARTS < training.held_parts() <= num_parts
     assert not device.is_paced
