@@ -11,6 +11,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency import Phase
 
 
 @dataclass
@@ -116,7 +117,7 @@ def test_batches_that_do_not_divide_are_refused():
         Policy(RecordingGroup(4), make_settings("unused", tensor_parallel_size=3))
 
 
-def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
+def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path, monkeypatch):
     save_model_folder(tmp_path / "model", 0)
     settings = make_settings(tmp_path / "model", train_global_batch_size=4)
     batch = make_batch()
@@ -142,7 +143,12 @@ def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path):
     while policy.next_bucket() is not None:
         buckets += 1
     assert buckets > 0
+    finished = []
+    monkeypatch.setattr(worker.residency, "finish_leaving", lambda: finished.append(worker.residency.phase))
+    policy.offload_after_refit()
+    assert finished == []
     policy.offload_after_refit(wait_for_all=False)
+    assert finished == [Phase.GENERATION]  # asked for without waiting for it
     assert len(policy.residency_reports()[0]) > 4
     policy.shutdown()
     policy.shutdown()
