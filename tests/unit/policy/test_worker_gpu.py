@@ -54,7 +54,8 @@ def losses(folder, width=14, **changes) -> tuple[list[float], torch.Tensor]:
             worker.prepare_for_training()
             values += worker.train(batch, NLLLoss()).loss
             worker.offload_before_refit()
-            weights = {name: tensor.float().cpu().clone() for name, tensor in worker.named_weights()}
+            # As they are sent: parameters that pass through the GPU are cast on the way.
+            weights = {name: tensor.bfloat16().cpu().clone() for name, tensor in worker.named_weights()}
             worker.offload_after_refit()
         return values, torch.cat([tensor.flatten() for tensor in weights.values()])
     finally:
