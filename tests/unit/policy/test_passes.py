@@ -11,7 +11,7 @@ from simulated_device import SimulatedDevice
 from torch import nn
 
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.policy.passes import Passes
+from nemo_offload_rl.policy.passes import Passes, TrainingPace
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
     Phase,
@@ -118,6 +118,36 @@ def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_le
         with pytest.raises(DeviceOutOfMemoryError, match="for a pass"):
             Passes(manager, is_alone=True).run([_Sized(torch.empty(1))], run)
         assert len(tries) == num_tries
+
+
+@pytest.mark.parametrize(("num_micro_batches", "first_with_states"), [(1, 0), (2, 0), (7, 0), (8, 1), (33, 1)])
+def test_states_come_during_the_first_micro_batch_or_the_second_of_many(
+    num_micro_batches, first_with_states, monkeypatch
+):
+    monkeypatch.setattr(work_memory, "RESERVE_BYTES", 0)
+    states = torch.arange(20.0)
+    groups = [TensorGroup(name, list) for name in ("params", "optimizer")]
+    groups.append(TensorGroup("optimizer/part.0", lambda: [("states", states)]))
+    plan = resolve_plan(
+        ResidencySettings(
+            colocated=True,
+            use_pinned_optimizer_offload=False,
+            offload_optimizer_states_for_logprob=False,
+            offload_optimizer_states=True,
+        )
+    )
+    manager = ResidencyManager(plan=plan, groups=groups, device=BusyDevice(400))
+    pace = TrainingPace(manager, num_micro_batches)
+    for places in (steps := [[], []]):
+        manager.enter(Phase.TRAINING)
+        for index in range(num_micro_batches):
+            pace.before_micro_batch(index)
+            places.append(manager.location("optimizer/part.0"))
+        with manager.during(Phase.OPTIM_STEP), manager.writing_state():
+            assert list(manager.streamed()) == ["optimizer/part.0"]
+        manager.enter(Phase.GENERATION)
+    assert Placement.DEVICE not in steps[0]  # what the step takes is not known yet
+    assert steps[1].index(Placement.DEVICE) == first_with_states
 
 
 @dataclass
