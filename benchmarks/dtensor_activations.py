@@ -4,7 +4,8 @@
 
 A step is forward, backward and optimizer step of the policy worker on a Qwen3 shape (random weights and tokens, bf16,
 AdamW), with micro-batches of one row of the given length. Peaks are the allocator's over whole steps, all state
-included. Losses of all variants are in the results: those that differ in offloading alone have to be equal.
+included. Losses of all variants are in the results: with `policy.deterministic=true` those that differ in offloading
+alone have to be equal.
 
 Needs a GPU; `--device cpu --shape tiny --lengths 32,64 --overrides
 policy.dtensor_cfg.activation_offload_host_limit_gib=1` shows that the script works.
