@@ -67,6 +67,9 @@ class CudaDevice:
         self._leaving = CopiesOut()
         # Events among the work, in order, and what the idle seconds from each to the next are charged to.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
+        # Of `time_backlog`: an event on a stream without work, one behind the work, and whose seconds lie between.
+        self._clock = torch.cuda.Stream(self.device, priority=-3)
+        self._backlogs: deque[tuple[torch.cuda.Event, torch.cuda.Event, TransitionReport]] = deque()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
@@ -222,7 +225,16 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.device))
         self._marks.append((event, report))
 
+    def time_backlog(self, report: TransitionReport) -> None:
+        now, then = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        now.record(self._clock)
+        then.record(torch.cuda.current_stream(self.device))
+        self._backlogs.append((now, then, report))
+
     def account(self) -> None:
+        while self._backlogs and self._backlogs[0][0].query() and self._backlogs[0][1].query():
+            now, then, report = self._backlogs.popleft()
+            report.behind_s = max(0.0, now.elapsed_time(then)) / 1e3
         while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
             begin, report = self._marks.popleft()
             if report is not None:

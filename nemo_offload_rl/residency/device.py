@@ -196,8 +196,12 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
+    def time_backlog(self, report: TransitionReport) -> None:
+        """Have the report's `behind_s` filled in: how long the present stream runs on with what it has by now."""
+        ...
+
     def account(self) -> None:
-        """Charge the seconds of `held_up` that are known by now. Does not block."""
+        """Fill in the seconds of `held_up` and `time_backlog` that are known by now. Does not block."""
         ...
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
@@ -310,6 +314,9 @@ class CpuDevice:
 
     def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
         return report.held_up()
+
+    def time_backlog(self, report: TransitionReport) -> None:
+        return None
 
     def account(self) -> None:
         return None

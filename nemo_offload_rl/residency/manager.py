@@ -128,6 +128,8 @@ class ResidencyManager:
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
+            if phase is Phase.REFIT:
+                self._device.time_backlog(report)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
             keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP
@@ -222,11 +224,9 @@ class ResidencyManager:
 
     def mark_written(self, *names: str) -> None:
         """The device contents of these groups changed; their host copies are out of date."""
-        for name in names:
-            self._states[name].version += 1
-        if OPTIMIZER in names:
-            for state in self._parts:
-                state.version += 1
+        parts = self._parts if OPTIMIZER in names else ()
+        for state in (*(self._states[name] for name in names), *parts):
+            state.version += 1
 
     def streamed(self, *, before_refit: bool = False) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
