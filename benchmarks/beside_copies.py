@@ -2,9 +2,10 @@
 
     python benchmarks/beside_copies.py --json benchmarks/results/beside_copies.json
 
-Copies of the residency manager's device (page-locked memory, its own stream) are started, then one thing is done on the
-present stream and waited for. Seconds are medians of `--repeats`, alone and beside the copies; what takes as long as
-the copies waits for all of them. Needs a GPU; `--device cpu --gib 0.01` shows that the script works.
+Copies of the residency manager's device (page-locked memory, its own stream) are started, in pieces of 64 MiB or as a
+whole, then one thing is done on the present stream and waited for. Seconds are medians of `--repeats`, alone and beside
+the copies; what takes as long as the copies waits for all of them. Needs a GPU; `--device cpu --gib 0.1` shows that the
+script works.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from nemo_offload_rl.residency.device import Copy
 MIB = 1 << 20
 PIECE_BYTES = 64 * MIB
 INPUT_BYTES = (16 << 10, 64 << 10, 72 << 10, MIB)
+PAGEABLE, URGENT = "pageable", "page-locked, urgent stream"
+COLUMNS = ("alone_s", "beside_pieces_s", "beside_whole_s")
 
 
 def main() -> None:
@@ -45,41 +48,43 @@ def main() -> None:
     num_pieces = max(1, round(arguments.gib * 1024 * MIB / PIECE_BYTES))
     arena = device.new_arena(True, HostAllowance())
     arena.reserve(num_pieces * PIECE_BYTES)
-    blocks = [arena.alloc(PIECE_BYTES, "state") for _ in range(num_pieces)]
-    copies = [Copy(torch.empty(PIECE_BYTES, dtype=torch.uint8, device=place), block.buffer) for block in blocks]
+    block = arena.alloc(num_pieces * PIECE_BYTES, "state")
+    target = torch.empty(block.buffer.numel(), dtype=torch.uint8, device=place)
+    whole = [Copy(target, block.buffer)]
+    pieces = [Copy(*pair) for pair in zip(target.split(PIECE_BYTES), block.buffer.split(PIECE_BYTES), strict=True)]
+    copies_s = statistics.median(device.copy_in(pieces).wait_host() for _ in range(arguments.repeats))
 
-    def median_s(body: Callable[[], Any], beside: bool) -> float:
+    def median_s(body: Callable[[], Any], copies: list[Copy]) -> float:
         seconds: list[float] = []
         for _ in range(arguments.repeats + 1):
             device.release_cache()
-            synchronize(place)
-            transfer = device.copy_in(copies if beside else [])
+            if place.type == "cuda":
+                torch.cuda.synchronize()
+            transfer = device.copy_in(copies)
             start = time.perf_counter()
             body()
-            wait_for_stream(place)
+            if place.type == "cuda":
+                torch.cuda.current_stream().synchronize()
             seconds.append(time.perf_counter() - start)
             transfer.wait_host()
         return statistics.median(seconds[1:])
 
-    copies_s = statistics.median(device.copy_in(copies).wait_host() for _ in range(arguments.repeats))
-    rows = [
-        {"what": what, "alone_s": median_s(body, False), "beside_s": median_s(body, True)}
-        for what, body in things(place).items()
-    ]
-    for block in blocks:
-        arena.free(block)
+    rows: dict[str, dict[str, float]] = {}
+    for what, body in things(place).items():
+        rows[what] = {name: median_s(body, copies) for name, copies in zip(COLUMNS, ([], pieces, whole), strict=True)}
+    arena.free(block)
     arena.close()
-    print(f"{num_pieces * PIECE_BYTES / 2**30:.2f} GiB to the device: {copies_s:.4f} s")
-    print(f"{'':40s}{'alone, ms':>12s}{'beside, ms':>12s}")
-    for row in rows:
-        print(f"{row['what']:40s}{1e3 * row['alone_s']:12.3f}{1e3 * row['beside_s']:12.3f}")
+    print(f"{target.numel() / 2**30:.2f} GiB to the device: {copies_s:.4f} s. Milliseconds:")
+    print("".join(f"{title:>18s}" for title in ("", "", *COLUMNS)))
+    for what, row in rows.items():
+        print(f"{what:36s}" + "".join(f"{1e3 * row[name]:18.3f}" for name in COLUMNS))
     if arguments.json is not None:
         found = {
             "date": date.today().isoformat(),
             "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
             "machine": torch.cuda.get_device_name() if place.type == "cuda" else "cpu",
             "torch": torch.__version__,
-            "copies": {"bytes": num_pieces * PIECE_BYTES, "seconds": copies_s},
+            "copies": {"bytes": target.numel(), "seconds": copies_s},
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -94,10 +99,21 @@ def things(place: torch.device) -> dict[str, Callable[[], Any]]:
             torch._C._cuda_clearCublasWorkspaces()
         return square @ square
 
-    def input_of(num_bytes: int, *, pinned: bool) -> Callable[[], Tensor]:
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned and place.type == "cuda")
+    urgent = torch.cuda.Stream(place, priority=-3) if place.type == "cuda" else None
+
+    def input_of(num_bytes: int, kind: str) -> Callable[[], Any]:
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind != PAGEABLE and place.type == "cuda")
         target = torch.empty(num_bytes, dtype=torch.uint8, device=place)
-        return lambda: target.copy_(tensor, non_blocking=True)
+
+        def move() -> None:
+            if urgent is None or kind != URGENT:
+                target.copy_(tensor, non_blocking=True)
+                return
+            with torch.cuda.stream(urgent):
+                target.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(urgent)
+
+        return move
 
     found: dict[str, Callable[[], Any]] = {
         "a kernel": lambda: small.add_(1),
@@ -108,22 +124,9 @@ def things(place: torch.device) -> dict[str, Callable[[], Any]]:
         "a number to the host": small.item,
     }
     for num_bytes in INPUT_BYTES:
-        for pinned in (False, True):
-            kind = "page-locked" if pinned else "pageable"
-            found[f"{num_bytes >> 10} KiB of {kind} input"] = input_of(num_bytes, pinned=pinned)
+        for kind in (PAGEABLE, "page-locked", URGENT):
+            found[f"{num_bytes >> 10} KiB, {kind}"] = input_of(num_bytes, kind)
     return found
-
-
-def synchronize(place: torch.device) -> None:
-    """Wait for everything."""
-    if place.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def wait_for_stream(place: torch.device) -> None:
-    """Wait for the present stream, not for the copies."""
-    if place.type == "cuda":
-        torch.cuda.current_stream().synchronize()
 
 
 if __name__ == "__main__":
