@@ -8,19 +8,18 @@ wait for those up to its own. The host waits for none.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nemo_offload_rl.residency.arrival_order import ArrivalOrder
 from nemo_offload_rl.residency.device import Copy, Device, Room, Transfer
 from nemo_offload_rl.residency.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.frozen import FrozenCopy, HostCopy
-from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, storage_key, unique_storages
+from nemo_offload_rl.residency.frozen import FrozenCopy
+from nemo_offload_rl.residency.groups import StateGroup, StorageRecord, storage_bytes, storage_key
 from nemo_offload_rl.residency.host_arena import HostMirror
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import Placement
@@ -65,6 +64,7 @@ class GroupState:
         self.location = Placement.DEVICE
         self.version = 0
         self._device = device
+        self._order = ArrivalOrder(group)
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
@@ -100,12 +100,12 @@ class GroupState:
             self._stay()
             return
         self.settle()
-        kept = source or HostCopy(self.mirror)
         if self.location is Placement.FREED:
             self.group.materialize()
         else:
+            kept = source or self.mirror
             absent = {key: r for key, r in records.items() if not r.storage.nbytes() and kept.has(key)}
-            self._start_arriving(absent, kept, report)
+            self._start_arriving(absent, source, report)
         self.location = Placement.DEVICE
         self._is_foreign = source is not None
 
@@ -336,22 +336,34 @@ class GroupState:
         if self.release_finished():
             self._finish()
 
-    def _start_arriving(self, absent: Mapping[int, StorageRecord], kept: FrozenCopy, report: TransitionReport) -> None:
-        ordered, num_needed = in_order_of_use(absent, self.group.layers)
-        # A snapshot may be narrower than the group: it comes to the last bytes of each storage.
-        sizes = {
-            r.key: self.mirror.bytes_of(r.key).numel() if self.mirror.has(r.key) else kept.size_bytes(r.key)
-            for r in ordered
-        }
-        self._device.allocate([Room(r.storage, sizes[r.key]) for r in ordered])
+    def _start_arriving(
+        self, absent: Mapping[int, StorageRecord], source: FrozenCopy | None, report: TransitionReport
+    ) -> None:
+        spans, num_needed = self._order.of(absent)
+        ordered = list({span.record.key: span.record for span in spans}.values())
+        rooms = {r.key: Room(r.storage, self._num_bytes(r.key, source)) for r in ordered}
+        self._device.allocate(list(rooms.values()))
         self._brought = {record.key: record.weak_ref for record in ordered}
-        places = ((r.key, storage_bytes(r.storage, sizes[r.key])[-kept.size_bytes(r.key) :]) for r in ordered)
-        transfer = kept.copy_in(self._device, places, behind=True)
+        targets = {key: storage_bytes(room.storage, room.num_bytes) for key, room in rooms.items()}
+        if source is None:
+            hosts = {key: self.mirror.bytes_of(key) for key in targets}
+            pairs = ((span.of(targets[span.record.key]), span.of(hosts[span.record.key])) for span in spans)
+            transfer = self._device.copy_in(Copy(target, host) for target, host in pairs)
+        else:
+            # It may be narrower than the group: it comes to the last bytes of each storage.
+            ends = ((key, target[-source.size_bytes(key) :]) for key, target in targets.items())
+            transfer, num_needed = source.copy_in(self._device, ends, behind=True), [len(targets)]
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
             transfer.wait_device()  # raises what went wrong
             self._finish()
+
+    def _num_bytes(self, key: int, source: FrozenCopy | None) -> int:
+        """Of a storage that is not on the device."""
+        if source is None or self.mirror.has(key):
+            return self.mirror.bytes_of(key).numel()
+        return source.size_bytes(key)
 
     @property
     def _is_released(self) -> bool:
@@ -388,25 +400,3 @@ class GroupState:
 def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
     host = mirror.bytes_of(record.key)
     return Copy(storage_bytes(record.storage, host.numel()), host)
-
-
-def in_order_of_use(
-    records: Mapping[int, StorageRecord], layers: Sequence[nn.Module]
-) -> tuple[list[StorageRecord], list[int]]:
-    """Storages in the order in which a forward pass first reads them.
-
-    Args:
-        records: Storages of one group, by key.
-        layers: `StateGroup.layers`.
-
-    Returns:
-        The storages of no layer, then those of each layer in turn; and how many there are up to each of these points,
-        `len(layers) + 1` numbers.
-    """
-    place_of: dict[int, int] = {}
-    for place, layer in enumerate(layers, start=1):
-        for key in unique_storages(layer.named_parameters()):
-            place_of.setdefault(key, place)
-    ordered = sorted(records.values(), key=lambda record: place_of.get(record.key, 0))
-    num_at = Counter(place_of.get(record.key, 0) for record in ordered)
-    return ordered, list(accumulate(num_at[place] for place in range(len(layers) + 1)))

@@ -13,6 +13,7 @@ from policy_cases import (
     forward_hook_on_layer,
     full_optimizer,
     full_params,
+    is_megatron,
     make_batch,
     make_settings,
     run_ranks,
@@ -35,10 +36,16 @@ def late_copies(monkeypatch):
     return begin
 
 
+def named_parameters(worker):
+    """All of this rank's, by names that have the layer's number."""
+    if is_megatron(worker):
+        return [it for chunk in worker._backend._chunks for it in chunk.module.named_parameters()]
+    return worker._backend._built.module.hf_parameters()
+
+
 def away(worker):
     """Names of the parameters that are poisoned."""
-    named = worker._backend._built.module.hf_parameters()
-    return [name for name, value in named if local_tensor(value.detach()).isnan().all()]
+    return [name for name, value in named_parameters(worker) if local_tensor(value.detach()).isnan().all()]
 
 
 def steps(worker, num_steps=3):
@@ -98,11 +105,11 @@ def test_generation_begins_while_the_policy_still_leaves(make_worker, folders, l
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
-def test_a_layer_of_the_dtensor_backend_runs_while_the_next_is_on_its_way(folders, late_copies, lora):
+def test_a_layer_runs_while_the_next_is_on_its_way(backend, folders, late_copies, lora):
     folder, _ = folders("qwen3-tied")
     late_copies()
-    with lora_worker(folder, "dtensor", lora={"enabled": lora}) as worker:
-        names = [name for name, _ in worker._backend._built.module.hf_parameters()]
+    with lora_worker(folder, backend, lora={"enabled": lora}) as worker:
+        names = [name for name, _ in named_parameters(worker)]
         by_layer = [{name for name in names if f"layers.{index}." in name} for index in range(2)]
         seen = []
         for index in range(2):
@@ -116,10 +123,10 @@ def test_a_layer_of_the_dtensor_backend_runs_while_the_next_is_on_its_way(folder
             assert set(seen[0]) == by_layer[1] and seen[1:] and not any(seen[1:])
 
 
-def test_weights_that_are_sent_before_any_pass_are_all_there(folders, late_copies):
+def test_weights_that_are_sent_before_any_pass_are_all_there(backend, folders, late_copies):
     folder, _ = folders("qwen3-tied")
     late_copies()
-    with lora_worker(folder, "dtensor") as worker:
+    with lora_worker(folder, backend) as worker:
         expected = {name: tensor.clone() for name, tensor in worker.named_weights()}
         for enter in (worker.prepare_for_training, worker.prepare_for_lp_inference, worker.offload_before_refit):
             worker.offload_after_refit()

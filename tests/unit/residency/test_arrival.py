@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from toy_training import WIDTH, Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, unique_storages
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, Placement, TensorGroup, unique_storages
+from nemo_offload_rl.residency.arrival_order import ArrivalOrder
 from nemo_offload_rl.residency.device import Room
-from nemo_offload_rl.residency.group_state import in_order_of_use
 
 
 def arrived(training: Training) -> list[str]:
@@ -292,15 +293,64 @@ def test_closing_takes_the_waits_off_the_layers():
 # -- the order ---------------------------------------------------------------------------------------------------------
 
 
+def order_of(tensors: dict[str, torch.Tensor], layers: list[nn.Module]) -> ArrivalOrder:
+    return ArrivalOrder(TensorGroup("params", lambda: tensors.items(), layers=layers))
+
+
 def test_what_no_layer_has_comes_first_and_what_two_layers_share_with_the_first_of_them():
     embedding, one, two, head = (nn.Linear(2, 2, bias=False) for _ in range(4))
     two.register_parameter("shared", one.weight)
-    tensors = {"head": head, "two": two, "one": one, "embedding": embedding}
-    records = unique_storages((name, module.weight) for name, module in tensors.items())
-    ordered, num_needed = in_order_of_use(records, [one, two])
-    assert [record.names for record in ordered] == [["head"], ["embedding"], ["one"], ["two"]]
+    tensors = {name: it.weight for name, it in {"head": head, "two": two, "one": one, "embedding": embedding}.items()}
+    records = unique_storages(tensors.items())
+    spans, num_needed = order_of(tensors, [one, two]).of(records)
+    assert [span.record.names for span in spans] == [["head"], ["embedding"], ["one"], ["two"]]
     assert num_needed == [2, 3, 4]
-    ordered, num_needed = in_order_of_use(records, [])
-    assert [record.names for record in ordered] == [["head"], ["two"], ["one"], ["embedding"]]
+    spans, num_needed = order_of(tensors, []).of(records)
+    assert [span.record.names for span in spans] == [["head"], ["two"], ["one"], ["embedding"]]
     assert num_needed == [4]
-    assert in_order_of_use({}, [one, two]) == ([], [0, 0, 0])
+    assert order_of(tensors, [one, two]).of({}) == ([], [0, 0, 0])
+
+
+def test_a_storage_that_a_parameter_has_got_since_comes_with_its_layer():
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    layers: list[nn.Module] = [two, one]
+    order = ArrivalOrder(TensorGroup("params", lambda: [("one", one.weight), ("two", two.weight)], layers=layers))
+    for _ in range(2):
+        records = unique_storages([("one", one.weight), ("two", two.weight)])
+        spans, num_needed = order.of(records)
+        assert [span.record.names for span in spans] == [["two"], ["one"]]
+        assert num_needed == [0, 1, 2]
+        one.weight.data = torch.empty(3, 3)
+
+
+@given(
+    # Of each parameter, the layer (0 for none), its elements, and what lies before it.
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=12),
+    st.integers(0, 3),
+)
+def test_of_a_flat_buffer_each_layer_has_all_of_its_bytes_with_its_own_turn_and_every_byte_comes_once(members, rest):
+    flat = torch.zeros(sum(size + gap for _, size, gap in members) + rest)
+    layers: list[nn.Module] = [nn.Module() for _ in range(3)]
+    tensors, at = {"flat": flat}, 0
+    for number, (layer, size, gap) in enumerate(members):
+        parameter = nn.Parameter(flat[at + gap : at + gap + size])
+        at += gap + size
+        if layer:
+            layers[layer - 1].register_parameter(str(number), parameter)
+        tensors[str(number)] = parameter
+    spans, num_needed = order_of(tensors, layers).of(unique_storages(tensors.items()))
+    assert num_needed[-1] == len(spans)
+    copied = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    for turn, (begin, end) in enumerate(zip([0, *num_needed], num_needed, strict=False)):
+        for span in spans[begin:end]:
+            span.of(copied).add_(1)
+        ready = copied.view(torch.uint8).tolist()
+        for number, (layer, _, _) in enumerate(members):
+            if layer <= turn:
+                mine = tensors[str(number)].detach()
+                first = mine.storage_offset() * 4
+                assert all(ready[first : first + mine.nbytes])
+    assert copied.tolist() == [1] * flat.nbytes
+    # No more spans than turns of neighbours: padding is no copy of its own.
+    filled = [layer for layer, _, _ in members]
+    assert len(spans) <= len(list(itertools.groupby(filled)))

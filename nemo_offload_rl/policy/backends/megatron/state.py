@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from nemo_offload_rl.policy.backends.megatron.optim import sub_optimizers
@@ -95,14 +96,26 @@ def frozen_tensors(modules: NamedModules) -> NamedTensors:
 
 
 def weight_groups(chunks: Sequence[Any], *, has_adapters: bool) -> tuple[StateGroup, ...]:
-    """`params`, and with adapters `base` too. No module may be added afterwards."""
+    """`params`, and with adapters `base` too, which arrive layer by layer. No module may be added afterwards."""
     modules = named_modules(chunks)
+    layers = [module for _, module in modules if isinstance(module, TransformerLayer)]
+    if _may_gather_in_passes(chunks):
+        layers = []
     if not has_adapters:
-        return (TensorGroup(PARAMS, lambda: param_tensors(chunks, modules)),)
+        return (TensorGroup(PARAMS, lambda: param_tensors(chunks, modules), layers=layers),)
     return (
-        TensorGroup(PARAMS, lambda: trainable_tensors(chunks, modules)),
-        TensorGroup(BASE, lambda: frozen_tensors(modules)),
+        TensorGroup(PARAMS, lambda: trainable_tensors(chunks, modules), layers=layers),
+        TensorGroup(BASE, lambda: frozen_tensors(modules), layers=layers),
     )
+
+
+def _may_gather_in_passes(chunks: Sequence[Any]) -> bool:
+    """Whether a forward pass may gather parameters over ranks, whole buckets of layers, before a layer's own forward.
+
+    It does where no update came before: Megatron's buckets then count as not gathered.
+    """
+    shared = any(buffer.data_parallel_world_size > 1 for _, buffer in _buffers(chunks))
+    return shared and any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
 
 def grad_tensors(chunks: Sequence[Any]) -> NamedTensors:
