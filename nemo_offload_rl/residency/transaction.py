@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -175,13 +175,18 @@ class GroupSet:
         """
         with report.held_up():
             self.release_finished(release_cache=False, report=report)
+            # Once for all that tensors give up, since it waits for the copies that run and holds up the next ones.
+            self._wait_for(lambda: self.device.allocated_bytes() <= limit_bytes, report, release_cache=False)
             self.release_cache_for(report)
-            while leaving := [state for state in self.states.values() if state.is_leaving]:
-                if self.device.reserved_bytes() <= limit_bytes:
-                    break
-                min(leaving, key=lambda state: state.order).wait_some()
-                self.release_finished(release_cache=True, report=report)
+            # Of blocks that are in use in part there may be more.
+            self._wait_for(lambda: self.device.reserved_bytes() <= limit_bytes, report, release_cache=True)
         self.device.pace_out(False)
+
+    def _wait_for(self, is_enough: Callable[[], bool], report: TransitionReport, *, release_cache: bool) -> None:
+        """Wait for copies out, in their order, until enough has left or all has."""
+        while not is_enough() and (leaving := [state for state in self.states.values() if state.is_leaving]):
+            min(leaving, key=lambda state: state.order).wait_some()
+            self.release_finished(release_cache=release_cache, report=report)
 
     def settle(
         self,

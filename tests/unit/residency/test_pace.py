@@ -83,9 +83,10 @@ def test_states_that_leave_as_a_whole_are_not_paced(device):
     training.manager.close()
 
 
+@pytest.mark.parametrize("is_divided", [False, True], ids=["whole blocks", "blocks in use in part"])
 @pytest.mark.parametrize("num_parts", [1, 3, NUM_PARTS])
 def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_leave_beside_it(
-    device, monkeypatch, num_parts
+    device, monkeypatch, num_parts, is_divided
 ):
     training = updated(device, monkeypatch)
     manager, plain = training.manager, PartsTraining(streamed=False)
@@ -96,18 +97,28 @@ def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_l
     def reserved_bytes() -> int:
         return PART_BYTES * max([training.held_parts(), *in_cache])
 
-    monkeypatch.setattr(device, "release_cache", lambda: in_cache.__setitem__(slice(None), [training.held_parts()]))
+    num_released = []
+
+    def release_cache() -> None:
+        in_cache[:] = [training.held_parts()]
+        num_released.append(NUM_PARTS - in_cache[0])
+
+    monkeypatch.setattr(device, "release_cache", release_cache)
     monkeypatch.setattr(device, "reserved_bytes", reserved_bytes)
+    monkeypatch.setattr(device, "allocated_bytes", lambda: 0 if is_divided else PART_BYTES * training.held_parts())
     monkeypatch.setattr(manager, "_beside_engine_bytes", num_parts * PART_BYTES)
     in_cache.append(NUM_PARTS)
     manager.enter(Phase.REFIT)
     before = [(report.exposed_s, report.give_back_s) for report in manager.reports.drain()]
+    num_released.clear()
     report = manager.enter(Phase.GENERATION, waits_for_all=False)
     # Seconds of this wait are its own, and not once more those of the copies that were waited for.
     late = [late for late in manager.reports.drain() if late is not report]
     assert before and not any(late.exposed_s or late.give_back_s for late in late)
     assert training.held_parts() == in_cache[0]  # all that is free went to the driver
     assert num_parts - RUNNING_PARTS < training.held_parts() <= num_parts
+    if not is_divided:
+        assert len(num_released) == 1
     assert not device.is_paced
     assert started(device) > 0
     exposed_s = report.exposed_s
