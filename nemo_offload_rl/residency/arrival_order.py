@@ -82,7 +82,7 @@ class ArrivalOrder:
                 layer_of.setdefault(tensor, 0)
         extents = defaultdict[int, list[tuple[int, int, int]]](list)
         for parameter, number in layer_of.items():
-            local = local_tensor(parameter.detach())
+            local = local_tensor(parameter)
             extents[storage_key(local.untyped_storage())].append((*_extent(local), number))
         self._places = {
             key: (record.weak_ref, list(_places(sorted(extents[key]))) if key in extents else [_Place(0, 0)])

@@ -141,44 +141,24 @@ def test_weights_that_are_sent_before_any_pass_are_all_there(backend, folders, l
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def check_two_ranks(process, folder):
-    for tensor_parallel_size in (1, 2):
-        settings = make_settings(folder, tensor_parallel_size=tensor_parallel_size)
-        with worker_of(settings, process, keep_reference=True) as worker:
-            expected = steps(worker, 2)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_module, "make_device", lambda device: DeferredDevice())
-            with worker_of(settings, process, keep_reference=True) as worker:
-                assert_same_steps(steps(worker, 2), expected)
-                worker.offload_after_refit()
-                worker.prepare_for_lp_inference()
-                assert any("layers.1." in name for name in away(worker))
-
-
-@pytest.mark.processes
-def test_late_copies_change_no_bit_on_two_ranks_which_begin_before_all_is_there(folders, tmp_path):
-    folder, _ = folders("qwen3-tied")
-    run_ranks(2, tmp_path, check_two_ranks, str(folder))
-
-
-def check_two_megatron_ranks(process, folder, moe_folder):
-    gathers_first = {"overlap_param_gather": True}  # in its first pass, before any update
+def check_two_ranks(process, folder, moe_folder):
+    gathers_first = {"backend": "megatron", "overlap_param_gather": True}  # in its first pass, before any update
     for changes in (
+        {},
         {"tensor_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2},
-        {"overlap_param_gather": False},
         gathers_first,
-        {"expert_model_parallel_size": 2, "overlap_param_gather": False},
+        {"backend": "megatron", "overlap_param_gather": False},
+        {"backend": "megatron", "tensor_parallel_size": 2},
+        {"backend": "megatron", "pipeline_model_parallel_size": 2},
+        {"backend": "megatron", "expert_model_parallel_size": 2, "overlap_param_gather": False},
     ):
         place = moe_folder if "expert_model_parallel_size" in changes else folder
-        settings = make_settings(place, backend="megatron", **changes)
+        settings = make_settings(place, **changes)
         with worker_of(settings, process, keep_reference=True) as worker:
-            worker.offload_after_refit()
             expected = steps(worker, 2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_module, "make_device", lambda device: DeferredDevice())
             with worker_of(settings, process, keep_reference=True) as worker:
-                worker.offload_after_refit()
                 assert_same_steps(steps(worker, 2), expected)
                 worker.offload_after_refit()
                 worker.prepare_for_lp_inference()
@@ -186,7 +166,7 @@ def check_two_megatron_ranks(process, folder, moe_folder):
 
 
 @pytest.mark.processes
-def test_late_copies_change_no_bit_on_two_ranks_of_megatron(folders, tmp_path):
+def test_late_copies_change_no_bit_on_two_ranks_which_begin_before_all_is_there(folders, tmp_path):
     folder, _ = folders("qwen3-tied")
     moe_folder, _ = folders("qwen3-moe")
-    run_ranks(2, tmp_path, check_two_megatron_ranks, str(folder), str(moe_folder))
+    run_ranks(2, tmp_path, check_two_ranks, str(folder), str(moe_folder))
