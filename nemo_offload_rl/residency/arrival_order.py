@@ -27,8 +27,8 @@ class Span:
     """
 
     record: StorageRecord
-    begin_bytes: int = 0
-    end_bytes: int | None = None
+    begin_bytes: int
+    end_bytes: int | None
 
     def of(self, storage_bytes: Tensor) -> Tensor:
         """[n] uint8: these of a storage's bytes [N], or of a copy of them."""
