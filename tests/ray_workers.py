@@ -34,7 +34,7 @@ class RefitPolicy:
     def offload_before_refit(self) -> None:
         """It holds nothing."""
 
-    def release_memory(self) -> None:
+    def release_memory(self, to_driver: bool = True) -> None:
         """It holds nothing."""
 
     def offload_after_refit(self, wait_for_all: bool = True) -> None:

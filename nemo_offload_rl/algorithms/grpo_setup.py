@@ -33,6 +33,7 @@ from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.policy.settings import TeacherSettings
 from nemo_offload_rl.utils.flops import read_model_speed
+from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.gpu_memory import first_gpu_name
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
@@ -160,6 +161,7 @@ def run_with_rollouts(
             overlong_rows=prompts.overlong,
             pausing=workers.engine if config.engine.async_engine else None,
         )
+        stack.enter_context(frozen_objects())
         make_trainer(parts, run_logger, progress).run(num_steps, resume_from)
 
 

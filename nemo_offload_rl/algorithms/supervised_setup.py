@@ -33,6 +33,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_tex
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.factory import check_model
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
@@ -196,4 +197,5 @@ def _train(
             memory=memory,
             num_samples_to_print=config.logger.num_val_samples_to_print,
         )
+        stack.enter_context(frozen_objects())
         SupervisedTrainer(settings, made, run_logger, progress).run(num_steps, resume_from)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import ray
 
 from nemo_offload_rl.utils.cli import set_up_logging
+from nemo_offload_rl.utils.garbage import freeze_objects
 
 
 def import_factory(path: str) -> Any:
@@ -66,9 +66,7 @@ class HostedWorker:
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
         """Make the worker; heavy imports happen here."""
         self._worker = import_factory(factory)(**kwargs)
-        # A collection goes through every object of the imported libraries, a third of a second each. These stay.
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
         return Outcome(None, self._warnings.drain())
 
     def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outcome:

@@ -121,6 +121,10 @@ class RayGenerationEngine:
         """Who is who among the processes that share the devices, for messages."""
         self._group.run_all("name_processes", dict(names))
 
+    def wait_for_room(self, tags: Sequence[str]) -> None:
+        """See `GenerationEngine`; returns when there is room on every device."""
+        self._group.run_all("wait_for_room", list(tags))
+
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`."""
         self._group.run_all("prepare_for_generation", None if tags is None else list(tags))

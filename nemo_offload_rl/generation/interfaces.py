@@ -43,6 +43,10 @@ class GenerationEngine(Protocol):
         """`num_samples` completions for each prompt of token ids, in the prompts' order."""
         ...
 
+    def wait_for_room(self, tags: Sequence[str]) -> None:
+        """Wait until the devices have room for what `prepare_for_generation` would wake."""
+        ...
+
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """Wake `weights`, `kv_cache` or (None) both; what is awake already is left alone."""
         ...

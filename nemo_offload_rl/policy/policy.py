@@ -100,15 +100,15 @@ class Policy:
         """See `PolicyWorker`; one report by rank."""
         return self._group.run_all("offload_before_refit")
 
-    def release_memory(self) -> None:
+    def release_memory(self, to_driver: bool = True) -> None:
         """See `PolicyWorker`."""
-        self._group.run_all("release_memory")
+        self._group.run_all("release_memory", to_driver)
 
     def offload_after_refit(self, wait_for_all: bool = True) -> list[TransitionReport]:
         """See `PolicyWorker`; one report by rank. What is not waited for ends beside the caller."""
         reports = self._group.run_all("offload_after_refit", wait_for_all)
         if not wait_for_all:
-            self._group.start_all("release_memory", True)  # a worker in which it fails fails the next call
+            self._group.start_all("finish_leaving")  # a worker in which it fails fails the next call
         return reports
 
     def residency_plan(self) -> str:

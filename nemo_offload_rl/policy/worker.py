@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
@@ -47,6 +46,7 @@ from nemo_offload_rl.residency import (
     TransitionReport,
     make_device,
 )
+from nemo_offload_rl.utils.garbage import collect_garbage
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
@@ -81,8 +81,7 @@ class PolicyWorker:
         expected = expected_bytes(settings, process) if teacher is None else ExpectedBytes({}, 0, 0)
         with ExitStack() as made:
             # First: the workers of a host agree on what each takes of its memory.
-            if join_process_group(process):
-                made.callback(dist.destroy_process_group)
+            join_process_group(process, made)
             arenas = begin_host_memory(settings, expected, keep_reference, device)
             made.push(closing(arenas))
             self._backend = build_backend(settings, process)
@@ -104,8 +103,7 @@ class PolicyWorker:
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
         self._sends_to_other_devices = False
-        if settings.memory_snapshot_dir is not None and self._backend.device.type == "cuda":
-            record_memory_history(Path(settings.memory_snapshot_dir), process.rank)
+        record_memory_history(settings.memory_snapshot_dir, self._backend.device, process.rank)
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -126,12 +124,14 @@ class PolicyWorker:
         self._backend.clear_caches()
         return self._communicators.enter(self.residency, Phase.REFIT)
 
-    def release_memory(self, wait_for_all: bool = False) -> None:
-        """Release to the driver the memory of what has left by now, or of the rest too, which is then waited for."""
-        if wait_for_all:
-            self.residency.finish_leaving()
-        else:
-            self.residency.release_finished()
+    def release_memory(self, to_driver: bool = True) -> None:
+        """Release the memory of what has left by now, to the driver too, and start further copies out."""
+        self.residency.release_finished(to_driver=to_driver)
+
+    def finish_leaving(self) -> None:
+        """Wait for the rest of what leaves, and collect garbage: beside generation, while nobody waits for this."""
+        self.residency.finish_leaving()
+        collect_garbage()
 
     def offload_after_refit(self, wait_for_all: bool = True) -> TransitionReport:
         """Leave nothing on the device, waiting for all or for the engine's share; collectives may be impossible."""

@@ -13,7 +13,7 @@ from nemo_offload_rl.residency.device import Copy
 from nemo_offload_rl.residency.pieces import Piece
 
 # Of paced copies, what is on the stream at a time: under 0.1 s of the link, and enough that it is seldom idle.
-PACE_BYTES = 4 << 30
+PACE_BYTES = 2 << 30
 
 
 class CudaTransfer:

@@ -84,6 +84,7 @@ class GroupSet:
 
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
         """Have the groups that will move drop their temporary copies; the storages after that."""
+        self.device.advance_out()  # listing the storages takes a moment, in which paced copies go on
         for name, place in wanted.items():
             if place not in (Placement.UNCHANGED, self.states[name].location):
                 self.states[name].group.prepare()

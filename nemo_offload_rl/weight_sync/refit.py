@@ -1,11 +1,11 @@
 """One refit, seen from the driver.
 
 1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
-   (its KV cache stays asleep: the room belongs to the policy's weights). Where it has to wait for room, the policy
-   releases memory as what it holds leaves.
+   (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
+   memory to the driver as what it holds leaves; while it maps its own, the policy does not, which would slow both.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
-   is refilled only after the load of what it held has returned. Between buckets the policy gives no memory back, which
-   would hold up the next one; beside the engine's last load it does.
+   is refilled only after the load of what it held has returned. The driver gets no memory back meanwhile, which would
+   hold up the next one.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
    is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, Protocol
 
 from nemo_offload_rl.generation.interfaces import GenerationEngine
@@ -41,8 +42,8 @@ class RefitSource(Protocol):
         """Leave only what a refit needs on the device."""
         ...
 
-    def release_memory(self) -> object:
-        """Release to the driver the memory of what has left by now; does not block."""
+    def release_memory(self, to_driver: bool = True) -> object:
+        """Release the memory of what has left by now, to the driver too, and let more leave; does not block."""
         ...
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
@@ -106,18 +107,25 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
 
 def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer) -> None:
     """Call the policy until the engine is awake: copies that finish release memory only in a call."""
-    waking = pool.submit(engine.prepare_for_generation, ["weights"])
+    has_room = Event()
+
+    def wake() -> None:
+        engine.wait_for_room(["weights"])
+        has_room.set()
+        engine.prepare_for_generation(["weights"])
+
+    waking = pool.submit(wake)
     with timer.phase("enter"):
         policy.offload_before_refit()
     while not wait([waking], timeout=RELEASE_PERIOD_S).done:
-        policy.release_memory()
+        policy.release_memory(to_driver=not has_room.is_set())
     waking.result()
 
 
 def _stream(
     policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor
 ) -> tuple[RefitReport, Future[object]]:
-    """All buckets; and the policy's release of memory, which may still run."""
+    """All buckets; and the policy's last release of memory, which may still run."""
     policy.start_refit()
     num_tensors = num_buckets = num_bytes = 0
     bucket = policy.next_bucket()
@@ -127,7 +135,7 @@ def _stream(
         num_buckets += 1
         num_bytes += bucket.num_bytes
         if bucket.is_last:
-            releasing = pool.submit(policy.release_memory)
+            releasing = pool.submit(policy.release_memory, to_driver=False)
             both: list[Future[Any]] = [loading, releasing]
             wait(both, return_when=FIRST_COMPLETED)
             if releasing.done():
@@ -142,5 +150,5 @@ def _stream(
 def _finish(loading: Future[Any], policy: RefitSource) -> None:
     """Wait for a load. A policy that has died explains one that failed, for want of its buffer."""
     if loading.exception() is not None:
-        policy.release_memory()
+        policy.release_memory(to_driver=False)
     loading.result()

@@ -65,25 +65,39 @@ class VllmEngineBase(ABC):
         """Who is who among the processes that share the device, for messages."""
         self._process_names = dict(names)
 
-    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+    def wait_for_room(self, tags: Sequence[str]) -> None:
         """See `GenerationEngine`.
 
         Raises:
             DeviceMemoryError: Others did not give the device's memory back in time; the message says who holds what.
         """
+        asleep = self._asleep(tags)
+        if asleep and self._can_sleep:
+            names = [[pid, name] for pid, name in self._process_names.items()]
+            _raise_first(self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names)), DeviceMemoryError)
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """See `GenerationEngine`; waits for room first.
+
+        Raises:
+            DeviceMemoryError: As in `wait_for_room`.
+        """
         self._wake(ALL_TAGS if tags is None else tuple(tags))
 
     def _wake(self, wanted: Sequence[str]) -> None:
         """Wake what sleeps of `wanted`."""
+        self.wait_for_room(wanted)
+        asleep = self._asleep(wanted)
+        if asleep and self._can_sleep:
+            self._wake_up(asleep)
+        self._awake.update(asleep)
+
+    def _asleep(self, wanted: Sequence[str]) -> list[str]:
+        """What sleeps of `wanted`."""
         unknown = set(wanted) - set(ALL_TAGS)
         if unknown:
             raise ValueError(f"vLLM has no memory tagged {sorted(unknown)}; the tags are {list(ALL_TAGS)}")
-        asleep = [tag for tag in wanted if tag not in self._awake]
-        if asleep and self._can_sleep:
-            names = [[pid, name] for pid, name in self._process_names.items()]
-            _raise_first(self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names)), DeviceMemoryError)
-            self._wake_up(asleep)
-        self._awake.update(asleep)
+        return [tag for tag in wanted if tag not in self._awake]
 
     def finish_generation(self, discard_weights: bool) -> None:
         """See `GenerationEngine`. The KV cache is dropped in both cases."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 
 
-def join_process_group(process: ProcessInfo) -> bool:
-    """Make the default process group unless there is one; returns whether it was made here.
+def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> None:
+    """Make the default process group unless there is one; if it was made here, it ends with `ends`.
 
     CPU tensors go through gloo also on a GPU machine, which checkpoints and counters use.
     """
     if dist.is_initialized():
-        return False
+        return
     device = torch.device(process.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -29,7 +30,8 @@ def join_process_group(process: ProcessInfo) -> bool:
     else:
         kwargs["init_method"] = process.init_method
     dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)
-    return True
+    if ends is not None:
+        ends.callback(dist.destroy_process_group)
 
 
 def all_reduce(

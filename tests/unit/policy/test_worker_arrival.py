@@ -62,7 +62,7 @@ def steps(worker, num_steps=3):
         worker.offload_before_refit()
         worker.offload_after_refit(wait_for_all=False)
         if seed == 1:
-            worker.release_memory(wait_for_all=True)
+            worker.finish_leaving()
         worker.prepare_for_training()
         seen.append(torch.tensor(worker.train(batch, NLL()).loss))
     return seen, full_params(worker), full_optimizer(worker)
@@ -100,7 +100,7 @@ def test_generation_begins_while_the_policy_still_leaves(make_worker, folders, l
         worker.offload_after_refit(wait_for_all=False)
         held_bytes = worker.residency.device_bytes()
         assert held_bytes["params"] > 0 and held_bytes["optimizer"] > 0
-        worker.release_memory(wait_for_all=True)
+        worker.finish_leaving()
         assert sum(worker.residency.device_bytes().values()) == 0
 
 

@@ -29,15 +29,17 @@ class Policy:
         self.filled = [threading.Event() for _ in TENSORS]
         self.released = threading.Semaphore(0)
         self.released_after: set[int] = set()  # so many buckets
+        self.released_to_driver: list[bool] = []
         self.released_at_the_end = threading.Event()
         self._index = 0
 
     def offload_before_refit(self) -> None:
         self._events.append("offload_before_refit")
 
-    def release_memory(self) -> None:
+    def release_memory(self, to_driver: bool = True) -> None:
         self.released.release()
         self.released_after.add(self._index)
+        self.released_to_driver.append(to_driver)
         if self._index == len(TENSORS):
             self.released_at_the_end.set()
 
@@ -69,6 +71,9 @@ class Engine:
         self._fail_at = fail_at
         self._receiver = SharedMemoryReceiver()
         self.loaded: dict[str, torch.Tensor] = {}
+
+    def wait_for_room(self, tags: Sequence[str]) -> None:
+        """There is."""
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         self._events.append(f"wake {tags}")
@@ -130,27 +135,35 @@ def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> N
 
 
 class WaitingEngine(Engine):
-    """Its weights find room once the policy has looked three times whether memory has become free."""
+    """Its weights find room once the policy has released memory three times, and are awake after three more."""
+
+    def _wait(self) -> None:
+        for _ in range(3):
+            assert self._policy.released.acquire(timeout=20), "no memory was released"
+
+    def wait_for_room(self, tags: Sequence[str]) -> None:
+        self._wait()
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         if tags == ["weights"]:
-            for _ in range(3):
-                assert self._policy.released.acquire(timeout=20), "no memory was released"
+            self._wait()
         super().prepare_for_generation(tags)
 
 
-def test_while_the_engine_waits_for_room_the_policy_hands_over_memory() -> None:
+def test_the_policy_hands_over_memory_while_the_engine_waits_for_it_and_not_while_it_maps_its_own() -> None:
     events: list[str] = []
     policy = Policy(events)
     engine = WaitingEngine(events, policy)
     refit(policy, engine)  # type: ignore[arg-type]
     assert events.index("wake ['weights']") < events.index("start_refit")
+    to_driver = policy.released_to_driver
+    assert all(to_driver[:3]) and not any(to_driver[4:])  # the fourth may have been asked for before there was room
     assert set(engine.loaded) == set(TENSORS)
 
 
 def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
     class FullEngine(Engine):
-        def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        def wait_for_room(self, tags: Sequence[str]) -> None:
             raise DeviceMemoryError("no room")
 
     events: list[str] = []
@@ -189,8 +202,8 @@ def test_a_failure_to_release_memory_beside_the_last_load_is_not_kept_for_after_
             assert not bucket.is_last or told.wait(20), "the load had to end first"
 
     class KeepingPolicy(Policy):
-        def release_memory(self) -> None:
-            super().release_memory()
+        def release_memory(self, to_driver: bool = True) -> None:
+            super().release_memory(to_driver)
             if self._index == len(TENSORS):
                 raise ZeroDivisionError("policy")
 
@@ -206,8 +219,8 @@ def test_a_policy_that_died_explains_a_last_load_that_failed_before_its_death_wa
     load_failed = threading.Event()
 
     class DyingPolicy(Policy):
-        def release_memory(self) -> None:
-            super().release_memory()
+        def release_memory(self, to_driver: bool = True) -> None:
+            super().release_memory(to_driver)
             if self._index == len(TENSORS):
                 assert load_failed.wait(20)
                 raise ZeroDivisionError("policy")
@@ -230,10 +243,10 @@ def test_a_policy_that_died_after_all_its_calls_explains_a_load_that_failed(inde
     class DeadPolicy(Policy):
         is_dead = False
 
-        def release_memory(self) -> None:
+        def release_memory(self, to_driver: bool = True) -> None:
             if self.is_dead:
                 raise ZeroDivisionError("policy")
-            super().release_memory()
+            super().release_memory(to_driver)
 
     class FailingEngine(Engine):
         def load_bucket(self, bucket: WeightBucket) -> None:

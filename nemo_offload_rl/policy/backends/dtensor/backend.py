@@ -15,7 +15,6 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
@@ -114,8 +113,7 @@ class DTensorBackend:
         self._compute_dtype = compute_dtype(settings.precision)
         self._teacher_head: TeacherHead | None = None
         with ExitStack() as made:
-            if join_process_group(process):
-                made.callback(dist.destroy_process_group)
+            join_process_group(process, made)
             self._build(process)
             self._made = made.pop_all()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
@@ -68,8 +67,7 @@ class MegatronBackend:
             check_transformer_engine()
         bind_to_numa_node_of(self._device)
         with ExitStack() as made:
-            if join_process_group(process):
-                made.callback(dist.destroy_process_group)
+            join_process_group(process, made)
             if parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size):
                 made.callback(parallel.leave_model_parallel)
             self._build(process)
