@@ -38,7 +38,7 @@ COLUMNS = ("alone_s", "beside_pieces_s", "beside_whole_s")
 def main() -> None:
     """Measure everything and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=16, help="copies that are under way")
+    parser.add_argument("--gib", type=float, default=4, help="copies that are under way")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", type=Path)

@@ -92,7 +92,7 @@ class MegatronBackend:
         if self._activations.is_enabled:
             check_modules(self._chunks, cfg.offload_modules or ())
         self._weight_specs: list[WeightSpec] | None = None
-        self._conversions: list[Any] | None = None
+        self._conversions: expert_weights.Conversions | None = None
         self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
         check_shapes(self._model.folder, self.weight_specs(), self._model.hf_config.model_type)
 
@@ -244,19 +244,19 @@ class MegatronBackend:
         Adapters are merged into the weights that they belong to.
         """
         chunks = list(self._chunks)
-        conversions = self._conversions
-        if conversions is None:
-            # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
-            conversions = self._conversions = list(self._model.bridge.get_conversion_tasks(chunks))
+        # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
+        if self._conversions is None:
+            self._conversions = expert_weights.Conversions(self._model.bridge.get_conversion_tasks(chunks))
+        has_adapters = self._cfg.peft.enabled  # without them the bridge would list all parameters to find none
 
         def export(tasks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._model.bridge.export_hf_weights(
-                chunks, cpu=False, show_progress=False, conversion_tasks=tasks
+                chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=has_adapters
             ):
                 yield name, tensor.detach()
 
         num_experts = self._model.config.num_moe_experts or 0
-        yield from expert_weights.exported(chunks, conversions, num_experts, export)
+        yield from expert_weights.exported(chunks, self._conversions, num_experts, export)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
         """Begin to save model, optimizer, scheduler and RNG."""

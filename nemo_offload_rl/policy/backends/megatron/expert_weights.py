@@ -44,24 +44,36 @@ class _Place:
     part_names: tuple[str, ...]
 
 
+class Conversions:
+    """Megatron-Bridge's tasks, and which of them are those of experts. They are the same in every refit.
+
+    Args:
+        tasks: What the bridge converts.
+    """
+
+    def __init__(self, tasks: Iterable[Any]) -> None:
+        self.tasks = list(tasks)
+        places = [_place(task) for task in self.tasks]
+        self.others = [task for task, place in zip(self.tasks, places, strict=True) if place is None]
+        self.places = sorted({place for place in places if place is not None}, key=lambda p: (p.layer, p.own_name))
+
+
 def exported(
-    chunks: Sequence[Any], tasks: Sequence[Any], num_experts: int, export: Export
+    chunks: Sequence[Any], conversions: Conversions, num_experts: int, export: Export
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors by the names of checkpoints, experts stacked; a collective over all ranks.
 
     Args:
         chunks: The model.
-        tasks: Megatron-Bridge's conversions.
+        conversions: Of all of its parameters.
         num_experts: Of a layer; 0 for a dense model.
         export: Converts the parameters of tasks one by one.
     """
-    places = {index: place for index, task in enumerate(tasks) if (place := _place(task)) is not None}
-    is_split = parallel.pipeline_group().size() > 1 or parallel_state.get_expert_tensor_parallel_world_size() != 1
-    if is_split:
-        yield from _put_together(export(tasks), set(places.values()), num_experts)
+    if parallel.pipeline_group().size() > 1 or parallel_state.get_expert_tensor_parallel_world_size() != 1:
+        yield from _put_together(export(conversions.tasks), set(conversions.places), num_experts)
         return
-    yield from export([task for index, task in enumerate(tasks) if index not in places])
-    for place in sorted(set(places.values()), key=lambda place: (place.layer, place.own_name)):
+    yield from export(conversions.others)
+    for place in conversions.places:
         yield place.stacked_name, _gathered(chunks, place)
 
 
