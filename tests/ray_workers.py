@@ -40,6 +40,9 @@ class RefitPolicy:
     def offload_after_refit(self, wait_for_all: bool = True) -> None:
         """It holds nothing."""
 
+    def finish_leaving(self) -> None:
+        """It holds nothing."""
+
     def start_refit(self) -> None:
         self.shutdown()
         specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights]

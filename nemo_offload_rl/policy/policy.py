@@ -105,11 +105,12 @@ class Policy:
         self._group.run_all("release_memory", to_driver)
 
     def offload_after_refit(self, wait_for_all: bool = True) -> list[TransitionReport]:
-        """See `PolicyWorker`; one report by rank. What is not waited for ends beside the caller."""
-        reports = self._group.run_all("offload_after_refit", wait_for_all)
-        if not wait_for_all:
-            self._group.start_all("finish_leaving")  # a worker in which it fails fails the next call
-        return reports
+        """See `PolicyWorker`; one report by rank."""
+        return self._group.run_all("offload_after_refit", wait_for_all)
+
+    def finish_leaving(self) -> None:
+        """See `PolicyWorker`; beside the caller, who does not wait for it. If it fails, the next call fails."""
+        self._group.start_all("finish_leaving")
 
     def residency_plan(self) -> str:
         """The resolved plan of rank 0 as a table with sizes; the other ranks have the same."""

@@ -9,7 +9,8 @@
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
    is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
-   room for it already, else when the policy has made room.
+   room for it already, else when the policy has made room. The policy releases the rest once the engine is awake, or
+   after a second, should the engine lack room all the same.
 
 Mapping an engine's memory takes the driver's time: that is why it runs beside what the policy does. Nothing of this
 can overshoot the device: who wakes waits for memory that is really free.
@@ -33,6 +34,7 @@ from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 logger = logging.getLogger(__name__)
 
 RELEASE_PERIOD_S = 0.01
+RELEASE_LATER_S = 1.0
 
 
 class RefitSource(Protocol):
@@ -48,6 +50,10 @@ class RefitSource(Protocol):
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
         """Leave nothing on the device; waited for until the engine has room, or until all has left."""
+        ...
+
+    def finish_leaving(self) -> object:
+        """Release the rest as it leaves; does not block."""
         ...
 
     def start_refit(self) -> object:
@@ -95,6 +101,8 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
             with timer.phase("leave"):
                 releasing.result()
                 policy.offload_after_refit(wait_for_all=False)
+            wait([waking], timeout=RELEASE_LATER_S)
+            policy.finish_leaving()
             waking.result()
     finally:
         # Not waited for: after an interrupt or a dead worker what runs there may never return by itself.

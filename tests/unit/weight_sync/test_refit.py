@@ -46,6 +46,9 @@ class Policy:
     def offload_after_refit(self, wait_for_all: bool = True) -> None:
         self._events.append("offload_after_refit" + ", all" * wait_for_all)
 
+    def finish_leaving(self) -> None:
+        self._events.append("finish_leaving")
+
     def start_refit(self) -> None:
         self._events.append("start_refit")
         self._index = 0
@@ -98,7 +101,8 @@ def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies
     report = refit(policy, engine)  # type: ignore[arg-type]
     assert set(events[:2]) == {"offload_before_refit", "wake ['weights']"}
     assert events[2:4] == ["start_refit", "finish_refit"]
-    assert set(events[4:]) == {"offload_after_refit", "wake ['kv_cache']"}
+    assert set(events[4:6]) == {"offload_after_refit", "wake ['kv_cache']"}
+    assert events[6:] == ["finish_leaving"]
     assert {name: tensor.tolist() for name, tensor in engine.loaded.items()} == {
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
@@ -159,6 +163,22 @@ def test_the_policy_hands_over_memory_while_the_engine_waits_for_it_and_not_whil
     to_driver = policy.released_to_driver
     assert all(to_driver[:3]) and not any(to_driver[4:])  # the fourth may have been asked for before there was room
     assert set(engine.loaded) == set(TENSORS)
+
+
+def test_an_engine_that_lacks_room_for_its_kv_cache_all_the_same_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_offload_rl.weight_sync.refit.RELEASE_LATER_S", 0.05)
+    released = threading.Event()
+
+    class LastPolicy(Policy):
+        def finish_leaving(self) -> None:
+            released.set()
+
+    class CrowdedEngine(Engine):
+        def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+            assert tags == ["weights"] or released.wait(20), "the rest was not released"
+
+    policy = LastPolicy([])
+    assert refit(policy, CrowdedEngine([], policy)).num_buckets == len(TENSORS)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
