@@ -92,7 +92,7 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"^vllm worker 0 died during generate: .*unexpected"):
         engine.generate(PROMPTS, GREEDY)
-    with pytest.raises(WorkerDiedError, match="vllm worker 0 died during prepare_for_generation"):
+    with pytest.raises(WorkerDiedError, match="vllm worker 0 died during wait_for_room"):
         refit(policy, engine)
     policy.shutdown()
     engine.shutdown()
