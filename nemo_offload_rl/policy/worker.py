@@ -125,8 +125,8 @@ class PolicyWorker:
         return self._communicators.enter(self.residency, Phase.REFIT)
 
     def release_memory(self, to_driver: bool = True) -> None:
-        """Release the memory of what has left by now, to the driver too, and start further copies out."""
-        self.residency.release_finished(to_driver=to_driver)
+        """Release the memory of what has left by now; with `to_driver`, to it, and start further copies out."""
+        self.residency.release_finished(to_driver=to_driver, starts_more=to_driver)
 
     def finish_leaving(self) -> None:
         """Wait for the rest of what leaves, and collect garbage: beside generation, while nobody waits for this."""

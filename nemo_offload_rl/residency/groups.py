@@ -36,7 +36,7 @@ class StateGroup(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the group by name. Called at each transition, since optimizer state appears lazily."""
+        """Every tensor of the group by name. Called at transitions, and after each pass and update, which make some."""
 
     def prepare(self) -> None:
         """Called before the group leaves the device, for a backend that must first drop temporary copies."""

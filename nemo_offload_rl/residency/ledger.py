@@ -157,6 +157,11 @@ class Ledger:
         self._reports.append(report)
         self._recent = [*self._recent, report][-self._num_recent :]
 
+    def add_if_moved(self, report: TransitionReport) -> None:
+        """Keep a report that has groups."""
+        if report.groups:
+            self.add(report)
+
     def drain(self) -> list[TransitionReport]:
         """Return the reports gathered since the last call.
 

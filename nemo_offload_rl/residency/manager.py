@@ -75,8 +75,7 @@ class ResidencyManager:
         verify: bool = False,
         beside_engine_bytes: int = 0,
     ) -> None:
-        unknown = [group.name for group in groups if row_of(group.name) not in plan.table]
-        if unknown:
+        if unknown := [group.name for group in groups if row_of(group.name) not in plan.table]:
             raise ValueError(f"state groups {unknown} have no row in the residency plan ({', '.join(plan.table)})")
         self.plan = plan
         self.phase: Phase | None = None
@@ -142,7 +141,7 @@ class ResidencyManager:
         for name, state in self._states.items():
             if name in PHASES[phase].touches:
                 state.wait_arrival(0 if by_layer else None)
-        self.phase = phase
+        before, self.phase = self.phase, phase
         if self.passing is not None:
             self.passing.phase = phase
         if rest_bytes:
@@ -152,6 +151,9 @@ class ResidencyManager:
             self._groups.settle(arrivals=not by_layer, release_cache=release_cache, report=report)
         if is_new:
             self._begin(wanted, records, report)
+            # From an update to the next pass no work changes tensors.
+            lasts = phase in (Phase.REFIT, Phase.GENERATION) or before is Phase.OPTIM_STEP
+            self._groups.keep(records if lasts else {})
         self._ledger.add(report)
         logger.debug("%s", report.line())
         return report
@@ -181,14 +183,14 @@ class ResidencyManager:
             report = TransitionReport(self.phase, phase)
             with self._device.held_up(report):
                 self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
-            if report.groups:
-                self._ledger.add(report)
+            self._ledger.add_if_moved(report)
 
     def expect_work(self, size: int) -> None:
         """A pass of this size is about to begin; call it before every pass, with sizes in the same unit (tokens).
 
         What was prefetched is evicted if it is larger than any before and there may be no room for both.
         """
+        self._groups.forget()
         self._work.expect(size)
         if self.phase is not None and not self._prefetcher.is_paused and self._work.is_too_tight(self.phase):
             self.evict()
@@ -215,6 +217,7 @@ class ResidencyManager:
 
     def step_opened(self) -> None:
         """Gradients have been produced that an optimizer step is still to use."""
+        self._groups.forget()
         self._open_step = True
 
     def step_closed(self) -> None:
@@ -224,6 +227,7 @@ class ResidencyManager:
 
     def mark_written(self, *names: str) -> None:
         """The device contents of these groups changed; their host copies are out of date."""
+        self._groups.forget()
         parts = self._parts if OPTIMIZER in names else ()
         for state in (*(self._states[name] for name in names), *parts):
             state.version += 1
@@ -231,10 +235,10 @@ class ResidencyManager:
     def streamed(self, *, before_refit: bool = False) -> Iterator[str]:
         """Names of the optimizer's parts, each while its states are on the device; for use inside `writing_state`.
 
-        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). The first
-        come at once in OPTIM_STEP. Parameters and gradients that pass through the device part by part come with their
-        states. `before_refit`: what is cached goes to the driver now, not after the step, which would wait for copies;
-        and copies out are paced up to the end of REFIT, so that the driver has memory back before the last of them.
+        Two parts are on the device at once, and more as far as the room goes that passes left (`prefetch`). Parameters
+        and gradients that pass through the device part by part come with their states. `before_refit`: what is cached
+        goes to the driver now, not after the step, which would wait for copies; and copies out are paced up to
+        `finish_leaving`, so that the driver has memory back before the last of them.
         """
         release_cache = before_refit and self.plan.releases_cache(Phase.REFIT)
         self._device.pace_out(release_cache and bool(self._parts))
@@ -257,12 +261,12 @@ class ResidencyManager:
 
     # -- asynchronous copies
 
-    def release_finished(self, *, to_driver: bool = True) -> None:
+    def release_finished(self, *, to_driver: bool = True, starts_more: bool = True) -> None:
         """Release the memory of copies out that have finished. Call between pieces of other work; does not block.
 
-        `to_driver`: to other processes too, where the phase has those; beside paced copies, that waits a moment.
+        `to_driver`: to other processes too, where the phase has those; that waits for the paced copies that run.
         """
-        self._groups.release_finished(release_cache=to_driver and self._releases_cache)
+        self._groups.release_finished(release_cache=to_driver and self._releases_cache, starts_more=starts_more)
 
     def settle(self) -> None:
         """Wait for every copy under way and release the memory of what left."""
@@ -270,6 +274,7 @@ class ResidencyManager:
 
     def finish_leaving(self) -> None:
         """`settle` after an `enter` that did not wait for all, while nobody waits: no seconds are exposed."""
+        self._device.pace_out(False)
         if self.phase is not None and self._groups.is_leaving:
             self._groups.settle(release_cache=self._releases_cache, is_exposed=False)
             report = TransitionReport(self.phase, self.phase)
@@ -332,20 +337,16 @@ class ResidencyManager:
         self._groups.refuse_if_failed("show the state for a checkpoint")
         if self._snapshots.present is not None:
             raise ResidencyError(f"cannot show a checkpoint the state while {self._snapshots.present!r} is swapped in")
-        parts = {state.group.name for state in self._parts} if names else set[str]()
-        before = {name: state.location for name, state in self._states.items()}
-        on_host = {name for name, place in before.items() if place is Placement.HOST and name not in parts}
-        wanted = {name: Placement.DEVICE for name in on_host if not names or name in names}
-        wanted |= dict.fromkeys(parts, Placement.HOST)
+        wanted = dict.fromkeys(self._groups.on_host(names), Placement.DEVICE)
         if names:
+            wanted |= {state.group.name: Placement.HOST for state in self._parts}
             self._snapshots.release_staged()
         report = TransitionReport(self.phase, self.phase or Phase.TRAINING)
         try:
             with self._groups.visiting(wanted, report):
                 yield
         finally:
-            if report.groups:
-                self._ledger.add(report)
+            self._ledger.add_if_moved(report)
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
         """This rank's contents of a tensor as its host copy has them; None where its group is on the device.
@@ -414,7 +415,6 @@ class ResidencyManager:
         freed = [name for name, place in wanted.items() if place is Placement.FREED]
         if self._open_step and freed:
             raise OpenStepError(
-                f"entering {target.value} would drop group {freed[0]!r} in the middle of training step "
-                f"{self._num_steps + 1}: its gradients have not been used by an optimizer step yet. Call optim_step "
-                "first, or zero_grad to give them up."
+                f"entering {target.value} would drop group {freed[0]!r} in training step {self._num_steps + 1}: no "
+                "optimizer step has used its gradients yet. Call optim_step first, or zero_grad to give them up."
             )

@@ -36,6 +36,7 @@ class GroupSet:
         self.failure: str | None = None
         self.states = states
         self.device = device
+        self._kept: Records = {}
 
     def refuse_if_failed(self, purpose: str) -> None:
         """Raise if an earlier failure could not be undone.
@@ -58,19 +59,35 @@ class GroupSet:
     def records(self) -> Records:
         """Storages on this device by group; one that several groups list belongs to the first.
 
-        Good for one transition: what a group replaces, or makes later, is not in it.
+        Good for one transition, unless they are kept: what a group replaces, or makes later, is not in it.
         """
         claimed: set[int] = set()
         records: Records = {}
         for name, state in self.states.items():
-            mine = {
-                key: record
-                for key, record in unique_storages(state.group.tensors()).items()
-                if key not in claimed and self.device.owns(record.storage)
-            }
+            if name in self._kept:
+                mine = self._kept[name]
+            else:
+                mine = {
+                    key: record
+                    for key, record in unique_storages(state.group.tensors()).items()
+                    if key not in claimed and self.device.owns(record.storage)
+                }
             claimed.update(mine)
             records[name] = mine
         return records
+
+    def keep(self, records: Records) -> None:
+        """Take these for the groups' storages until `forget`: a mixture of experts has tens of thousands of tensors."""
+        self._kept = {n: found for n, found in records.items() if self.states[n].location is not Placement.FREED}
+
+    def forget(self) -> None:
+        """List storages anew from here on: groups may have other tensors by now."""
+        self._kept = {}
+
+    def on_host(self, names: Collection[str]) -> list[str]:
+        """Those that are on the host; of these names, where any are given."""
+        here = [name for name, state in self.states.items() if state.location is Placement.HOST]
+        return [name for name in here if not names or name in names]
 
     def leaving_after(self, phase: Phase, plan: ResidencyPlan) -> list[str]:
         """Groups on the device that `phase` only reads and that leave the device after it."""
@@ -84,10 +101,12 @@ class GroupSet:
 
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
         """Have the groups that will move drop their temporary copies; the storages after that."""
-        self.device.advance_out()  # listing the storages takes a moment, in which paced copies go on
+        if not self._kept:
+            self.device.advance_out()  # listing the storages takes a moment, in which paced copies go on
         for name, place in wanted.items():
             if place not in (Placement.UNCHANGED, self.states[name].location):
                 self.states[name].group.prepare()
+                self._kept.pop(name, None)
         return self.records()
 
     @contextmanager
@@ -126,11 +145,14 @@ class GroupSet:
                 return flat.as_strided(local.size(), local.stride(), flat.storage_offset() + local.storage_offset())
         return None
 
-    def release_finished(self, *, release_cache: bool, report: TransitionReport | None = None) -> None:
-        """Release the memory of copies out that have finished, and start paced ones; does not block.
+    def release_finished(
+        self, *, release_cache: bool, starts_more: bool = True, report: TransitionReport | None = None
+    ) -> None:
+        """Release the memory of copies out that have finished; does not block.
 
         Args:
             release_cache: Release cached memory to the driver too when the last of them has; of paced ones, any.
+            starts_more: Start paced copies.
             report: What releasing it is charged to; without it, what the copies belong to.
         """
         settled = None
@@ -139,7 +161,8 @@ class GroupSet:
                 settled = state.settle_and_charge(is_exposed=report is None)
         if settled is not None and release_cache:
             self.release_cache_for(report or settled)
-        self.device.advance_out()
+        if starts_more:
+            self.device.advance_out()
 
     def end_pace(self, report: TransitionReport, *, release_cache: bool) -> None:
         """Start all copies out that were held back.
@@ -168,26 +191,26 @@ class GroupSet:
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
         """Wait for copies out, in their order, until the driver has all but so much of this process's memory back.
 
-        The other copies run on, none held back.
+        Other paced copies are not started: who waits for this maps memory next, which waits for copies out.
 
         Args:
             limit_bytes: What torch's allocator may hold.
             report: Whose exposed seconds these are.
         """
         with report.held_up():
-            self.release_finished(release_cache=False, report=report)
+            self.release_finished(release_cache=False, starts_more=False, report=report)
             # Once for all that tensors give up, since it waits for the copies that run and holds up the next ones.
             self._wait_for(lambda: self.device.allocated_bytes() <= limit_bytes, report, release_cache=False)
             self.release_cache_for(report)
             # Of blocks that are in use in part there may be more.
             self._wait_for(lambda: self.device.reserved_bytes() <= limit_bytes, report, release_cache=True)
-        self.device.pace_out(False)
 
     def _wait_for(self, is_enough: Callable[[], bool], report: TransitionReport, *, release_cache: bool) -> None:
         """Wait for copies out, in their order, until enough has left or all has."""
         while not is_enough() and (leaving := [state for state in self.states.values() if state.is_leaving]):
+            self.device.advance_out()
             min(leaving, key=lambda state: state.order).wait_some()
-            self.release_finished(release_cache=release_cache, report=report)
+            self.release_finished(release_cache=release_cache, starts_more=False, report=report)
 
     def settle(
         self,
@@ -294,6 +317,7 @@ class Transaction:
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
         """Put groups back. What arrived leaves first, so that what left has room to return."""
         groups = self._groups
+        groups.forget()
         groups.failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
         scrap = TransitionReport(None, Phase.TRAINING)
         try:

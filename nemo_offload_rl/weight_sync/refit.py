@@ -2,15 +2,16 @@
 
 1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
    (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
-   memory to the driver as what it holds leaves; while it maps its own, the policy does not, which would slow both.
+   memory to the driver as what it holds leaves. While it maps its own, no more copies out are started: mapping waits
+   for every one that runs on the GPU.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned. The driver gets no memory back meanwhile, which would
    hold up the next one.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
    is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
-   room for it already, else when the policy has made room. The policy releases the rest once the engine is awake, or
-   after a second, should the engine lack room all the same.
+   room for it already, else when the policy has made room. The rest leaves once the engine is awake, or after a second,
+   should the engine lack room all the same.
 
 Mapping an engine's memory takes the driver's time: that is why it runs beside what the policy does. Nothing of this
 can overshoot the device: who wakes waits for memory that is really free.
@@ -45,7 +46,7 @@ class RefitSource(Protocol):
         ...
 
     def release_memory(self, to_driver: bool = True) -> object:
-        """Release the memory of what has left by now, to the driver too, and let more leave; does not block."""
+        """Release the memory of what has left by now; with `to_driver`, to it, and let more leave. Does not block."""
         ...
 
     def offload_after_refit(self, wait_for_all: bool = True) -> object:
@@ -53,7 +54,7 @@ class RefitSource(Protocol):
         ...
 
     def finish_leaving(self) -> object:
-        """Release the rest as it leaves; does not block."""
+        """Let the rest leave, and release it; does not block."""
         ...
 
     def start_refit(self) -> object:
@@ -126,7 +127,8 @@ def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoo
     with timer.phase("enter"):
         policy.offload_before_refit()
     while not wait([waking], timeout=RELEASE_PERIOD_S).done:
-        policy.release_memory(to_driver=not has_room.is_set())
+        if not has_room.is_set():
+            policy.release_memory()
     waking.result()
 
 

@@ -119,10 +119,11 @@ def test_generation_waits_for_as_many_parts_as_the_engine_needs_and_the_others_l
     assert num_parts - RUNNING_PARTS < training.held_parts() <= num_parts
     if not is_divided:
         assert len(num_released) == 1
-    assert not device.is_paced
-    assert started(device) > 0
+    assert device.is_paced  # no more copies are started before the engine, which maps memory next, is awake
+    assert started(device) <= RUNNING_PARTS * 2
     exposed_s = report.exposed_s
     manager.finish_leaving()
+    assert not device.is_paced
     assert training.held_parts() == in_cache[0] == 0
     assert report.exposed_s == exposed_s
     manager.enter(Phase.LP_INFERENCE)
@@ -170,6 +171,29 @@ def test_the_present_step_may_go_on_without_a_refit_and_changes_no_bit(device, m
         plain.step()
     assert_bitwise_equal(training.contents(), plain.contents())
     training.manager.close()
+
+
+def test_the_parts_storages_are_listed_once_from_an_update_to_the_next_pass(device, monkeypatch):
+    training = updated(device, monkeypatch)
+    manager, listed = training.manager, set[str]()
+    for name, state in manager._states.items():
+
+        def tensors(name=name, tensors=state.group.tensors):
+            listed.add(name)
+            return tensors()
+
+        monkeypatch.setattr(state.group, "tensors", tensors)
+    for phase in (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
+        manager.enter(phase)
+    assert listed.isdisjoint(training.names)
+    manager.enter(Phase.TRAINING)
+    assert listed.issuperset(training.names)  # there was a pass
+    training.step()
+    listed.clear()
+    manager.expect_work(1)  # of an evaluation
+    manager.enter(Phase.REFIT)
+    assert listed.issuperset(training.names)
+    manager.close()
 
 
 def test_who_waits_for_a_copy_starts_it_and_those_before_it_alone(device):
