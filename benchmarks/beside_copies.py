@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.data.inputs import copy_in_pieces
 from nemo_offload_rl.residency import CpuDevice, Device, HostAllowance
 from nemo_offload_rl.residency.cuda import CudaDevice
 from nemo_offload_rl.residency.device import Copy
 
 MIB = 1 << 20
 PIECE_BYTES = 64 * MIB
-INPUT_BYTES = (16 << 10, 64 << 10, 72 << 10, MIB)
-PAGEABLE, URGENT = "pageable", "page-locked, urgent stream"
+INPUT_BYTES = (16 << 10, 64 << 10, 72 << 10, MIB, 4 * MIB)
+PAGEABLE, PIECES, URGENT = "pageable", "pageable, in pieces", "page-locked, urgent stream"
 COLUMNS = ("alone_s", "beside_pieces_s", "beside_whole_s")
 
 
@@ -102,10 +103,15 @@ def things(place: torch.device) -> dict[str, Callable[[], Any]]:
     urgent = torch.cuda.Stream(place, priority=-3) if place.type == "cuda" else None
 
     def input_of(num_bytes: int, kind: str) -> Callable[[], Any]:
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind != PAGEABLE and place.type == "cuda")
+        tensor = torch.zeros(
+            num_bytes, dtype=torch.uint8, pin_memory=kind not in (PAGEABLE, PIECES) and place.type == "cuda"
+        )
         target = torch.empty(num_bytes, dtype=torch.uint8, device=place)
 
         def move() -> None:
+            if kind == PIECES:
+                copy_in_pieces(tensor, target)
+                return
             if urgent is None or kind != URGENT:
                 target.copy_(tensor, non_blocking=True)
                 return
@@ -124,7 +130,7 @@ def things(place: torch.device) -> dict[str, Callable[[], Any]]:
         "a number to the host": small.item,
     }
     for num_bytes in INPUT_BYTES:
-        for kind in (PAGEABLE, "page-locked", URGENT):
+        for kind in (PAGEABLE, PIECES, "page-locked", URGENT):
             found[f"{num_bytes >> 10} KiB, {kind}"] = input_of(num_bytes, kind)
     return found
 

@@ -15,6 +15,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.data.inputs import on_device
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
@@ -41,7 +43,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`; tensors that are there already are shared, not copied."""
-        return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        return replace(self, **{f.name: on_device(getattr(self, f.name), device) for f in fields(self)})
 
     def trim(self, multiple: int = 1) -> Self:
         """Cut or keep columns so that S is the longest row rounded up to `multiple` (never above the present S)."""

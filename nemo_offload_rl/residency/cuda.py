@@ -67,9 +67,9 @@ class CudaDevice:
         self._leaving = CopiesOut()
         # Events among the work, in order, and what the idle seconds from each to the next are charged to.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
-        # Of `time_backlog`: an event on a stream without work, one behind the work, and whose seconds lie between.
-        self._clock = torch.cuda.Stream(self.device, priority=-3)
-        self._backlogs: deque[tuple[torch.cuda.Event, torch.cuda.Event, TransitionReport]] = deque()
+        # Of `time_backlog`: an event behind the work, an earlier one, how long after that the host asked, and for whom.
+        self._backlogs: deque[tuple[torch.cuda.Event, torch.cuda.Event, float, TransitionReport]] = deque()
+        self.compare_clocks()
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
         self._numa_node = numa_node_of_gpu(self.device.index)
 
@@ -221,20 +221,28 @@ class CudaDevice:
             self._mark(outer)
 
     def _mark(self, report: TransitionReport | None) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        self._marks.append((event, report))
+        self._marks.append((self._timed_event(), report))
 
     def time_backlog(self, report: TransitionReport) -> None:
-        now, then = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        now.record(self._clock)
-        then.record(torch.cuda.current_stream(self.device))
-        self._backlogs.append((now, then, report))
+        then, (known, known_s) = self._timed_event(), self._known
+        self._backlogs.append((then, known, time.perf_counter() - known_s, report))
+
+    def compare_clocks(self) -> None:
+        # Not an event on a stream without work: NCCL's and others' streams are in the same hardware queues, whatever
+        # the priority. Seen on two H200s: it came no earlier than the end of the work.
+        event = self._timed_event()
+        event.synchronize()
+        self._known = event, time.perf_counter()
+
+    def _timed_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def account(self) -> None:
-        while self._backlogs and self._backlogs[0][0].query() and self._backlogs[0][1].query():
-            now, then, report = self._backlogs.popleft()
-            report.behind_s = max(0.0, now.elapsed_time(then)) / 1e3
+        while self._backlogs and self._backlogs[0][0].query():
+            then, known, asked_s, report = self._backlogs.popleft()
+            report.behind_s = max(0.0, known.elapsed_time(then) / 1e3 - asked_s)
         while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
             begin, report = self._marks.popleft()
             if report is not None:

@@ -197,7 +197,14 @@ class Device(ProcessMemory, Protocol):
         ...
 
     def time_backlog(self, report: TransitionReport) -> None:
-        """Have the report's `behind_s` filled in: how long the present stream runs on with what it has by now."""
+        """Have the report's `behind_s` filled in: how long the present stream runs on with what it has by now.
+
+        Good to a millisecond or so if `compare_clocks` was called within a minute or two before.
+        """
+        ...
+
+    def compare_clocks(self) -> None:
+        """Compare the host's clock with the device's. Waits for the present stream, which should be idle."""
         ...
 
     def account(self) -> None:
@@ -316,6 +323,9 @@ class CpuDevice:
         return report.held_up()
 
     def time_backlog(self, report: TransitionReport) -> None:
+        return None
+
+    def compare_clocks(self) -> None:
         return None
 
     def account(self) -> None:

@@ -280,12 +280,10 @@ class ResidencyManager:
             report = TransitionReport(self.phase, self.phase)
             report.leftovers = self._groups.leftovers(None, self._leftover_check, self._releases_cache)
             self._ledger.add(report)
+        self._device.compare_clocks()
 
     def wait_parameters(self) -> None:
-        """Have the device run nothing more before all parameters have arrived; does not block.
-
-        For reading them otherwise than in forward passes of their layers, in a phase that begins with these.
-        """
+        """Have the device run nothing more before all parameters are there, for reads outside of passes."""
         self._groups.wait_arrival((PARAMS, BASE))
 
     @property

@@ -29,6 +29,7 @@ from nemo_offload_rl.residency.ledger import Ledger
 
 NUM_PARTS, WIDTH = 6, 64
 PART_BYTES = 4 * WIDTH
+HOST_AHEAD_S = 1234.5  # the clocks of host and GPU begin at other times
 
 
 def new_report() -> TransitionReport:
@@ -39,6 +40,9 @@ class Gpu:
     """A fake GPU, copies to the host of a millisecond each, and work that has been given to it and not run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            cuda, "time", SimpleNamespace(perf_counter=lambda: HOST_AHEAD_S + FakeStream.clock_ms / 1e3)
+        )
         self.device = make_cuda_device(monkeypatch, FakeRuntime())
         monkeypatch.setattr(pieces, "STAGED_BELOW_BYTES", 0)
         self._arena = self.device.new_arena(True, HostAllowance())
@@ -143,8 +147,13 @@ def test_what_is_known_only_after_a_report_was_drained_comes_with_the_next_ones_
     assert kept.drain() == []
 
 
+@pytest.mark.parametrize("drift_ms", [0, 70])
 @pytest.mark.parametrize("work_ms", [0, 6])
-def test_a_refit_knows_how_long_the_device_still_ran_the_update(gpu, work_ms):
+def test_a_refit_knows_how_long_the_device_still_ran_the_update(gpu, monkeypatch, work_ms, drift_ms):
+    # What one clock gains on the other up to the end of a generation is not counted.
+    ahead_s = HOST_AHEAD_S + drift_ms / 1e3
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: ahead_s + FakeStream.clock_ms / 1e3))
+    gpu.device.compare_clocks()
     kept, report = Ledger(), TransitionReport(Phase.TRAINING, Phase.REFIT)
     kept.add(report)
     gpu.give_work(work_ms)
@@ -174,8 +183,7 @@ def test_no_other_phase_counts_what_the_device_still_ran(gpu):
     assert behind_ms == {phase: pytest.approx(4 if phase is Phase.REFIT else 0) for phase in behind_ms}
 
 
-def test_pageable_copies_are_charged_their_own_seconds_and_none_of_the_work_before_them(gpu, monkeypatch):
-    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: FakeStream.clock_ms / 1e3))
+def test_pageable_copies_are_charged_their_own_seconds_and_none_of_the_work_before_them(gpu):
     gpu.give_work(5)
     host = gpu.device.new_arena(False, HostAllowance())
     host.reserve(1 << 20)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_offload_rl.data.inputs import on_device
 from nemo_offload_rl.policy.backends.dtensor.context_parallel import own_pieces
 
 
@@ -42,7 +43,7 @@ class ModelRows:
         """The same on a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        return replace(self, **{name: on_device(value, device) for name, value in tensors.items()})
 
 
 def padded_rows(is_scored_BS: Tensor, multiple: int) -> ModelRows:

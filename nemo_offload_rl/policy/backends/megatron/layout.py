@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.data.inputs import on_device
 from nemo_offload_rl.policy.backends.megatron import parallel
 
 
@@ -111,7 +112,7 @@ def lay_out(
     is_scored_PX = by_place(is_scored_RT[:, mine], sequence_parallel_size)
 
     def move(value: Tensor) -> Tensor:
-        return value.to(device, non_blocking=True)
+        return on_device(value, device)
 
     return ModelInput(
         ids_RL=move(ids_BP[:, mine]),
