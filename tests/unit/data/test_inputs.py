@@ -6,6 +6,7 @@ import torch
 from nemo_offload_rl.data.inputs import MOST_BYTES, PIECE_BYTES, copy_in_pieces, on_device
 
 DTYPES = (torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SIZES_BYTES = (0, 8, PIECE_BYTES - 8, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES, MOST_BYTES, MOST_BYTES + 8)
 
 
@@ -30,6 +31,7 @@ def test_what_is_on_the_device_is_shared() -> None:
 
 
 @pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_bytes", SIZES_BYTES)
 def test_inputs_arrive_on_a_gpu_and_their_memory_may_be_used_again(num_bytes: int, dtype: torch.dtype) -> None:
@@ -44,6 +46,7 @@ def test_inputs_arrive_on_a_gpu_and_their_memory_may_be_used_again(num_bytes: in
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_an_input_waits_for_no_copies_of_state() -> None:
     state = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
     room = torch.empty_like(state, device="cuda")
