@@ -6,7 +6,7 @@ of D equal runs of rows out of each global batch. Neighbouring rows stay neighbo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -210,9 +210,10 @@ class Policy:
         """Begin to send weights; an unfinished refit is dropped."""
         self._group.run_all("start_refit")
 
-    def next_bucket(self) -> WeightBucket | None:
-        """The next bucket, None after the last; every rank takes part."""
-        return join_handles(self._group.run_all("next_bucket"))
+    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+        """Have every rank fill its next bucket; what this returns waits for it, and returns None after the last."""
+        handle = self._group.start_all("next_bucket")
+        return lambda: join_handles(self._group.join(handle))
 
     def abandon_refit(self) -> None:
         """The engines are gone: every rank abandons an unfinished refit and leaves their communicator."""

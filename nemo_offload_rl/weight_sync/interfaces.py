@@ -1,9 +1,10 @@
 """Refit: how weights get from the trainer into the engine.
 
-1. The driver asks the policy workers for the next bucket (`next_bucket`); rank 0 fills one of two buffers, or every
-   rank one on its own GPU.
-2. The driver hands the bucket's description to the engine (`load_bucket`), which copies out of the buffer.
-3. While the engine copies, the worker fills the other buffer; a buffer is refilled only after its load returned.
+1. The driver requests two buckets of the policy workers (`next_bucket`); rank 0 fills one of two buffers after the
+   other, or every rank those on its own GPU.
+2. The driver hands the first bucket's description to the engine (`load_bucket`), which copies out of the buffer.
+3. While the engine copies, the worker fills the other buffer. A bucket for the first is requested once its load has
+   returned.
 4. After the last bucket the engine checks the manifest and resets its prefix cache (`finish_refit`).
 """
 

@@ -5,8 +5,9 @@
    memory to the driver as what it holds leaves. While it maps its own, no more copies out are started: mapping waits
    for every one that runs on the GPU.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
-   is refilled only after the load of what it held has returned. The driver gets no memory back meanwhile, which would
-   hold up the next one.
+   is refilled only after the load of what it held has returned. Bucket i + 2 is requested right then, so that the
+   policy goes on to it without waiting for this process. The driver gets no memory back meanwhile, which would hold up
+   the next bucket.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
    is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
@@ -22,6 +23,8 @@ A failure anywhere is raised at once and ends the refit. The engine then refuses
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event
@@ -61,8 +64,8 @@ class RefitSource(Protocol):
         """Begin to gather weights; an unfinished refit is dropped."""
         ...
 
-    def next_bucket(self) -> WeightBucket | None:
-        """Rank 0's next bucket; every rank takes part."""
+    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+        """Have every rank fill its next bucket; what this returns waits for rank 0's, None after the last."""
         ...
 
 
@@ -137,28 +140,38 @@ def _stream(
 ) -> tuple[RefitReport, Future[object]]:
     """All buckets; and the policy's last release of memory, which may still run."""
     policy.start_refit()
+    requested = deque(policy.request_bucket() for _ in range(2))  # as many as there are buffers
+    loading: Future[Callable[[], WeightBucket | None]] | None = None
     num_tensors = num_buckets = num_bytes = 0
-    bucket = policy.next_bucket()
-    while bucket is not None:
-        loading = pool.submit(engine.load_bucket, bucket)
+
+    def load(bucket: WeightBucket) -> Callable[[], WeightBucket | None]:
+        engine.load_bucket(bucket)
+        return policy.request_bucket()
+
+    while True:
+        bucket = requested.popleft()()
+        if loading is not None:
+            requested.append(_result(loading, policy))
+        if bucket is None:
+            raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
         num_tensors += len(bucket.slices)
         num_buckets += 1
         num_bytes += bucket.num_bytes
         if bucket.is_last:
-            releasing = pool.submit(policy.release_memory, to_driver=False)
-            both: list[Future[Any]] = [loading, releasing]
-            wait(both, return_when=FIRST_COMPLETED)
-            if releasing.done():
-                releasing.result()  # a policy that died explains an engine that waits for it
-            _finish(loading, policy)
-            return RefitReport(num_tensors, num_buckets, num_bytes), releasing
-        bucket = policy.next_bucket()
-        _finish(loading, policy)
-    raise RefitError(f"The policy stopped sending after {num_buckets} buckets, before the last one")
+            break
+        loading = pool.submit(load, bucket)
+    last = pool.submit(engine.load_bucket, bucket)
+    releasing = pool.submit(policy.release_memory, to_driver=False)
+    both: list[Future[Any]] = [last, releasing]
+    wait(both, return_when=FIRST_COMPLETED)
+    if releasing.done():
+        releasing.result()  # a policy that died explains an engine that waits for it
+    _result(last, policy)
+    return RefitReport(num_tensors, num_buckets, num_bytes), releasing
 
 
-def _finish(loading: Future[Any], policy: RefitSource) -> None:
+def _result[T](loading: Future[T], policy: RefitSource) -> T:
     """Wait for a load. A policy that has died explains one that failed, for want of its buffer."""
     if loading.exception() is not None:
         policy.release_memory(to_driver=False)
-    loading.result()
+    return loading.result()

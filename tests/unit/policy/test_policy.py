@@ -140,7 +140,7 @@ def test_the_facade_over_a_local_group_does_what_the_worker_does(tmp_path, monke
     policy.offload_before_refit()
     policy.start_refit()
     buckets = 0
-    while policy.next_bucket() is not None:
+    while policy.request_bucket()() is not None:
         buckets += 1
     assert buckets > 0
     finished = []

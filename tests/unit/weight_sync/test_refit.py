@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ class Policy:
         self.released_to_driver: list[bool] = []
         self.released_at_the_end = threading.Event()
         self._index = 0
+        self.num_requested = 0
+        self._thread = ThreadPoolExecutor(max_workers=1)  # one bucket after the other, as a worker fills them
 
     def offload_before_refit(self) -> None:
         self._events.append("offload_before_refit")
@@ -52,15 +55,20 @@ class Policy:
 
     def start_refit(self) -> None:
         self._events.append("start_refit")
-        self._index = 0
+        self._index = self.num_requested = 0
         self._sender.start(iter(TENSORS.items()))
 
-    def next_bucket(self) -> WeightBucket | None:
+    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+        self.num_requested += 1
+        return self._thread.submit(self.fill).result
+
+    def fill(self) -> WeightBucket | None:
         if self._index == self._fail_at:
             raise ZeroDivisionError("policy")
         if self._index == self._stop_at:
             return None
-        bucket = self._sender.next_bucket()
+        if (bucket := self._sender.next_bucket()) is None:
+            return None
         self.filled[self._index].set()
         self._index += 1
         return bucket
@@ -110,6 +118,42 @@ def test_a_refit_has_one_order_and_fills_the_next_bucket_while_the_engine_copies
     assert (report.num_tensors, report.num_buckets, report.num_bytes) == (5, 5, 2000)
     # Giving memory back holds up the policy, and a bucket that is not filled the engine.
     assert policy.released_after <= {0, 5}
+
+
+def test_the_bucket_after_next_is_requested_once_a_load_has_returned_and_before_the_next_is_filled() -> None:
+    requested = threading.Semaphore(0)
+    num_loaded = 0
+
+    class AskedPolicy(Policy):
+        def request_bucket(self) -> Callable[[], WeightBucket | None]:
+            assert self.num_requested < 2 + num_loaded, "a buffer was to be filled before its load had returned"
+            wait_for_it = super().request_bucket()
+            requested.release()
+            return wait_for_it
+
+        def fill(self) -> WeightBucket | None:
+            # Bucket i is filled while i + 1 has been requested, by a load that returned before bucket i was told of.
+            index = self._index
+            if index < len(TENSORS) - 1:
+                assert self.wait_for_requests(index + 2), f"bucket {index + 1} was not requested beside bucket {index}"
+            return super().fill()
+
+        def wait_for_requests(self, num: int) -> bool:
+            while self.num_requested < num:
+                if not requested.acquire(timeout=20):
+                    return False
+            return True
+
+    class QuickEngine(Engine):
+        def load_bucket(self, bucket: WeightBucket) -> None:
+            nonlocal num_loaded
+            self.loaded |= {name: tensor.clone() for name, tensor in self._receiver.tensors(bucket)}
+            num_loaded += 1
+
+    policy = AskedPolicy([])
+    engine = QuickEngine([], policy)
+    assert refit(policy, engine).num_buckets == len(TENSORS)  # type: ignore[arg-type]
+    assert set(engine.loaded) == set(TENSORS)
 
 
 def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> None:
