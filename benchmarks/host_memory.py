@@ -6,7 +6,9 @@
 The model is random, made on the GPU, and written to `--dir` (a temporary folder without it), which should be on a disk:
 in a tmpfs it takes host memory itself. Every few seconds the processes of the run are read (`Pss` of
 /proc/PID/smaps_rollup, which counts a page shared by n processes as an n-th in each; resident sizes where there is no
-such file). The table is of the moment when they took most together. Overrides of `host_memory.yaml`, on CPU of
+such file). That file is read again only where the resident size has changed by 0.4 % or 64 MiB: the kernel goes through
+all pages for it, and whatever in that process maps or unmaps memory waits, 20 ms a GiB (`smaps_wait.py`). The table is
+of the moment when the processes took most together. Overrides of `host_memory.yaml`, on CPU of
 `grpo_gpu.yaml`, follow the options, as KEY=VALUE.
 """
 
@@ -35,6 +37,8 @@ sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo"
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 OWNERS = ("policy", "engine", "driver")
 PERIOD_S = 3.0
+REREAD_BYTES = 64 << 20
+REREAD_PART = 1 / 256
 GIB = 2**30
 CPU_STREAMING = [
     "policy.dtensor_cfg.offload_optimizer_states=true",
@@ -75,6 +79,7 @@ class Watch:
         self.peak_s = 0.0
         self.history: list[tuple[float, dict[str, float]]] = []
         self._begin_s = time.perf_counter()
+        self._read: dict[int, tuple[int, dict[str, int]]] = {}  # resident bytes, and what was read then
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -116,10 +121,20 @@ class Watch:
         root = psutil.Process()
         for process in [root, *root.children(recursive=True)]:
             owner = self._owner_of(process)
-            for kind, size in process_bytes(process.pid).items():
+            for kind, size in self._bytes_of(process).items():
                 held = found.setdefault(owner, {})
                 held[kind] = held.get(kind, 0) + size
         return found
+
+    def _bytes_of(self, process: psutil.Process) -> dict[str, int]:
+        """`process_bytes`, as it was while the resident size stays about the same."""
+        with suppress(psutil.Error):
+            resident = process.memory_info().rss
+            read = self._read.get(process.pid)
+            if read is None or abs(resident - read[0]) > max(REREAD_BYTES, REREAD_PART * resident):
+                read = self._read[process.pid] = resident, process_bytes(process.pid)
+            return read[1]
+        return {}
 
     def _owner_of(self, process: psutil.Process) -> str:
         with suppress(psutil.Error):
