@@ -36,6 +36,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.models.page import CP, SP, TP
@@ -46,6 +47,7 @@ from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.megatron.supported import unsplit_layers
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.weight_sync.refit import refit
 
@@ -231,8 +233,13 @@ def adapters_move_the_merged_weights(row: Row, root: Path, engine: EngineProcess
         merged = hf_model(root / "merged")
         scores_like(worker, merged)
         if engine is not None:
-            refit(worker, engine)
+            refit(policy_of(worker), engine)
             answers_like(engine, merged)
+
+
+def policy_of(worker: PolicyWorker) -> Policy:
+    """The driver's side of one worker in this process."""
+    return Policy(LocalWorkerGroup(worker), worker._settings)
 
 
 def is_refitted(row: Row, engine: EngineProcess) -> None:
@@ -240,7 +247,7 @@ def is_refitted(row: Row, engine: EngineProcess) -> None:
     with row.worker() as worker:
         steps(worker, BATCHES[:1])
         model = with_tensors(hf_model(row.folder), checkpoint_names(row, weights_of(worker)))
-        refit(worker, engine)
+        refit(policy_of(worker), engine)
         answers = answers_like(engine, model)
         worker.prepare_for_lp_inference()
         logprobs = worker.get_logprobs(as_batch(answers))

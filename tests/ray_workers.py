@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,9 @@ class RefitPolicy:
         self._sender = SharedMemorySender(specs, 2**20)
         self._sender.start(iter(self._weights))
 
-    def next_bucket(self) -> WeightBucket | None:
+    def request_bucket(self) -> Callable[[], WeightBucket | None]:
         assert self._sender is not None
-        return self._sender.next_bucket()
+        return self._sender.next_bucket  # filled once it is waited for
 
     def shutdown(self) -> None:
         if self._sender is not None:
