@@ -154,8 +154,6 @@ def cluster_session(
     """
     if settings.device_type == "cuda":
         _refuse_expandable_segments()
-    # Of several calls that fail for one reason, the first is raised; Ray would print the tracebacks of the others.
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
     daemons: list[psutil.Process] = []

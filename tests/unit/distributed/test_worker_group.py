@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -144,19 +142,6 @@ def test_an_error_brings_along_what_was_warned_of_before(group: RayWorkerGroup) 
     with pytest.raises(ArithmeticError, match="a bug") as raised:
         group.run_all("warn_and_raise")
     assert "Warned of before: 7 bytes are slow" in raised.value.__notes__
-
-
-def test_of_calls_that_fail_for_one_reason_only_the_error_that_is_raised_is_shown(
-    group: RayWorkerGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
-    first, later = group.start_all("warn_and_raise"), group.start_all("warn_and_raise")
-    with pytest.raises(ArithmeticError, match="a bug"):
-        group.join(first)
-    group.run_all("greet")  # has its answer after the later call
-    del later
-    time.sleep(1.0)  # Ray tells of errors that nobody asked for from a thread of its own
-    assert "a bug" not in caplog.text
 
 
 def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCluster) -> None:
