@@ -96,7 +96,7 @@ class HuggingFaceEngine:
             for name, tensor in self._receiver.tensors(bucket):
                 weights[name].copy_(tensor)
 
-    def wait_for_room(self, tags: Sequence[str]) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
         """Always awake."""
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:

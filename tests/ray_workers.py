@@ -44,13 +44,16 @@ class RefitPolicy:
     def finish_leaving(self) -> None:
         """It holds nothing."""
 
+    def refit_work_bytes(self) -> int:
+        return 0
+
     def start_refit(self) -> None:
         self.shutdown()
         specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights]
         self._sender = SharedMemorySender(specs, 2**20)
         self._sender.start(iter(self._weights))
 
-    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+    def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
         assert self._sender is not None
         return self._sender.next_bucket  # filled once it is waited for
 

@@ -43,8 +43,13 @@ class GenerationEngine(Protocol):
         """`num_samples` completions for each prompt of token ids, in the prompts' order."""
         ...
 
-    def wait_for_room(self, tags: Sequence[str]) -> None:
-        """Wait until the devices have room for what `prepare_for_generation` would wake."""
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+        """Wait until the devices have room for what `prepare_for_generation` would wake.
+
+        Args:
+            tags: See `prepare_for_generation`.
+            beside_bytes: Room on each device for what the caller allocates next; worth a second's wait, no more.
+        """
         ...
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:

@@ -206,13 +206,17 @@ class Policy:
         """Rank 0 joins the communicator of refits to engines on other devices, which join at the same time."""
         self._group.run_all("join_refit_group", address)
 
+    def refit_work_bytes(self) -> int:
+        """See `PolicyWorker`; the most of all ranks."""
+        return max(self._group.run_all("refit_work_bytes"))
+
     def start_refit(self) -> None:
         """Begin to send weights; an unfinished refit is dropped."""
         self._group.run_all("start_refit")
 
-    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+    def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
         """Have every rank fill its next bucket; what this returns waits for it, and returns None after the last."""
-        handle = self._group.start_all("next_bucket")
+        handle = self._group.start_all("next_bucket", starts_copies)
         return lambda: join_handles(self._group.join(handle))
 
     def abandon_refit(self) -> None:

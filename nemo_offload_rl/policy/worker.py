@@ -47,11 +47,10 @@ from nemo_offload_rl.residency import (
     make_device,
 )
 from nemo_offload_rl.utils.garbage import collect_garbage
-from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.weight_sync.factory import make_sender
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
-from nemo_offload_rl.weight_sync.nccl import NcclGroup, NcclSender
-from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
-from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
+from nemo_offload_rl.weight_sync.nccl import NcclGroup
+from nemo_offload_rl.weight_sync.sender import BucketSender
 
 
 class PolicyWorker:
@@ -315,6 +314,10 @@ class PolicyWorker:
 
     # -- refit -----------------------------------------------------------------------------------------------------
 
+    def refit_work_bytes(self) -> int:
+        """What sending weights takes of this device beside them; 0 before the first refit."""
+        return self.residency.work.needed_bytes(Phase.REFIT)
+
     def start_refit(self) -> None:
         """Begin to send weights; an unfinished refit is dropped."""
         self._require("start_refit", Phase.REFIT, Phase.LP_INFERENCE, Phase.TRAINING)
@@ -330,20 +333,15 @@ class PolicyWorker:
             self._refit_group = NcclGroup(address, 0, self._backend.device)
 
     def _new_sender(self) -> BucketSender:
-        """Every rank sends on its own GPU; to other devices, and on CPU, rank 0 sends for all."""
         specs, buffer_bytes = self._backend.weight_specs(), int(self._settings.refit_buffer_size_gib * 2**30)
-        if self._refit_group is not None:
-            return NcclSender(specs, buffer_bytes, self._refit_group)
-        if self._backend.device.type == "cuda" and not self._sends_to_other_devices:
-            return CudaIpcSender(specs, buffer_bytes, self._backend.device)
-        sender = SharedMemorySender if self._backend.rank_info.rank == 0 else DiscardingSender
-        return sender(specs, buffer_bytes)
+        device, rank, goes_out = self._backend.device, self._backend.rank_info.rank, self._sends_to_other_devices
+        return make_sender(specs, buffer_bytes, device, rank, self._refit_group, to_other_devices=goes_out)
 
-    def next_bucket(self) -> WeightBucket | None:
-        """The next bucket of the refit, None after the last."""
+    def next_bucket(self, starts_copies: bool = True) -> WeightBucket | None:
+        """The next bucket of the refit, None after the last; with `starts_copies`, further copies out begin."""
         if self._sender is None:
             raise RuntimeError("next_bucket was called before start_refit")
-        self.residency.release_finished(to_driver=False)
+        self.residency.release_finished(to_driver=False, starts_more=starts_copies)
         return self._sender.next_bucket()
 
     def abandon_refit(self) -> None:

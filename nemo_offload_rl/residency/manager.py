@@ -62,6 +62,7 @@ class ResidencyManager:
 
     Attributes:
         passing: Moves parameters and gradients that pass through the device part by part; None where none do.
+        work: What the work of each phase takes of the device beside state.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class ResidencyManager:
         params, grads, self._parts = (self._of_row(row) for row in (PARAMS_PART, GRADS_PART, OPTIMIZER_PART))
         bundles = list(zip(self._parts, params, grads, strict=True)) if params else [(part,) for part in self._parts]
         layers, charge = self._of_row(TEACHER_LAYER), self._ledger.add
-        self._work = WorkMemory(device)
-        self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self._work)
-        own = (params, grads, self._parts, self._overlap, charge, self._work, ahead.limit_parts)
+        self.work = WorkMemory(device)
+        self._prefetcher = ahead = Prefetcher(plan, self._groups, bundles, not params, self.work)
+        own = (params, grads, self._parts, self._overlap, charge, self.work, ahead.limit_parts)
         self.passing = PassingParts(self._groups, *own) if params else None
-        self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self._work.add)
+        self._streams = Streams(self._groups, bundles, layers, self._overlap, self._ledger, self.work.add)
         self._snapshots = Snapshots(self._groups, self.passing, plan, arena_for)
         self._leftover_check = LeftoverCheck(device)
         self._open_step, self._num_steps = False, 0
@@ -126,7 +127,7 @@ class ResidencyManager:
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
-            report.peak_bytes = self._work.end(self.phase, is_whole=has_worked)
+            report.peak_bytes = self.work.end(self.phase, is_whole=has_worked)
             if phase is Phase.REFIT:
                 self._device.time_backlog(report)
             self._snapshots.release_staged()
@@ -164,7 +165,7 @@ class ResidencyManager:
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             report.leftovers = self._groups.leftovers(records, self._leftover_check, self.plan.releases_cache(phase))
-        self._work.begin(sum(device_bytes(records).values()))
+        self.work.begin(sum(device_bytes(records).values()))
         if not self._overlap:
             return
         with self._device.held_up(report):  # all through the copies where host memory is not page-locked
@@ -191,8 +192,8 @@ class ResidencyManager:
         What was prefetched is evicted if it is larger than any before and there may be no room for both.
         """
         self._groups.forget()
-        self._work.expect(size)
-        if self.phase is not None and not self._prefetcher.is_paused and self._work.is_too_tight(self.phase):
+        self.work.expect(size)
+        if self.phase is not None and not self._prefetcher.is_paused and self.work.is_too_tight(self.phase):
             self.evict()
 
     def evict(self) -> int:

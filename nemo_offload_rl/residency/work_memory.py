@@ -67,6 +67,10 @@ class WorkMemory:
         self._size = 0
         return peak
 
+    def needed_bytes(self, phase: Phase) -> int:
+        """The most that the work of a phase has taken beside state so far; 0 before the phase has been seen once."""
+        return self._needed_bytes.get(phase, 0)
+
     def is_known(self, phase: Phase | None) -> bool:
         """Whether the phase has been seen once."""
         return phase in self._needed_bytes

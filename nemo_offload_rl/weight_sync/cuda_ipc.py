@@ -21,12 +21,10 @@ from torch import Tensor
 
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
-from nemo_offload_rl.weight_sync.sender import BucketSender
+from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS, BucketSender
 
 if TYPE_CHECKING:
     from nemo_offload_rl.policy.backends.base import WeightSpec
-
-NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)

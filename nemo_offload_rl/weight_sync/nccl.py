@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_offload_rl.weight_sync.cuda_ipc import NUM_BUFFERS, tensor_view
+from nemo_offload_rl.weight_sync.cuda_ipc import tensor_view
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, TensorSlice, WeightBucket
-from nemo_offload_rl.weight_sync.sender import BucketSender
+from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS, BucketSender
 
 if TYPE_CHECKING:
     from nemo_offload_rl.policy.backends.base import WeightSpec

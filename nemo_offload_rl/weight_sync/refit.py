@@ -2,12 +2,15 @@
 
 1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
    (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
-   memory to the driver as what it holds leaves. While it maps its own, no more copies out are started: mapping waits
-   for every one that runs on the GPU.
+   memory to the driver as what it holds leaves. The engine waits for as much more as sending took before, which the
+   policy allocates next: without it torch's allocator would have to release all that it has cached, in the midst of
+   copies. While the engine maps its memory, the policy fills the first buckets, but no more copies out are started:
+   mapping waits for every one that runs on the GPU. What sending takes is not known in the first refit, which waits for
+   the engine.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned. Bucket i + 2 is requested right then, so that the
-   policy goes on to it without waiting for this process. The driver gets no memory back meanwhile, which would hold up
-   the next bucket.
+   policy goes on to it without waiting for this process. Copies out go on once the engine has mapped both buffers. The
+   driver gets no memory back meanwhile, which would hold up the next bucket.
 3. `finish_refit`: the engine checks that every weight arrived and drops prefixes that the old weights computed.
 4. `offload_after_refit`: the policy's weights leave too, until there is room for the engine's share of the device; what
    is then still leaving goes on beside the generation. Beside it the engine wakes its KV cache, at once where there is
@@ -34,11 +37,15 @@ from nemo_offload_rl.generation.interfaces import GenerationEngine
 from nemo_offload_rl.utils.timer import PhaseTimer
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
+from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS
 
 logger = logging.getLogger(__name__)
 
 RELEASE_PERIOD_S = 0.01
 RELEASE_LATER_S = 1.0
+
+type Request = Callable[[], WeightBucket | None]
+"""Waits for a bucket that was requested; None after the last."""
 
 
 class RefitSource(Protocol):
@@ -60,12 +67,16 @@ class RefitSource(Protocol):
         """Let the rest leave, and release it; does not block."""
         ...
 
+    def refit_work_bytes(self) -> int:
+        """The most that sending took of a device so far, beside the weights; 0 where that is not known."""
+        ...
+
     def start_refit(self) -> object:
         """Begin to gather weights; an unfinished refit is dropped."""
         ...
 
-    def request_bucket(self) -> Callable[[], WeightBucket | None]:
-        """Have every rank fill its next bucket; what this returns waits for rank 0's, None after the last."""
+    def request_bucket(self, starts_copies: bool = True) -> Request:
+        """Have every rank fill its next bucket, and with `starts_copies` let more leave; what this returns waits."""
         ...
 
 
@@ -96,9 +107,9 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
     pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit")
     try:
         with timer.phase("wake_weights"):
-            _wake_weights(policy, engine, pool, timer)
+            requested = _wake_weights(policy, engine, pool, timer)
         with timer.phase("stream"):
-            report, releasing = _stream(policy, engine, pool)
+            report, releasing = _stream(policy, engine, pool, requested or _request_first(policy))
             engine.finish_refit()
         with timer.phase("wake_kv_cache"):
             waking = pool.submit(engine.prepare_for_generation, ["kv_cache"])
@@ -117,36 +128,48 @@ def refit(policy: RefitSource, engine: GenerationEngine, timer: PhaseTimer | Non
     return report
 
 
-def _wake_weights(policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer) -> None:
-    """Call the policy until the engine is awake: copies that finish release memory only in a call."""
+def _wake_weights(
+    policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, timer: PhaseTimer
+) -> deque[Request] | None:
+    """Wake the engine's weights, and request the first buckets where there is known to be room for them beside that.
+
+    The policy is called until the engine has room: copies that finish release memory only in a call.
+    """
+    beside_bytes = policy.refit_work_bytes()
     has_room = Event()
 
     def wake() -> None:
-        engine.wait_for_room(["weights"])
+        engine.wait_for_room(["weights"], beside_bytes)
         has_room.set()
         engine.prepare_for_generation(["weights"])
 
     waking = pool.submit(wake)
     with timer.phase("enter"):
         policy.offload_before_refit()
-    while not wait([waking], timeout=RELEASE_PERIOD_S).done:
-        if not has_room.is_set():
-            policy.release_memory()
+    while not (has_room.wait(RELEASE_PERIOD_S) or waking.done()):
+        policy.release_memory()
+    requested = _request_first(policy) if beside_bytes and has_room.is_set() else None
     waking.result()
+    return requested
+
+
+def _request_first(policy: RefitSource) -> deque[Request]:
+    """Begin to send, and request a bucket for each buffer."""
+    policy.start_refit()
+    return deque(policy.request_bucket(starts_copies=False) for _ in range(NUM_BUFFERS))
 
 
 def _stream(
-    policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor
+    policy: RefitSource, engine: GenerationEngine, pool: ThreadPoolExecutor, requested: deque[Request]
 ) -> tuple[RefitReport, Future[object]]:
-    """All buckets; and the policy's last release of memory, which may still run."""
-    policy.start_refit()
-    requested = deque(policy.request_bucket() for _ in range(2))  # as many as there are buffers
-    loading: Future[Callable[[], WeightBucket | None]] | None = None
+    """All buckets, the first of which were requested; and the policy's last release of memory, which may still run."""
+    loading: Future[Request] | None = None
     num_tensors = num_buckets = num_bytes = 0
 
-    def load(bucket: WeightBucket) -> Callable[[], WeightBucket | None]:
+    def load(bucket: WeightBucket) -> Request:
         engine.load_bucket(bucket)
-        return policy.request_bucket()
+        # Mapping a buffer, for its first bucket, waits for copies.
+        return policy.request_bucket(starts_copies=bucket.index + 1 >= NUM_BUFFERS)
 
     while True:
         bucket = requested.popleft()()

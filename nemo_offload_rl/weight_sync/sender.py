@@ -20,6 +20,8 @@ from nemo_offload_rl.weight_sync.packing import BucketPlan, plan_buckets
 if TYPE_CHECKING:
     from nemo_offload_rl.policy.backends.base import WeightSpec
 
+NUM_BUFFERS = 2  # of every sender: one is filled while the engine reads the other
+
 
 class BucketSender(ABC):
     """Walks through the announced tensors, bucket by bucket, and refuses anything that was not announced."""

@@ -65,7 +65,7 @@ class VllmEngineBase(ABC):
         """Who is who among the processes that share the device, for messages."""
         self._process_names = dict(names)
 
-    def wait_for_room(self, tags: Sequence[str]) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
         """See `GenerationEngine`.
 
         Raises:
@@ -74,7 +74,8 @@ class VllmEngineBase(ABC):
         asleep = self._asleep(tags)
         if asleep and self._can_sleep:
             names = [[pid, name] for pid, name in self._process_names.items()]
-            _raise_first(self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names)), DeviceMemoryError)
+            answers = self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names, beside_bytes))
+            _raise_first(answers, DeviceMemoryError)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`; waits for room first.

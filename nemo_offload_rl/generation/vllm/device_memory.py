@@ -14,6 +14,7 @@ import torch
 from nemo_offload_rl.utils.gpu_memory import holders
 
 MARGIN_BYTES = 64 << 20  # mapping has its own granularity
+BESIDE_TIMEOUT_S = 1.0
 _POLL_S = 0.002
 
 
@@ -25,19 +26,28 @@ def sleeping_bytes(tags: Collection[str]) -> int:
     return sum(data.handle[1] for data in allocations if data.is_asleep and data.tag in tags)
 
 
-def wait_for_room(tags: Collection[str], timeout_s: float, process_names: Mapping[int, str]) -> str | None:
+def wait_for_room(
+    tags: Collection[str], timeout_s: float, process_names: Mapping[int, str], beside_bytes: int = 0
+) -> str | None:
     """Wait until the device has room to wake `tags`.
+
+    Args:
+        tags: Of the memory that sleeps.
+        timeout_s: How long.
+        process_names: Who is who, by process id, for the message.
+        beside_bytes: Room for what others allocate next. After `BESIDE_TIMEOUT_S` it is waited for no longer.
 
     Returns:
         None, or after `timeout_s` what is missing and who holds what.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
-    deadline_s = time.monotonic() + timeout_s
+    begin_s = time.monotonic()
     while True:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        if free_bytes >= needed_bytes:
+        waited_s = time.monotonic() - begin_s
+        if free_bytes >= needed_bytes + (beside_bytes if waited_s <= BESIDE_TIMEOUT_S else 0):
             return None
-        if time.monotonic() > deadline_s:
+        if waited_s > timeout_s:
             break
         time.sleep(_POLL_S)
     gib = 2**30

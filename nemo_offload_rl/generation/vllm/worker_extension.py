@@ -57,9 +57,11 @@ class RefitExtension:
         except RefitError as error:
             return str(error)
 
-    def wait_for_room(self, tags: list[str], timeout_s: float, process_names: list[list[Any]]) -> str | None:
+    def wait_for_room(
+        self, tags: list[str], timeout_s: float, process_names: list[list[Any]], beside_bytes: int
+    ) -> str | None:
         """Wait until waking `tags` fits; a message after `timeout_s`. Names are [process id, name] each."""
-        return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names})
+        return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, beside_bytes)
 
     def refit_abort(self) -> None:
         """Drop an unfinished refit."""

@@ -48,3 +48,19 @@ def test_room_needs_a_margin_for_the_grain_of_mappings(gpu):
     assert device_memory.wait_for_room(["kv_cache"], 0.0, {7: "policy worker 0"}) is not None
     gpu.free_bytes += device_memory.MARGIN_BYTES
     assert device_memory.wait_for_room(["kv_cache"], 0.0, {}) is None
+
+
+def test_room_for_what_others_allocate_next_is_waited_for_beside_the_engines(gpu, monkeypatch):
+    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 20.0)
+    gpu.free_bytes = 62 * GIB
+    giver = threading.Timer(0.1, lambda: setattr(gpu, "free_bytes", 70 * GIB))
+    giver.start()
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is None
+    assert gpu.free_bytes == 70 * GIB
+    giver.join()
+
+
+def test_room_for_what_others_allocate_next_that_does_not_come_does_not_keep_the_engine_asleep(gpu, monkeypatch):
+    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 0.01)
+    gpu.free_bytes = 62 * GIB
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is None

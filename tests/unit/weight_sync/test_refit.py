@@ -35,6 +35,8 @@ class Policy:
         self.released_at_the_end = threading.Event()
         self._index = 0
         self.num_requested = 0
+        self.starts_copies: list[bool] = []
+        self.work_bytes = 0
         self._thread = ThreadPoolExecutor(max_workers=1)  # one bucket after the other, as a worker fills them
 
     def offload_before_refit(self) -> None:
@@ -53,13 +55,17 @@ class Policy:
     def finish_leaving(self) -> None:
         self._events.append("finish_leaving")
 
+    def refit_work_bytes(self) -> int:
+        return self.work_bytes
+
     def start_refit(self) -> None:
         self._events.append("start_refit")
         self._index = self.num_requested = 0
         self._sender.start(iter(TENSORS.items()))
 
-    def request_bucket(self) -> Callable[[], WeightBucket | None]:
+    def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
         self.num_requested += 1
+        self.starts_copies.append(starts_copies)
         return self._thread.submit(self.fill).result
 
     def fill(self) -> WeightBucket | None:
@@ -84,7 +90,7 @@ class Engine:
         self._receiver = SharedMemoryReceiver()
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def wait_for_room(self, tags: Sequence[str]) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
         """There is."""
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
@@ -125,9 +131,9 @@ def test_the_bucket_after_next_is_requested_once_a_load_has_returned_and_before_
     num_loaded = 0
 
     class AskedPolicy(Policy):
-        def request_bucket(self) -> Callable[[], WeightBucket | None]:
+        def request_bucket(self, starts_copies: bool = True) -> Callable[[], WeightBucket | None]:
             assert self.num_requested < 2 + num_loaded, "a buffer was to be filled before its load had returned"
-            wait_for_it = super().request_bucket()
+            wait_for_it = super().request_bucket(starts_copies)
             requested.release()
             return wait_for_it
 
@@ -183,12 +189,45 @@ def test_the_policy_leaves_while_the_engine_wakes_and_the_parts_are_timed() -> N
     }
 
 
+def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_wait_counts_what_they_take() -> None:
+    class MappingEngine(Engine):
+        beside_bytes: int | None = None
+
+        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+            self.beside_bytes = beside_bytes
+            super().wait_for_room(tags, beside_bytes)
+
+        def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+            if tags == ["weights"]:
+                assert all(filled.wait(20) for filled in self._policy.filled[:2]), "no bucket was filled beside it"
+            super().prepare_for_generation(tags)
+
+    events: list[str] = []
+    policy = Policy(events)
+    policy.work_bytes = 100
+    engine = MappingEngine(events, policy)
+    assert refit(policy, engine).num_buckets == len(TENSORS)  # type: ignore[arg-type]
+    assert engine.beside_bytes == 100
+    assert set(engine.loaded) == set(TENSORS)
+    assert events[:3] == ["offload_before_refit", "start_refit", "wake ['weights']"]
+    assert events.count("start_refit") == 1
+
+
+@pytest.mark.parametrize("work_bytes", [0, 100])
+def test_copies_out_start_again_once_the_engine_has_loaded_from_both_buffers(work_bytes: int) -> None:
+    policy = Policy([])
+    policy.work_bytes = work_bytes
+    refit(policy, Engine([], policy))  # type: ignore[arg-type]
+    # The third bucket is requested after the first load. The last request finds that there are no more.
+    assert policy.starts_copies == [False] * 3 + [True] * (len(TENSORS) + 1 - 3)
+
+
 class WaitingEngine(Engine):
     """Its weights find room once the policy has released memory three times; mapping them takes a while."""
 
     num_when_mapped = 0
 
-    def wait_for_room(self, tags: Sequence[str]) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
         for _ in range(3):
             assert self._policy.released.acquire(timeout=20), "no memory was released"
 
@@ -229,7 +268,7 @@ def test_an_engine_that_lacks_room_for_its_kv_cache_all_the_same_gets_the_rest(m
 
 def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
     class FullEngine(Engine):
-        def wait_for_room(self, tags: Sequence[str]) -> None:
+        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
             raise DeviceMemoryError("no room")
 
     events: list[str] = []
