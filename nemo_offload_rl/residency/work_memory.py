@@ -24,6 +24,7 @@ class WorkMemory:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held_bytes = 0
+        self._other_bytes = 0  # allocated when the phase began, beside state groups
         self._peak_bytes = 0  # of the phase, before the last `restart_peak`
         self._needed_bytes: dict[Phase, int] = {}
         self._size = 0
@@ -34,6 +35,7 @@ class WorkMemory:
         self._held_bytes = held_bytes
         self._peak_bytes = 0
         self._device.drain_peak_bytes()
+        self._other_bytes = max(0, self._device.allocated_bytes() - held_bytes)
 
     def add(self, num_bytes: int) -> None:
         """More of the groups came to the device during the phase."""
@@ -59,9 +61,10 @@ class WorkMemory:
         self.restart_peak()
         peak = self._peak_bytes
         if phase is not None and is_whole:
-            # The engine's phases have no passes.
-            cached_bytes = 0 if PHASES[phase].is_for_engine else self._device.cached_for_work_bytes()
-            needed_bytes = max(0, peak - self._held_bytes, cached_bytes)
+            if PHASES[phase].is_for_engine:  # no passes; and the engine counts what is free beside all that is there
+                needed_bytes = max(0, peak - self._held_bytes - self._other_bytes)
+            else:
+                needed_bytes = max(0, peak - self._held_bytes, self._device.cached_for_work_bytes())
             self._needed_bytes[phase] = max(needed_bytes, self._needed_bytes.get(phase, 0))
             self._seen_sizes[phase] = max(self._size, self._seen_sizes.get(phase, 0))
         self._size = 0

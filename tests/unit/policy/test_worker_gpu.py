@@ -13,7 +13,7 @@ from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_fol
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.residency.cuda import CudaDevice
+from nemo_offload_rl.residency.cuda import STAGING_BYTES, CudaDevice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +158,28 @@ def test_running_out_of_memory_leaves_a_snapshot_and_says_what_was_where(tmp_pat
         torch.cuda.memory._record_memory_history(enabled=None)
         worker.shutdown()
         torch.cuda.empty_cache()  # the hog's block: a later test would divide it, and hold all of it with its last part
+
+
+def test_what_sending_takes_of_the_gpu_is_known_after_the_first_refit(tmp_path):
+    make_qwen3(seed=0).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0")
+    settings = make_settings(tmp_path, precision="bfloat16")
+    worker = PolicyWorker(settings, process, keep_reference=False)
+    try:
+        worker.prepare_for_lp_inference()
+        known_bytes, bucket_bytes = [], []
+        for _ in range(3):
+            known_bytes.append(worker.refit_work_bytes())
+            worker.offload_before_refit()
+            worker.start_refit()
+            bucket_bytes.append(worker.next_bucket().num_bytes)
+            while not worker.next_bucket().is_last:
+                pass
+            worker.offload_after_refit()
+        assert known_bytes[0] == 0
+        assert bucket_bytes[0] < known_bytes[1] <= known_bytes[2]
+        # Not what every worker has on the GPU, such as the buffers of copies.
+        assert known_bytes[2] < STAGING_BYTES
+    finally:
+        worker.shutdown()

@@ -134,6 +134,19 @@ def test_room_is_what_is_free_less_the_work_seen_with_a_margin_and_a_reserve():
     assert not work.has_room(Phase.TRAINING, 1)
 
 
+def test_what_sending_weights_takes_is_counted_beside_all_that_was_there_when_it_began():
+    gib = 1 << 30
+    device = PeakDevice()
+    work = WorkMemory(device)
+    assert work.needed_bytes(Phase.REFIT) == 0
+    for held_gib, allocated_gib, peak_gib in ((3, 4, 6), (9, 9, 10)):  # the most that was seen counts
+        device.allocated_bytes = lambda allocated=allocated_gib: allocated * gib
+        work.begin(held_bytes=held_gib * gib)
+        device.peak_bytes = peak_gib * gib
+        work.end(Phase.REFIT)
+        assert work.needed_bytes(Phase.REFIT) == 2 * gib
+
+
 def test_what_the_allocator_holds_for_passes_counts_as_needed_where_it_is_more_than_they_allocated():
     gib = 1 << 30
     device = PeakDevice(free_bytes=10 * gib)
