@@ -3,7 +3,7 @@
 1. `offload_before_refit`: the policy gives the device back, except its weights. Beside it the engine wakes its weights
    (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
    memory to the driver as what it holds leaves. The engine waits for as much more as sending took before, which the
-   policy allocates next: without it torch's allocator would have to release all that it has cached, in the midst of
+   policy allocates next: where that is missing, torch's allocator releases all that it has cached, which waits for
    copies. While the engine maps its memory, the policy fills the first buckets, but no more copies out are started:
    mapping waits for every one that runs on the GPU. What sending takes is not known in the first refit, which waits for
    the engine.

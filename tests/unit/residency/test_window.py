@@ -187,9 +187,9 @@ def test_a_skipped_update_leaves_parts_that_were_on_their_way_to_the_step_after_
         training.manager.streamed()
         assert len(training.on_device()) >= 2
     training.manager.step_closed()
-    needed = training.manager._work._needed_bytes[Phase.OPTIM_STEP]
+    needed = training.manager.work.needed_bytes(Phase.OPTIM_STEP)
     training.step()
-    assert training.manager._work._needed_bytes[Phase.OPTIM_STEP] == needed
+    assert training.manager.work.needed_bytes(Phase.OPTIM_STEP) == needed
     assert training.most_held <= max(2, room)
     assert_bitwise_equal(training.contents(), plain.contents())
 
@@ -295,7 +295,7 @@ def test_what_the_update_itself_takes_stays_free_and_parts_that_came_in_the_step
         training.backward()
         limit = training.manager._prefetcher.parts_limit_bytes
         training.optim_step()
-    work = training.manager._work
+    work = training.manager.work
     # The first step makes states that no account has charged; later ones take nothing but parts.
     assert work._needed_bytes[Phase.OPTIM_STEP] <= PART_BYTES
     training.backward()
