@@ -121,9 +121,9 @@ class RayGenerationEngine:
         """Who is who among the processes that share the devices, for messages."""
         self._group.run_all("name_processes", dict(names))
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         """See `GenerationEngine`; returns when there is room on every device."""
-        self._group.run_all("wait_for_room", list(tags), beside_bytes)
+        return all(self._group.run_all("wait_for_room", list(tags), beside_bytes))
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`."""

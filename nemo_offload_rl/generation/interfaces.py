@@ -43,12 +43,15 @@ class GenerationEngine(Protocol):
         """`num_samples` completions for each prompt of token ids, in the prompts' order."""
         ...
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         """Wait until the devices have room for what `prepare_for_generation` would wake.
 
         Args:
             tags: See `prepare_for_generation`.
             beside_bytes: Room on each device for what the caller allocates next; worth a second's wait, no more.
+
+        Returns:
+            Whether there is that too.
         """
         ...
 

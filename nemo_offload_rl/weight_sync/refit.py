@@ -4,9 +4,9 @@
    (its KV cache stays asleep: the room belongs to the policy's weights). While it waits for room, the policy releases
    memory to the driver as what it holds leaves. The engine waits for as much more as sending took before, which the
    policy allocates next: where that is missing, torch's allocator releases all that it has cached, which waits for
-   copies. While the engine maps its memory, the policy fills the first buckets, but no more copies out are started:
-   mapping waits for every one that runs on the GPU. What sending takes is not known in the first refit, which waits for
-   the engine.
+   copies. With that room the policy fills the first buckets while the engine maps its memory. No more copies out are
+   started meanwhile: mapping waits for every one that runs on the GPU. In the first refit it is not known what sending
+   takes, so that it waits for the engine.
 2. Buckets: while the engine copies bucket i out of one buffer, the policy fills the other with bucket i + 1; a buffer
    is refilled only after the load of what it held has returned. Bucket i + 2 is requested right then, so that the
    policy goes on to it without waiting for this process. Copies out go on once the engine has mapped both buffers. The
@@ -136,10 +136,11 @@ def _wake_weights(
     The policy is called until the engine has room: copies that finish release memory only in a call.
     """
     beside_bytes = policy.refit_work_bytes()
-    has_room = Event()
+    has_room, is_beside = Event(), False
 
     def wake() -> None:
-        engine.wait_for_room(["weights"], beside_bytes)
+        nonlocal is_beside
+        is_beside = engine.wait_for_room(["weights"], beside_bytes) and beside_bytes > 0
         has_room.set()
         engine.prepare_for_generation(["weights"])
 
@@ -148,7 +149,7 @@ def _wake_weights(
         policy.offload_before_refit()
     while not (has_room.wait(RELEASE_PERIOD_S) or waking.done()):
         policy.release_memory()
-    requested = _request_first(policy) if beside_bytes and has_room.is_set() else None
+    requested = _request_first(policy) if is_beside else None
     waking.result()
     return requested
 

@@ -65,17 +65,19 @@ class VllmEngineBase(ABC):
         """Who is who among the processes that share the device, for messages."""
         self._process_names = dict(names)
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         """See `GenerationEngine`.
 
         Raises:
             DeviceMemoryError: Others did not give the device's memory back in time; the message says who holds what.
         """
         asleep = self._asleep(tags)
-        if asleep and self._can_sleep:
-            names = [[pid, name] for pid, name in self._process_names.items()]
-            answers = self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names, beside_bytes))
-            _raise_first(answers, DeviceMemoryError)
+        if not (asleep and self._can_sleep):
+            return True
+        names = [[pid, name] for pid, name in self._process_names.items()]
+        answers = self._rpc("wait_for_room", (asleep, HAND_OVER_TIMEOUT_S, names, beside_bytes))
+        _raise_first([answer for answer in answers if isinstance(answer, str)], DeviceMemoryError)
+        return all(answers)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         """See `GenerationEngine`; waits for room first.

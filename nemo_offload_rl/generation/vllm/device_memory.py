@@ -28,7 +28,7 @@ def sleeping_bytes(tags: Collection[str]) -> int:
 
 def wait_for_room(
     tags: Collection[str], timeout_s: float, process_names: Mapping[int, str], beside_bytes: int = 0
-) -> str | None:
+) -> bool | str:
     """Wait until the device has room to wake `tags`.
 
     Args:
@@ -38,15 +38,16 @@ def wait_for_room(
         beside_bytes: Room for what others allocate next. After `BESIDE_TIMEOUT_S` it is waited for no longer.
 
     Returns:
-        None, or after `timeout_s` what is missing and who holds what.
+        Whether there is room for `beside_bytes` too; or after `timeout_s` what is missing and who holds what.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
     begin_s = time.monotonic()
     while True:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         waited_s = time.monotonic() - begin_s
-        if free_bytes >= needed_bytes + (beside_bytes if waited_s <= BESIDE_TIMEOUT_S else 0):
-            return None
+        is_enough = free_bytes >= needed_bytes + beside_bytes
+        if is_enough or (free_bytes >= needed_bytes and waited_s > min(BESIDE_TIMEOUT_S, timeout_s)):
+            return is_enough
         if waited_s > timeout_s:
             break
         time.sleep(_POLL_S)

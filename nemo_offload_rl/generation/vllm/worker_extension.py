@@ -59,8 +59,8 @@ class RefitExtension:
 
     def wait_for_room(
         self, tags: list[str], timeout_s: float, process_names: list[list[Any]], beside_bytes: int
-    ) -> str | None:
-        """Wait until waking `tags` fits; a message after `timeout_s`. Names are [process id, name] each."""
+    ) -> bool | str:
+        """See `device_memory.wait_for_room`. Names are [process id, name] each."""
         return wait_for_room(tags, timeout_s, {int(pid): str(name) for pid, name in process_names}, beside_bytes)
 
     def refit_abort(self) -> None:

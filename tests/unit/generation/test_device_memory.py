@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from nemo_offload_rl.errors import DeviceMemoryError
 from nemo_offload_rl.generation.vllm import device_memory
+from nemo_offload_rl.generation.vllm.base import VllmEngineBase
+from nemo_offload_rl.generation.vllm.worker_extension import RefitExtension
 
 GIB = 1 << 30
 
@@ -30,14 +34,14 @@ def test_a_wait_ends_when_the_other_side_has_given_its_memory_back(gpu):
     gpu.free_bytes = 40 * GIB
     giver = threading.Timer(0.1, lambda: setattr(gpu, "free_bytes", 70 * GIB))
     giver.start()
-    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}) is None
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}) is True
     giver.join()
 
 
 def test_a_wait_that_lasts_too_long_says_what_is_missing_and_who_holds_the_rest(gpu):
     gpu.free_bytes = 40 * GIB
     message = device_memory.wait_for_room(["weights", "kv_cache"], 0.0, {7: "policy worker 0"})
-    assert message is not None
+    assert isinstance(message, str)
     assert "weights and kv_cache need 60.06 GiB to wake, but 40.00 of 100.00 GiB were free" in message
     assert "held by policy worker 0 (pid 7) 55.00 GiB on the-gpu" in message
     assert "gpu_memory_utilization" in message
@@ -45,9 +49,9 @@ def test_a_wait_that_lasts_too_long_says_what_is_missing_and_who_holds_the_rest(
 
 def test_room_needs_a_margin_for_the_grain_of_mappings(gpu):
     gpu.free_bytes = 60 * GIB
-    assert device_memory.wait_for_room(["kv_cache"], 0.0, {7: "policy worker 0"}) is not None
+    assert device_memory.wait_for_room(["kv_cache"], 0.0, {7: "policy worker 0"}) is not True
     gpu.free_bytes += device_memory.MARGIN_BYTES
-    assert device_memory.wait_for_room(["kv_cache"], 0.0, {}) is None
+    assert device_memory.wait_for_room(["kv_cache"], 0.0, {}) is True
 
 
 def test_room_for_what_others_allocate_next_is_waited_for_beside_the_engines(gpu, monkeypatch):
@@ -55,7 +59,7 @@ def test_room_for_what_others_allocate_next_is_waited_for_beside_the_engines(gpu
     gpu.free_bytes = 62 * GIB
     giver = threading.Timer(0.1, lambda: setattr(gpu, "free_bytes", 70 * GIB))
     giver.start()
-    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is None
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is True
     assert gpu.free_bytes == 70 * GIB
     giver.join()
 
@@ -63,4 +67,36 @@ def test_room_for_what_others_allocate_next_is_waited_for_beside_the_engines(gpu
 def test_room_for_what_others_allocate_next_that_does_not_come_does_not_keep_the_engine_asleep(gpu, monkeypatch):
     monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 0.01)
     gpu.free_bytes = 62 * GIB
-    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is None
+    assert device_memory.wait_for_room(["kv_cache"], 20.0, {}, beside_bytes=3 * GIB) is False
+
+
+class AsleepEngine(VllmEngineBase):
+    """Its workers' calls run in this process, each on a GPU with so much free memory."""
+
+    def __init__(self, gpu: Any, free_gib: list[int]) -> None:
+        settings: Any = SimpleNamespace()
+        super().__init__(settings, can_sleep=True, weights_valid=True)
+        self._gpu = gpu
+        self.free_gib = free_gib
+        self._awake.clear()
+
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers = []
+        for free_gib in self.free_gib:
+            self._gpu.free_bytes = free_gib * GIB
+            answers.append(getattr(RefitExtension(), method)(*args))
+        return answers
+
+    _generate = _wake_up = _sleep = _reset_prefix_cache = shutdown = None
+
+
+def test_an_engine_has_room_for_what_others_allocate_next_if_all_of_its_workers_have(gpu, monkeypatch):
+    monkeypatch.setattr(device_memory, "BESIDE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm.base.HAND_OVER_TIMEOUT_S", 0.02)
+    engine = AsleepEngine(gpu, [70, 62])
+    engine.name_processes({7: "policy worker 0"})
+    assert engine.wait_for_room(["kv_cache"], 1 * GIB) is True
+    assert engine.wait_for_room(["kv_cache"], 3 * GIB) is False
+    engine.free_gib = [70, 50]
+    with pytest.raises(DeviceMemoryError, match=r"need 60\.06 GiB to wake, but 50\.00 of 100\.00 GiB were free"):
+        engine.wait_for_room(["kv_cache"], 1 * GIB)

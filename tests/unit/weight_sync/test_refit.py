@@ -90,8 +90,8 @@ class Engine:
         self._receiver = SharedMemoryReceiver()
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
-        """There is."""
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+        return True
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         self._events.append(f"wake {tags}")
@@ -193,9 +193,9 @@ def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_
     class MappingEngine(Engine):
         beside_bytes: int | None = None
 
-        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
             self.beside_bytes = beside_bytes
-            super().wait_for_room(tags, beside_bytes)
+            return super().wait_for_room(tags, beside_bytes)
 
         def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
             if tags == ["weights"]:
@@ -213,6 +213,18 @@ def test_the_first_buckets_are_filled_while_the_engine_maps_its_weights_and_its_
     assert events.count("start_refit") == 1
 
 
+def test_no_bucket_is_filled_before_the_engine_is_awake_where_there_is_no_room_for_both() -> None:
+    class CrowdedEngine(Engine):
+        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+            return False
+
+    events: list[str] = []
+    policy = Policy(events)
+    policy.work_bytes = 100
+    assert refit(policy, CrowdedEngine(events, policy)).num_buckets == len(TENSORS)  # type: ignore[arg-type]
+    assert events.index("wake ['weights']") < events.index("start_refit")
+
+
 @pytest.mark.parametrize("work_bytes", [0, 100])
 def test_copies_out_start_again_once_the_engine_has_loaded_from_both_buffers(work_bytes: int) -> None:
     policy = Policy([])
@@ -227,9 +239,10 @@ class WaitingEngine(Engine):
 
     num_when_mapped = 0
 
-    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
         for _ in range(3):
             assert self._policy.released.acquire(timeout=20), "no memory was released"
+        return True
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
         if tags == ["weights"]:
@@ -268,7 +281,7 @@ def test_an_engine_that_lacks_room_for_its_kv_cache_all_the_same_gets_the_rest(m
 
 def test_an_engine_that_finds_no_room_for_its_weights_ends_the_refit_before_it_begins() -> None:
     class FullEngine(Engine):
-        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> None:
+        def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
             raise DeviceMemoryError("no room")
 
     events: list[str] = []
