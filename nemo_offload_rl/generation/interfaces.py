@@ -48,7 +48,7 @@ class GenerationEngine(Protocol):
 
         Args:
             tags: See `prepare_for_generation`.
-            beside_bytes: Room on each device for what the caller allocates next; worth a second's wait, no more.
+            beside_bytes: Room on each device for what the caller allocates next; worth a short wait, no more.
 
         Returns:
             Whether there is that too.

@@ -14,7 +14,7 @@ import torch
 from nemo_offload_rl.utils.gpu_memory import holders
 
 MARGIN_BYTES = 64 << 20  # mapping has its own granularity
-BESIDE_TIMEOUT_S = 1.0
+BESIDE_TIMEOUT_S = 0.25  # in which several GiB leave by PCIe
 _POLL_S = 0.002
 
 
@@ -35,20 +35,24 @@ def wait_for_room(
         tags: Of the memory that sleeps.
         timeout_s: How long.
         process_names: Who is who, by process id, for the message.
-        beside_bytes: Room for what others allocate next. After `BESIDE_TIMEOUT_S` it is waited for no longer.
+        beside_bytes: Room for what others allocate next, waited for `BESIDE_TIMEOUT_S` longer: they may have memory
+            that the driver does not count as free.
 
     Returns:
         Whether there is room for `beside_bytes` too; or after `timeout_s` what is missing and who holds what.
     """
     needed_bytes = sleeping_bytes(tags) + MARGIN_BYTES
-    begin_s = time.monotonic()
+    deadline_s = time.monotonic() + timeout_s
+    beside_deadline_s: float | None = None
     while True:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        waited_s = time.monotonic() - begin_s
-        is_enough = free_bytes >= needed_bytes + beside_bytes
-        if is_enough or (free_bytes >= needed_bytes and waited_s > min(BESIDE_TIMEOUT_S, timeout_s)):
-            return is_enough
-        if waited_s > timeout_s:
+        now_s = time.monotonic()
+        if free_bytes >= needed_bytes:
+            beside_deadline_s = beside_deadline_s or min(now_s + BESIDE_TIMEOUT_S, deadline_s)
+            is_beside = free_bytes >= needed_bytes + beside_bytes
+            if is_beside or now_s > beside_deadline_s:
+                return is_beside
+        elif now_s > deadline_s:
             break
         time.sleep(_POLL_S)
     gib = 2**30
