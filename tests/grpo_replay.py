@@ -256,6 +256,7 @@ class Replay:
             "probs_ratio_max": ratio.max(),
             "clip_fraction": is_clipped.double().mean(),
             "dual_clip_fraction": is_bounded.double().mean(),
+            "outside_nucleus_rate": 0.0,  # runs here draw from the whole vocabulary
             "sampling_importance_ratio": applied.mean(),
             "token_mult_prob_error": (old - engine).abs().exp().mean(),
             "gen_kl_error": ((old - engine).exp() - 1 - (old - engine)).mean(),

@@ -58,6 +58,7 @@ class HuggingFaceEngine:
 
     Attributes:
         temperature_error: The engine divides its logits by so much too much: another model than the policy's.
+        logit_noise: Standard deviation of what is added to each of its logits.
         calls: What each call of `generate` gave: prompts, and their completions.
     """
 
@@ -65,6 +66,7 @@ class HuggingFaceEngine:
         self._model = make_qwen3(1)
         self._receiver = SharedMemoryReceiver()
         self.temperature_error = 1.0
+        self.logit_noise = 0.0
         self.calls: list[tuple[Sequence[Sequence[int]], list[list[Completion]]]] = []
 
     def generate(
@@ -81,7 +83,14 @@ class HuggingFaceEngine:
         logprobs: list[float] = []
         for _ in range(sampling.max_new_tokens):
             logits_V = self._model(input_ids=torch.tensor([[*prompt, *token_ids]])).logits[0, -1]
+            if self.logit_noise:
+                logits_V = logits_V + self.logit_noise * torch.randn(logits_V.shape, generator=draws)
             logprobs_V = (logits_V / ((sampling.temperature or 1.0) * self.temperature_error)).log_softmax(-1)
+            if sampling.top_p < 1:
+                probs_V, order_V = logprobs_V.exp().sort(descending=True)
+                likelier_V = probs_V.cumsum(-1) - probs_V
+                logprobs_V[order_V[likelier_V >= sampling.top_p]] = -torch.inf
+                logprobs_V = logprobs_V.log_softmax(-1)
             greedy = sampling.temperature == 0
             token = int(logprobs_V.argmax() if greedy else torch.multinomial(logprobs_V.exp(), 1, generator=draws))
             token_ids.append(token)

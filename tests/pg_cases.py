@@ -157,6 +157,7 @@ def by_hand(settings: ClippedPGLossConfig, now: torch.Tensor, batch: PolicyGradi
             result.add("probs_ratio", ratio / num_tokens)
             result.add("clip_fraction", (bounded_by == "clip") / num_tokens)
             result.add("dual_clip_fraction", (bounded_by == "dual clip") / num_tokens)
+            result.add("outside_nucleus_rate", 0.0)
             result.add("approx_entropy", -math.exp(p[t] - sampler[t]) * p[t] / num_tokens)
             result.add("token_mult_prob_error", math.exp(abs(old[t] - sampler[t])) / num_tokens)
             log_r = old[t] - sampler[t]

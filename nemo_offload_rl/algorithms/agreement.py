@@ -1,4 +1,4 @@
-"""Whether engine and policy are the same model: of a response, and the message of a run that ends because they are not.
+"""Agreement of engine and policy on the same tokens: of each response, and the error of a run whose two disagree.
 
 Shape suffixes: B samples, S positions.
 """
@@ -11,8 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.losses import bounded, sequence_mean, zero_where_masked
+from nemo_offload_rl.algorithms.losses import bounded, is_inside, sequence_mean, zero_where_masked
 from nemo_offload_rl.data.collate import SampledBatch
+
+# Rounding in bfloat16 moves below 1 % of tokens across the edge of a nucleus, old weights some percent.
+MAX_OUTSIDE_RATE = 0.5
 
 
 def without_disagreement(
@@ -20,14 +23,15 @@ def without_disagreement(
 ) -> tuple[SampledBatch, Mapping[str, float]]:
     """Leave responses out of the loss about which engine and policy disagree; the batch, and the step's metrics.
 
-    The error of a response is the mean over its counted tokens of exp |log p_engine - log p_policy|.
+    The error of a response is the mean over its counted tokens of exp |log p_engine - log p_policy|. Tokens outside the
+    policy's nucleus are left out of it.
 
     Args:
         batch: Of the step.
-        prev_logprobs_BS: [B, S] of the policy before the step's updates.
+        prev_logprobs_BS: [B, S] of the policy before the step's updates; -inf outside its nucleus.
         limit: The key `grpo.seq_logprob_error_threshold`; None leaves out nothing.
     """
-    mask_BS = batch.loss_mask
+    mask_BS = batch.loss_mask * is_inside(prev_logprobs_BS)
     difference_BS = zero_where_masked(prev_logprobs_BS - batch.generation_logprobs, mask_BS)
     error_B = sequence_mean(bounded(difference_BS.abs()).exp(), mask_BS)
     counted_B = mask_BS.any(dim=1)
@@ -43,17 +47,35 @@ def without_disagreement(
     return replace(batch, sample_mask=batch.sample_mask.masked_fill(is_left_out_B, 0.0)), metrics
 
 
-def disagreement(step: int, error: float, limit: float | None) -> str | None:
-    """One line on a step whose `token_mult_prob_error` is above the limit; None where it is not.
+def disagreement(step: int, error: float, outside_rate: float, limit: float | None) -> str | None:
+    """One line on a step whose engine and policy disagree; None where they agree.
 
-    A value that is no number is none of a disagreement: such an update is skipped and counted.
+    They disagree if the error of tokens in the policy's nucleus is above the limit, or if most tokens are outside it:
+    two unrelated models have few tokens in common to compare.
+
+    NaN is not reported here: an update with it is skipped and counted.
 
     Args:
         step: Number of the step.
-        error: Mean over the step's tokens of exp |log p_engine - log p_policy|; 1 where both agree.
+        error: `token_mult_prob_error`: mean over the step's tokens of exp |log p_engine - log p_policy|, where tokens
+            outside the nucleus count as 1.
+        outside_rate: `outside_nucleus_rate`: share of those tokens, 0..1.
         limit: The key `grpo.max_token_mult_prob_error`; None for none.
     """
-    if limit is None or not error > limit:
+    if limit is None:
+        return None
+    error_inside = 1 + (error - 1) / (1 - outside_rate) if outside_rate < 1 else 1.0
+    if error_inside > limit:
+        fact = (
+            f"engine and policy give the same tokens different probabilities (token_mult_prob_error is "
+            f"{error_inside:.4g} where 1 is agreement), above grpo.max_token_mult_prob_error={limit:g}"
+        )
+    elif outside_rate > MAX_OUTSIDE_RATE:
+        fact = (
+            f"{outside_rate:.0%} of the tokens that the engine sampled (outside_nucleus_rate) are outside the "
+            f"top_k and top_p of the policy, above {MAX_OUTSIDE_RATE:.0%}"
+        )
+    else:
         return None
     causes = [
         "weights that were imported wrongly (policy.hf_config_overrides, rope scaling, a backend that does not support "
@@ -62,7 +84,6 @@ def disagreement(step: int, error: float, limit: float | None) -> str | None:
         "an engine of another precision (vllm_cfg.precision, kv_cache_dtype)",
     ]
     return (
-        f"step {step}: engine and policy give the same tokens different probabilities (token_mult_prob_error is "
-        f"{error:.4g} where 1 is agreement), above grpo.max_token_mult_prob_error={limit:g}, so training on them would "
-        f"go astray; look at {', at '.join(causes)}; checkpoints of earlier steps are intact, null lifts the limit"
+        f"step {step}: {fact}, so training on them would go astray; look at {', at '.join(causes)}; checkpoints of "
+        "earlier steps are intact, grpo.max_token_mult_prob_error=null lifts the limit"
     )

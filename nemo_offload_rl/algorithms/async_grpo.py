@@ -126,10 +126,10 @@ class AsyncGrpoTrainer(GrpoTrainer):
         assert self._taken is not None
         return {**super()._seconds(), "generation": self._taken.drawn.seconds["generation"]}
 
-    def _check_agreement(self, step: int, error: float) -> None:
-        """Weights of another age are no disagreement."""
+    def _check_agreement(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `RolloutTrainer`; rollouts of older weights are expected to differ, and are not checked."""
         if self._taken is not None and self._taken.age == 0:
-            super()._check_agreement(step, error)
+            super()._check_agreement(step, metrics)
 
     # -- beside the trainer's thread -------------------------------------------------------------------------------
 

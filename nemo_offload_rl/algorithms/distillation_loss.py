@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.config import DistillationLossConfig
-from nemo_offload_rl.algorithms.losses import bounded, token_mean_share, zero_where_masked
+from nemo_offload_rl.algorithms.losses import bounded, is_inside, token_mean_share, zero_where_masked
 from nemo_offload_rl.data.batch import DistillationBatch, LossNorm, TrainBatch
 from nemo_offload_rl.policy.interfaces import Divergence, DivergenceLoss, DivergenceScores
 
@@ -37,13 +37,15 @@ class DistillationLoss(DivergenceLoss):
         return loss, {"loss": loss.detach()}
 
     def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
-        """How much of the teacher is known, and how far engine and student agree."""
+        """Share of the teacher that is known; agreement of engine and student on tokens in the student's nucleus."""
         assert isinstance(batch, DistillationBatch), type(batch)
         mask_BS = batch.loss_mask
-        gap_BS = zero_where_masked(scores_BS.logprobs - batch.generation_logprobs, mask_BS).abs()
+        is_inside_BS = is_inside(scores_BS.logprobs)
+        gap_BS = zero_where_masked(scores_BS.logprobs - batch.generation_logprobs, mask_BS * is_inside_BS).abs()
         values_BS = {
             "teacher_topk_mass": scores_BS.teacher_mass,
             "token_mult_prob_error": bounded(gap_BS).exp(),
-            "sampled_nll": -scores_BS.logprobs,
+            "sampled_nll": -zero_where_masked(scores_BS.logprobs, is_inside_BS),
+            "outside_nucleus_rate": (~is_inside_BS).float(),
         }
         return {name: token_mean_share(value_BS, mask_BS, norm) for name, value_BS in values_BS.items()}

@@ -31,7 +31,9 @@ class ClippedPGLoss(ReferenceLoss):
     """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference.
 
     With `top_p` or `top_k` the policy gradient is that of the distribution that tokens are drawn from, and the KL term
-    that of the whole vocabulary, as in NeMo-RL.
+    that of the whole vocabulary, as in NeMo-RL. Sampled tokens that the policy's own top-k and top-p leave out count in
+    the KL term only (NeMo-RL's `curr_logprobs_keep_mask`). The divisor of token-level means still counts them: by
+    importance sampling they contribute 0 to the mean, since the policy gives them the probability 0.
     """
 
     settings: ClippedPGLossConfig
@@ -54,13 +56,14 @@ class ClippedPGLoss(ReferenceLoss):
         mask_BS = batch.loss_mask
         reads_prev = not self.settings.force_on_policy_ratio
         terms = _Terms.of(logprobs_BS, whole_logprobs_BS, batch, mask_BS, reads_prev=reads_prev)
-        ratio_BS = self._ratio(terms, mask_BS)
+        inside_BS = terms.mask
+        ratio_BS = self._ratio(terms, inside_BS)
         clipped = self._clip(terms, ratio_BS, batch.advantages)
-        weight = self._sampler_weight(terms, mask_BS)
+        weight = self._sampler_weight(terms, inside_BS)
         corrected_BS = clipped.loss
         if self.settings.use_importance_sampling_correction:
             corrected_BS = corrected_BS * weight.applied
-        actor_loss = self._mean_share(corrected_BS, mask_BS, norm)
+        actor_loss = self._mean_share(corrected_BS, inside_BS, norm)
         kl = self._mean_share(self._kl(terms), mask_BS, norm)
         loss = actor_loss
         if not self.settings.use_kl_in_reward:
@@ -74,9 +77,10 @@ class ClippedPGLoss(ReferenceLoss):
             "kl": kl,
             **({"positive_nll_loss": positive_nll} if self.settings.positive_example_nll_weight > 0 else {}),
             "probs_ratio": token_mean_share(ratio_BS, mask_BS, norm),
-            **_extremes("probs_ratio", ratio_BS, mask_BS),
-            "clip_fraction": token_mean_share(clipped.is_clipped.float(), mask_BS, norm),
-            "dual_clip_fraction": token_mean_share(clipped.is_dual_clipped.float(), mask_BS, norm),
+            **_extremes("probs_ratio", ratio_BS, inside_BS),
+            "clip_fraction": token_mean_share(clipped.is_clipped.float(), inside_BS, norm),
+            "dual_clip_fraction": token_mean_share(clipped.is_dual_clipped.float(), inside_BS, norm),
+            "outside_nucleus_rate": token_mean_share(1.0 - inside_BS, mask_BS, norm),
             **self._sampler_metrics(terms, weight, mask_BS, norm),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
@@ -94,7 +98,7 @@ class ClippedPGLoss(ReferenceLoss):
         )
 
     def _positive_nll(self, logprobs_BS: Tensor, batch: PolicyGradientBatch, norm: LossNorm) -> Tensor:
-        mask_BS = batch.positive_mask
+        mask_BS = batch.positive_mask * is_inside(logprobs_BS)
         return -zero_where_masked(logprobs_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_positive_tokens, 1.0)
 
     def _ratio(self, terms: _Terms, mask_BS: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ class ClippedPGLoss(ReferenceLoss):
         return _Weight(weight_BS.masked_fill(is_out_BS, 0.0), is_out_BS)
 
     def _sampler_metrics(self, terms: _Terms, weight: _Weight, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
-        """What compares policy and sampler; formulas and names are NeMo-RL's."""
+        """Comparisons of policy and sampler, under NeMo-RL's names; tokens outside the nucleus count as agreeing."""
         settings, now, prev, sampler = (
             self.settings,
             terms.logprobs.detach(),
@@ -163,7 +167,7 @@ class ClippedPGLoss(ReferenceLoss):
         if weight.is_out is not None:
             by_sequence = settings.truncated_importance_sampling_type == "seq-mask-tis"
             out_mean_share = sequence_mean_share if by_sequence else token_mean_share
-            metrics["is_oob_ratio"] = out_mean_share(weight.is_out.float(), mask_BS, norm)
+            metrics["is_oob_ratio"] = out_mean_share(weight.is_out.float(), terms.mask, norm)
         return metrics
 
     def _kl(self, terms: _Terms) -> Tensor:
@@ -177,7 +181,7 @@ class ClippedPGLoss(ReferenceLoss):
             estimator=settings.reference_policy_kl_type,
             input_clamp=settings.kl_input_clamp_value,
             output_clamp=settings.kl_output_clamp_value,
-            sampler_logprobs=terms.sampler_logprobs if settings.use_on_policy_kl_approximation else None,
+            sampler_logprobs=terms.kl_sampler_logprobs if settings.use_on_policy_kl_approximation else None,
         )
 
     def _mean_share(self, values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
@@ -209,14 +213,24 @@ class _Clipped:
 class _Terms:
     """Logprobs, [B, S], 0 wherever the loss does not look.
 
-    Without `reads_prev` the present logprobs, without gradient, stand for those before the step.
+    Attributes:
+        mask: 1 for the tokens of the policy gradient: those that the loss counts, without those outside the nucleus of
+            the policy now or before the step.
+        logprobs: Of the policy now, with gradient, over the tokens that can be drawn; 0 where `mask` is.
+        prev_logprobs: The same before the step, or now without gradient if the loss reads no others.
+        sampler_logprobs: The same of the engine.
+        whole_logprobs: Of the policy now, with gradient, over the whole vocabulary, at every token of the KL term.
+        reference_logprobs: The same of the reference.
+        kl_sampler_logprobs: Of the engine at every token of the KL term.
     """
 
+    mask: Tensor
     logprobs: Tensor
-    whole_logprobs: Tensor
     prev_logprobs: Tensor
     sampler_logprobs: Tensor
+    whole_logprobs: Tensor
     reference_logprobs: Tensor
+    kl_sampler_logprobs: Tensor
 
     @staticmethod
     def of(
@@ -227,13 +241,19 @@ class _Terms:
         *,
         reads_prev: bool,
     ) -> _Terms:
-        now = zero_where_masked(logprobs_BS, mask_BS)
+        inside_BS = mask_BS * is_inside(logprobs_BS)
+        if reads_prev:
+            inside_BS = inside_BS * is_inside(batch.prev_logprobs)
+        now = zero_where_masked(logprobs_BS, inside_BS)
+        kl_mask_BS = inside_BS if whole_logprobs_BS is None else mask_BS
         return _Terms(
+            mask=inside_BS,
             logprobs=now,
+            prev_logprobs=zero_where_masked(batch.prev_logprobs, inside_BS) if reads_prev else now.detach(),
+            sampler_logprobs=zero_where_masked(batch.generation_logprobs, inside_BS),
             whole_logprobs=now if whole_logprobs_BS is None else zero_where_masked(whole_logprobs_BS, mask_BS),
-            prev_logprobs=zero_where_masked(batch.prev_logprobs, mask_BS) if reads_prev else now.detach(),
-            sampler_logprobs=zero_where_masked(batch.generation_logprobs, mask_BS),
-            reference_logprobs=zero_where_masked(batch.reference_logprobs, mask_BS),
+            reference_logprobs=zero_where_masked(batch.reference_logprobs, kl_mask_BS),
+            kl_sampler_logprobs=zero_where_masked(batch.generation_logprobs, kl_mask_BS),
         )
 
 
@@ -308,6 +328,11 @@ def estimate_kl(
 def bounded(log_ratio: Tensor, bound: float = MAX_LOG_RATIO) -> Tensor:
     """The logarithm of a ratio of probabilities within +-`bound`, constant beyond: ratio and gradient are finite."""
     return log_ratio.clamp(-bound, bound)
+
+
+def is_inside(logprobs_BS: Tensor) -> Tensor:
+    """[B, S] bool: tokens to which the policy gives a probability; -inf stands for a token outside its nucleus."""
+    return logprobs_BS.detach() != -torch.inf
 
 
 def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ _SPREAD = ("mean", "std", "min", "max")
 _POLICY_GRADIENT = (
     "actor_loss", "kl", "entropy", "approx_entropy", "probs_ratio", "probs_ratio_min", "probs_ratio_max",
     "clip_fraction", "dual_clip_fraction", "sampling_importance_ratio", "gen_kl_error", "token_mult_prob_error",
+    "outside_nucleus_rate",
 )  # fmt: skip
 _ROLLOUTS = (
     "accuracy", "pass_rate", "constant_group_rate", "overlong_prompt_rate", "mean_prompt_tokens", "max_prompt_tokens",
@@ -101,7 +102,7 @@ def distillation_names(*, group_size: int, val_group_size: int) -> Names:
             *_ROLLOUTS,
             *_pass_at(group_size),
             *_UPDATE,
-            "teacher_topk_mass", "token_mult_prob_error", "sampled_nll",
+            "teacher_topk_mass", "token_mult_prob_error", "sampled_nll", "outside_nucleus_rate",
             *_SIZES,
             "generation_tokens_per_s",
             "teacher_tokens_per_s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def rollout_records(
             "token_ids": list(sequence.token_ids[num_prompt:]),
             "token_mask": list(sequence.token_mask[num_prompt:]),
             "generation_logprobs": list(sequence.generation_logprobs[num_prompt:]),
-            "prev_logprobs": of_gradient.prev_logprobs[row, responses].tolist()
+            "prev_logprobs": _finite(of_gradient.prev_logprobs[row, responses])
             if of_gradient is not None and in_loss and has_prev
             else None,
             "reference_logprobs": of_gradient.reference_logprobs[row, responses].tolist()
@@ -63,6 +64,11 @@ def rollout_records(
                 for other in rollout.sequences()[1:]
             ],
         }
+
+
+def _finite(logprobs_T: Tensor) -> list[float | None]:
+    """The values, with None for infinities, which JSON has no number for."""
+    return [value if math.isfinite(value) else None for value in logprobs_T.tolist()]
 
 
 def _about(rollout: Rollout) -> dict[str, Any]:

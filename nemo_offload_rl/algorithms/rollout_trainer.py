@@ -137,7 +137,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         self._logger.log(step, about_step, "train")
         self._logger.log(step, self._about_data, "data")
         self._about_data = {}
-        self._check_agreement(step, about_step["token_mult_prob_error"])
+        self._check_agreement(step, about_step)
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         self._about_last_step = {"train": about_step, "val": validation}
         parts.checkpoints.deadline.step_done()
@@ -214,9 +214,14 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         if checkpoints.is_due(step, True) and (is_ranked_anew or not checkpoints.is_due(step, False)):
             self._save(step)
 
-    def _check_agreement(self, step: int, error: float) -> None:
+    def _check_agreement(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a run whose engine and policy are two different models; the checkpoints that there are stay."""
-        message = disagreement(step, error, self._settings.max_token_mult_prob_error)
+        message = disagreement(
+            step,
+            metrics["token_mult_prob_error"],
+            metrics["outside_nucleus_rate"],
+            self._settings.max_token_mult_prob_error,
+        )
         if message is not None:
             self._parts.checkpoints.finish()
             raise AgreementError(message)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.config import OwnCodeConfig
+from nemo_offload_rl.algorithms.losses import is_inside, zero_where_masked
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
@@ -73,7 +74,7 @@ class UserLoss:
         """See `LossFn`."""
         with torch.no_grad():
             _, measured = self.standard(logprobs_BS, batch, norm)
-        returned = self.code.call(logprobs_BS, batch, norm)
+        returned = self.code.call(*_inside_nucleus(logprobs_BS, batch), norm)
         loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(more, Mapping):
             raise UserCodeError(
@@ -91,6 +92,16 @@ class UserLoss:
     @property
     def _where(self) -> str:
         return f"{self.code.label} ({self.code.place})"
+
+
+def _inside_nucleus(logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, TrainBatch]:
+    """Logprobs and batch with tokens outside the policy's nucleus masked, so that a function meets no infinity."""
+    is_inside_BS = is_inside(logprobs_BS)
+    if isinstance(batch, PolicyGradientBatch):
+        is_inside_BS = is_inside_BS & is_inside(batch.prev_logprobs)
+        batch = replace(batch, prev_logprobs=zero_where_masked(batch.prev_logprobs, is_inside_BS))
+    batch = replace(batch, token_mask=batch.token_mask * is_inside_BS)
+    return zero_where_masked(logprobs_BS, is_inside_BS), batch
 
 
 def example_batch(kind: type[TrainBatch]) -> TrainBatch:

@@ -97,7 +97,8 @@ class PolicyGradientBatch(TrainBatch):
     Attributes:
         rewards: [B], after scaling and shaping.
         advantages: the same value on every token of a response, or per token.
-        prev_logprobs: logprobs of the policy before this step's updates (zeros when unused).
+        prev_logprobs: logprobs of the policy before this step's updates (zeros when unused); -inf for tokens that
+            its top-k and top-p leave out.
         generation_logprobs: the engine's logprobs, at the sampling temperature and after top-k and top-p.
         reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
     """

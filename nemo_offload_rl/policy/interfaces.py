@@ -48,7 +48,7 @@ class LossFn(Protocol):
         Args:
             logprobs_BS: [B, S] float32 logprobs of `batch.input_ids` with gradient where `batch.is_scored()`, which is
                 where the loss mask is not 0; 0 elsewhere, as no logits are computed there. They are over the tokens
-                that rollouts are drawn from (temperature, `top_p`, `top_k`); 0 for a token that is not among them.
+                that rollouts are drawn from (temperature, `top_p`, `top_k`); -inf for a token that is not among them.
             batch: The micro-batch, on the same device.
             norm: Counts of the global batch.
 

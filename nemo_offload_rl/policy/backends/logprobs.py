@@ -29,7 +29,7 @@ class TokenScores(NamedTuple):
     A tuple, since FSDP and Megatron look for tensors in what a model returns.
 
     Attributes:
-        logprobs: With gradient.
+        logprobs: With gradient; -inf, without gradient, for a token that the filter leaves out.
         stat: The `TokenStat` that was asked for, without gradient; None where none was.
         whole: The logprobs over the whole vocabulary, with gradient; None where none were asked for, and without a
             filter, where `logprobs` are that.
@@ -180,8 +180,8 @@ def drawn_scores(
 ) -> TokenScores:
     """`token_scores` of logits without another user, over the tokens that a filter leaves.
 
-    A token that it does not leave has the logprob 0 without gradient, as in NeMo-RL: engine and policy do not agree in
-    every digit, so that what the one drew may be just outside of the other's set.
+    A token that the filter leaves out has the probability 0: its logprob is -inf, without gradient. The engine can draw
+    such a token, because its logits differ from the policy's by rounding or by the age of its weights.
 
     Args:
         logits_NV: This rank's columns; backward may write over them.
@@ -201,7 +201,7 @@ def drawn_scores(
     is_drawn_N = is_drawn_NV.gather(-1, local_N.clamp(0, num_columns - 1).unsqueeze(-1)).squeeze(-1) & is_mine_N
     is_drawn_N = shard.reduce(is_drawn_N.float(), dist.ReduceOp.SUM) > 0
     whole = token_scores(logits_NV, targets_N, temperature, shard, owns_logits=True).logprobs if with_whole else None
-    return TokenScores(torch.where(is_drawn_N, drawn.logprobs, 0.0), drawn.stat, whole)
+    return TokenScores(drawn.logprobs.masked_fill(~is_drawn_N, -torch.inf), drawn.stat, whole)
 
 
 def chunked_scores(

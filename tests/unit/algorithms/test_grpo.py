@@ -137,6 +137,26 @@ def test_a_run_saves_and_ends_before_its_deadline_and_goes_on_when_it_is_started
     assert max(again.run()) == last + 1
 
 
+def test_a_run_with_top_p_and_an_engine_that_rounds_like_bfloat16_agrees_in_20_steps(tmp_path, model):
+    run = local_grpo(
+        tmp_path, model, [MIXED] * 8, "policy.generation.top_p=0.9", "grpo.max_num_steps=20", "grpo.max_num_epochs=10",
+        "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=16", "grpo.log_rollouts=true",
+        "grpo.max_token_mult_prob_error=1.02", "grpo.seq_logprob_error_threshold=1.1",
+    )  # fmt: skip
+    run.engine.logit_noise = 0.018  # of bfloat16 numbers from 8 to 16
+    records = run.run()
+    assert len(records) == 20
+    num_outside = 0
+    for step, rollouts in read_rollouts(tmp_path).items():
+        prev_logprobs = [value for rollout in rollouts for value in rollout["prev_logprobs"]]
+        num_outside += prev_logprobs.count(None)
+        record = records[step]
+        assert record["train/outside_nucleus_rate"] == pytest.approx(prev_logprobs.count(None) / len(prev_logprobs))
+        assert 1 < record["train/token_mult_prob_error"] <= record["train/max_seq_mult_prob_error"] < 1.1
+        assert record["train/num_masked_seqs_by_logprob_error"] == 0 == record["train/skipped_updates"]
+    assert num_outside
+
+
 def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkpoint_stays(tmp_path, model):
     keys = ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.async_save=true")
     run = local_grpo(tmp_path, model, [MIXED] * 8, *keys, "grpo.max_num_steps=1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,27 @@ def test_a_loss_travels_and_is_measured_beside_the_metrics_of_the_clipped_one():
     assert {name: value.item() for name, value in metrics.items()} == {
         **{name: value.item() for name, value in plain.items()}, "loss": -24.0, "actor_loss": -24.0, "mine": 2.0,
     }  # fmt: skip
+
+
+def test_a_loss_gets_tokens_outside_the_policys_nucleus_masked_and_meets_no_infinity():
+    seen = []
+
+    def plain(logprobs, batch, norm):
+        seen.append((logprobs, batch))
+        return -(logprobs * batch.prev_logprobs * batch.loss_mask).sum() / norm.num_valid_tokens
+
+    batch = example_batch(PolicyGradientBatch)
+    logprobs, prev = torch.full((2, 4), -1.0), batch.prev_logprobs.clone()
+    logprobs[0, 1] = prev[1, 2] = -torch.inf
+    loss, metrics = UserLoss(UserCode("loss", plain), CLIPPED)(
+        logprobs.requires_grad_(), replace(batch, prev_logprobs=prev), LossNorm(2.0, 4.0)
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert loss.isfinite() and gradient.isfinite().all()
+    assert not gradient[0, 1] and not gradient[1, 2] and gradient[0, 2]
+    ((given, masked),) = seen
+    assert given[0, 1] == masked.prev_logprobs[1, 2] == masked.token_mask[0, 1] == masked.token_mask[1, 2] == 0
+    assert metrics["outside_nucleus_rate"] == 0.5 and all(value.isfinite() for value in metrics.values())
 
 
 def test_advantages_are_the_functions_by_response_or_by_token():

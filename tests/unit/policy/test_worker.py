@@ -279,7 +279,7 @@ class WithReference(ReferenceLoss):
     reads_whole = True
 
     def __call__(self, logprobs_BS, batch, norm, whole_logprobs_BS=None):
-        terms = -logprobs_BS + 0.3 * whole_logprobs_BS.square()
+        terms = -logprobs_BS.masked_fill(logprobs_BS.isneginf(), 0.0) + 0.3 * whole_logprobs_BS.square()
         return (terms * batch.loss_mask).sum() / norm.num_valid_tokens, {}
 
 
@@ -300,7 +300,8 @@ def test_with_filters_logprobs_are_those_of_what_is_drawn_and_the_references_tho
     drawn = logits.masked_fill(~is_kept, float("-inf")).log_softmax(-1).gather(-1, targets).squeeze(-1)
     drawn = torch.where(is_kept.gather(-1, targets).squeeze(-1), drawn, 0.0)
     is_real, counted = torch.arange(1, 14) < batch.input_lengths[:, None], batch.loss_mask[:, 1:]
-    assert (drawn[is_real] == 0).any() and (drawn[is_real] < 0).any()
+    is_inside = is_kept.gather(-1, targets).squeeze(-1) | ~is_real
+    assert not is_inside.all() and (drawn[is_real] < 0).any()
     model.zero_grad()
     (((-drawn + 0.3 * whole.square()) * counted).sum() / counted.sum()).backward()
     expected_grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -308,7 +309,9 @@ def test_with_filters_logprobs_are_those_of_what_is_drawn_and_the_references_tho
     changes = {"logprob_temperature": 0.6, "logprob_filter": kept, "logprob_chunk_size": chunk_size}
     with make_worker(folder, keep_reference=True, **changes) as worker:
         worker.prepare_for_lp_inference()
-        assert_close(worker.get_logprobs(batch)[:, 1:], (drawn * is_real).detach())
+        found = worker.get_logprobs(batch)[:, 1:]
+        assert torch.equal(found.isneginf(), ~is_inside)
+        assert_close(found.masked_fill(~is_inside, 0.0), (drawn * is_real).detach())
         assert_close(worker.get_reference_logprobs(batch)[:, 1:], (whole * is_real).detach())
         worker.prepare_for_training()
         worker.forward_backward(batch, WithReference())

@@ -41,14 +41,14 @@ recomputed = partial(one_rank_worker, activation_checkpointing=True)
 
 @dataclass
 class Counted:
-    """NLL that counts its calls."""
+    """NLL that counts its calls, without tokens that a filter leaves out."""
 
     token_stat: TokenStat | None
     num_calls: int = 0
 
-    def __call__(self, *args):
+    def __call__(self, logprobs_BS, *args):
         self.num_calls += 1
-        return NLL(self.token_stat)(*args)
+        return NLL(self.token_stat)(logprobs_BS.masked_fill(logprobs_BS.isneginf(), 0.0), *args)
 
 
 def crossings(worker, run):

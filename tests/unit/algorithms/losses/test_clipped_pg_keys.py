@@ -148,3 +148,66 @@ def test_an_overflowing_ratio_is_bounded_where_a_product_with_zero_would_be_nan(
         assert torch.isfinite(gradient).all()
         assert metrics["probs_ratio"].item() == pytest.approx(math.exp(20), rel=1e-5)
         assert metrics["sampling_importance_ratio"].item() == pytest.approx(math.exp(20), rel=1e-5)
+
+
+# -- tokens outside the policy's nucleus
+
+OUTSIDE = {"now": [(0, 1), (4, 2)], "before": [(1, 1), (4, 1)]}
+
+
+def with_outside(now, batch):
+    """Some counted tokens that the policy's nucleus leaves out now, or left out before the step."""
+    now, prev = now.detach().clone(), batch.prev_logprobs.clone()
+    for place in OUTSIDE["now"]:
+        now[place] = -math.inf
+    for place in OUTSIDE["before"]:
+        prev[place] = -math.inf
+    return now.requires_grad_(), replace(batch, prev_logprobs=prev)
+
+
+@hypothesis_settings(max_examples=60)
+@given(settings=VARIANTS, seed=st.integers(0, 1000))
+def test_tokens_outside_the_nucleus_change_no_actor_term_ratio_weight_mask_or_comparison(settings, seed):
+    settings = replace(settings, reference_policy_kl_penalty=0.0)
+    now, batch, norm = random_batch(seed)
+    prev_counts = not settings.force_on_policy_ratio
+    places = OUTSIDE["now"] + (OUTSIDE["before"] if prev_counts else [])
+    rest = batch.token_mask.clone()
+    for place in places:
+        rest[place] = 0
+    num_outside = batch.loss_mask.sum().item() - (rest * batch.sample_mask[:, None]).sum().item()
+    expected_loss, expected = ClippedPGLoss(settings)(now, replace(batch, token_mask=rest), norm)
+    (expected_gradient,) = torch.autograd.grad(expected_loss, now)
+
+    outside_now, outside_batch = with_outside(now, batch)
+    loss, metrics = ClippedPGLoss(settings)(outside_now, outside_batch, norm)
+    (gradient,) = torch.autograd.grad(loss, outside_now)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient)
+    share = num_outside / norm.num_valid_tokens
+    assert metrics["outside_nucleus_rate"].item() == pytest.approx(share)
+    ones = {"probs_ratio", "sampling_importance_ratio", "token_mult_prob_error"}  # where each of them counts as 1
+    if settings.sequence_level_importance_ratios:
+        ones = {"token_mult_prob_error"}
+    for name in expected.keys() - {"outside_nucleus_rate", "probs_ratio", "sampling_importance_ratio"} | ones:
+        wanted = expected[name] + (share if name in ones else 0.0)
+        torch.testing.assert_close(metrics[name], wanted, msg=name)
+
+
+@pytest.mark.parametrize("approximates", [False, True])
+def test_the_kl_with_the_reference_keeps_tokens_outside_the_nucleus(approximates):
+    settings = replace(PLAIN, reference_policy_kl_penalty=0.3, use_on_policy_kl_approximation=approximates)
+    now, batch, norm = random_batch(3)
+    whole = (now.detach() - 0.1).requires_grad_()
+    outside_now, outside_batch = with_outside(now, batch)
+    _, plain = ClippedPGLoss(settings)(now, batch, norm, whole)
+    _, found = ClippedPGLoss(settings)(outside_now, outside_batch, norm, whole)
+    assert found["outside_nucleus_rate"] > 0
+    torch.testing.assert_close(found["kl"], plain["kl"])
+    gradients = [
+        torch.autograd.grad(ClippedPGLoss(settings)(given, made, norm, whole)[0], whole)[0]
+        for given, made in ((now, batch), (outside_now, outside_batch))
+    ]
+    torch.testing.assert_close(gradients[1], gradients[0])
+    counted = [place for places in OUTSIDE.values() for place in places if batch.loss_mask[place]]
+    assert len(counted) > 2 and all(gradients[1][place] != 0 for place in counted)

@@ -17,11 +17,15 @@ from pg_cases import random_batch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import token_advantages
-from nemo_offload_rl.algorithms.agreement import without_disagreement
+from nemo_offload_rl.algorithms.agreement import disagreement, without_disagreement
+from nemo_offload_rl.algorithms.config import DistillationLossConfig
+from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.data.batch import TopKBatch
 from nemo_offload_rl.data.collate import SampledBatch
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.policy.interfaces import DivergenceScores
 
 EXEMPLAR = "examples/configs/grpo_math_1B.yaml"
 NO_KL = "loss_fn.reference_policy_kl_penalty=0"
@@ -312,3 +316,37 @@ def test_positive_examples_add_their_mean_negative_logprob_as_in_vapo_whatever_t
     torch.testing.assert_close(torch.stack([share for share, _ in shares]).sum(), expected)
     nll = torch.stack([metrics["positive_nll_loss"] for _, metrics in shares]).sum()
     torch.testing.assert_close(nll, -(now.detach() * positive).sum() / positive.sum())
+
+
+def test_tokens_outside_the_policys_nucleus_are_no_disagreement_but_a_step_of_mostly_such_tokens_is():
+    _, batch, _ = random_batch(7)
+    agreed = replace(as_sampled(batch), generation_logprobs=batch.prev_logprobs)
+    prev = batch.prev_logprobs.clone()
+    prev[:, 1] = -math.inf
+    found, metrics = without_disagreement(agreed, prev, 1.001)
+    assert torch.equal(found.sample_mask, batch.sample_mask)
+    assert metrics["max_seq_mult_prob_error"] == 1.0
+    assert metrics["num_masked_seqs_by_logprob_error"] == 0
+
+    assert disagreement(3, 1.0, 0.3, 1.5) is None
+    assert disagreement(3, 1.0, 1.0, None) is None
+    assert "step 3: 60% of the tokens that the engine sampled" in (disagreement(3, 1.2, 0.6, 1.6) or "")
+    # Of tokens inside the error is 1.8: those outside count 1 in the mean over all.
+    assert "(token_mult_prob_error is 1.8 where 1 is agreement)" in (disagreement(3, 1.4, 0.5, 1.5) or "")
+
+
+def test_distillation_compares_engine_and_student_on_tokens_in_the_students_nucleus():
+    _, batch, norm = random_batch(4)
+    sampled = as_sampled(batch)
+    made = TopKBatch(**vars(sampled), teacher_logprobs=torch.zeros(6, 7, 1), teacher_ids=torch.zeros(6, 7, 1))
+    logprobs = sampled.generation_logprobs.clone()
+    logprobs[0, 1] = -math.inf
+    loss = DistillationLoss(DistillationLossConfig(kl_type="forward", mixed_kl_weight=0.5, zero_outside_topk=False))
+    ones = torch.ones_like(logprobs)
+    metrics = loss.measure(DivergenceScores(ones, logprobs, ones), made, norm)
+    mask = batch.loss_mask.clone()
+    mask[0, 1] = 0
+    assert metrics["token_mult_prob_error"].item() == pytest.approx(1.0)
+    assert metrics["outside_nucleus_rate"].item() == pytest.approx(1 / norm.num_valid_tokens)
+    expected = -(logprobs.masked_fill(mask == 0, 0.0)).sum() / norm.num_valid_tokens
+    assert metrics["sampled_nll"].item() == pytest.approx(expected.item())
