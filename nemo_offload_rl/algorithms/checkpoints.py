@@ -1,8 +1,9 @@
 """When to save, where, which checkpoints to keep, and which one to go on from.
 
 A checkpoint is a folder `step_<n>`: the policy's state in `policy/`, a Hugging Face folder `hf/` with
-`save_consolidated` or without the optimizer, and the record `progress.json` with the size of every file. It is written
-as `step_<n>.partial` and renamed when it is complete, so that a folder under its name is always whole.
+`save_consolidated` or without the optimizer, and the record `progress.json` with size and checksum of every file and
+its own checksum. It is written as `step_<n>.partial` and renamed when it is complete, so that a folder under its name
+is always whole. Sizes and record are checked before any worker starts (`newest`), checksums by the workers (`load`).
 
 With `async_save` training goes on after `save`; `poll` after each step completes what has been written meanwhile, and
 `finish` at the end of the run waits for it.
@@ -27,12 +28,14 @@ from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.checksums import bytes_checksum, files_below
 from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_FILE = "progress.json"
 FORMAT = "nemo_offload_rl checkpoint 1"
+_OWN_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class Checkpoint:
         total_tokens: Trained on since the first step.
         algorithm: That saved it, such as `sft`; empty where it is not known.
         files: Size in bytes of every file but the record, by path inside the folder.
+        checksums: Of the same files, as `utils/checksums.py` takes them; empty in checkpoints of earlier versions.
     """
 
     folder: Path
@@ -60,6 +64,7 @@ class Checkpoint:
     total_tokens: float
     algorithm: str
     files: Mapping[str, int]
+    checksums: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class _Pending:
     policy: Policy
     target: Path
     record: dict[str, Any]
+    checksums: dict[str, str]
 
 
 class CheckpointKeeper:
@@ -136,16 +142,17 @@ class CheckpointKeeper:
             "algorithm": self._algorithm,
         }
         partial = partial_of(target)
+        checksums: dict[str, str] = {}
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             if self.exports_weights:
-                policy.export_hf(partial / "hf")
+                checksums = _below("hf", policy.export_hf(partial / "hf"))
             if settings.save_optimizer:
                 policy.start_save(partial / "policy", in_background=settings.async_save)
         except (OSError, CheckpointError) as error:
             self._give_up(target, error)
-        self._pending = _Pending(policy, target, record)
+        self._pending = _Pending(policy, target, record, checksums)
         if not settings.async_save:
             self.finish()
 
@@ -168,8 +175,8 @@ class CheckpointKeeper:
         if pending is None:
             return
         try:
-            pending.policy.finish_save()
-            self._write_record(partial_of(pending.target), pending.record)
+            checksums = pending.checksums | _below("policy", pending.policy.finish_save())
+            _write_record(partial_of(pending.target), pending.record, checksums)
             replace_folder(pending.target)
         except (OSError, CheckpointError) as error:
             self._give_up(pending.target, error)
@@ -190,23 +197,19 @@ class CheckpointKeeper:
             return None
         self._check_writable()
         recover_folders(self._folder, "step_*")
-        finished = self._finished()
-        if not finished:
+        steps = self._steps()
+        if not steps:
             return None
-        checkpoint = max(finished, key=lambda entry: entry.step)
-        older = [entry.step for entry in finished if entry.has_optimizer and entry is not checkpoint]
-        fallback = "use another checkpointing.checkpoint_dir to start anew"
-        if older:
-            later = sorted(entry.step for entry in finished if entry.step > max(older))
-            removed = ", ".join(f"step_{step}" for step in later)
-            fallback = f"remove {removed} to go on from step_{max(older)}, or {fallback}"
+        older = self._continuable(before=steps[-1])
+        fallback = self._fallback(older[0] if older else None)
+        checkpoint = _read_record(self._folder / f"step_{steps[-1]}", fallback)
         if checkpoint.algorithm and checkpoint.algorithm != self._algorithm:
             raise CheckpointError(
                 f"{checkpoint.folder} is a checkpoint of {checkpoint.algorithm}, which {self._algorithm} cannot "
                 "continue; use another checkpointing.checkpoint_dir. To begin with its model, set policy.model_name to "
                 "its folder hf"
             )
-        _check_files(checkpoint, fallback)
+        self._refuse_damage(checkpoint, _wrong_sizes(checkpoint), fallback)
         if not checkpoint.has_optimizer:
             raise CheckpointError(
                 f"{checkpoint.folder} was saved without the optimizer and cannot be continued; {fallback}"
@@ -214,7 +217,18 @@ class CheckpointKeeper:
         return checkpoint
 
     def load(self, checkpoint: Checkpoint, policy: Policy, loader: BatchLoader[Any]) -> None:
-        """Bring policy and loader where they were after the checkpoint's step."""
+        """Bring policy and loader where they were after the checkpoint's step.
+
+        Raises:
+            CheckpointError: A file is not as it was written; the message names the newest older checkpoint that is. Or
+                the policy cannot read it.
+        """
+        if not checkpoint.checksums:
+            logger.warning("%s has no checksums, since an earlier version wrote it: not checked", checkpoint.folder)
+        if damage := policy.damaged_files(checkpoint.folder, checkpoint.checksums):
+            older = self._continuable(before=checkpoint.step)
+            sound = next((it for it in older if not policy.damaged_files(it.folder, it.checksums)), None)
+            self._refuse_damage(checkpoint, damage, self._fallback(sound))
         logger.info("resuming after step %d from %s", checkpoint.step, checkpoint.folder)
         policy.load_checkpoint(checkpoint.folder / "policy")
         loader.load_state_dict(checkpoint.loader)
@@ -228,19 +242,36 @@ class CheckpointKeeper:
         # Not there in a step without validation, or without a row of the data set that the metric is about.
         return metrics[prefix].get(name)
 
-    def _write_record(self, folder: Path, record: Mapping[str, Any]) -> None:
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-        with (folder / PROGRESS_FILE).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({**record, "files": files}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _continuable(self, before: int) -> list[Checkpoint]:
+        """Checkpoints of earlier steps that training can go on from, as far as records and sizes say, newest first."""
+        found = [entry for entry in self._finished() if entry.step < before and entry.has_optimizer]
+        return sorted((it for it in found if not _wrong_sizes(it)), key=lambda it: it.step, reverse=True)
+
+    def _fallback(self, older: Checkpoint | None) -> str:
+        """How to go on without the newest checkpoint."""
+        anew = "use another checkpointing.checkpoint_dir to start anew"
+        if older is None:
+            return anew
+        later = ", ".join(f"step_{step}" for step in self._steps() if step > older.step)
+        return f"remove {later} to go on from step_{older.step}, or {anew}"
+
+    def _refuse_damage(self, checkpoint: Checkpoint, damage: Mapping[str, str], fallback: str) -> None:
+        """Raise `CheckpointError` for a damaged file that a resume reads, and warn of one that it does not."""
+        for name, fault in damage.items():
+            path = checkpoint.folder / name
+            if checkpoint.has_optimizer and Path(name).parts[0] == "hf":
+                logger.warning(
+                    "%s %s: do not use this folder; the run goes on from policy/, which is sound", path, fault
+                )
+            else:
+                raise CheckpointError(f"{path} {fault}, so this checkpoint is damaged; {fallback}")
 
     def _give_up(self, target: Path, error: OSError | CheckpointError) -> NoReturn:
         """Leave nothing of a save that failed, and say what is still there."""
         partial = partial_of(target)
         text = str(error) if isinstance(error, CheckpointError) else not_written(error, partial)
         shutil.rmtree(partial, ignore_errors=True)
-        kept = sorted(self._steps())
+        kept = self._steps()
         left = f"step_{kept[-1]} is complete and was not touched" if kept else "there is no older one"
         raise CheckpointError(
             f"checkpoint {target} was not saved: {text} (checkpointing.checkpoint_dir); {left}"
@@ -258,14 +289,23 @@ class CheckpointKeeper:
             ) from error
 
     def _steps(self) -> list[int]:
+        """Steps of the folders here, in their order."""
         names = [path.name.removeprefix("step_") for path in self._folder.glob("step_*")]
-        return [int(name) for name in names if name.isdigit()]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def _finished(self) -> list[Checkpoint]:
-        return [_read_record(self._folder / f"step_{step}") for step in self._steps()]
+        """Checkpoints whose record can be read; the log warns of the others."""
+        found = []
+        for step in self._steps():
+            try:
+                found.append(_read_record(self._folder / f"step_{step}"))
+            except CheckpointError as error:
+                logger.warning("left out: %s", error)
+        return found
 
     def _prune(self) -> None:
-        finished = self._finished()
+        """Remove what `checkpoints_to_keep` does not name; a damaged checkpoint takes no place of a whole one."""
+        finished = [entry for entry in self._finished() if not _wrong_sizes(entry)]
         kept = checkpoints_to_keep(finished, self._settings)
         for checkpoint in finished:
             if checkpoint.step in kept:
@@ -304,9 +344,32 @@ def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: Checkpointi
     return kept
 
 
-def _read_record(folder: Path) -> Checkpoint:
+def _below(folder: str, checksums: Mapping[str, str]) -> dict[str, str]:
+    return {f"{folder}/{name}": checksum for name, checksum in checksums.items()}
+
+
+def _write_record(folder: Path, record: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
+    """Write the record of a checkpoint whose other files are complete."""
+    files = {name: (folder / name).stat().st_size for name in files_below(folder)}
+    text = json.dumps({**record, "files": files, "checksums": checksums})
+    with (folder / PROGRESS_FILE).open("w", encoding="utf-8") as file:
+        file.write(f'{text[:-1]}, "{_OWN_CHECKSUM}": "{bytes_checksum(text.encode())}"}}\n')
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
+    """The record of a checkpoint.
+
+    Args:
+        folder: `step_<n>`.
+        remedy: What to do about one that is damaged; None for removing the folder.
+
+    Raises:
+        CheckpointError: It is missing, damaged or foreign.
+    """
     path = folder / PROGRESS_FILE
-    remedy = f"remove the folder {folder} or change checkpointing.checkpoint_dir"
+    remedy = remedy or f"remove the folder {folder} or change checkpointing.checkpoint_dir"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {PROGRESS_FILE}, so it is foreign or damaged; {remedy}")
     try:
@@ -315,18 +378,23 @@ def _read_record(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read as the record of a checkpoint ({error}); {remedy}") from error
     fields = {field.name for field in dataclasses.fields(Checkpoint)} - {"folder"}
     if isinstance(record, dict):
-        record = {"total_tokens": 0.0, "algorithm": "", **record}  # not written by earlier versions
+        own_checksum = record.pop(_OWN_CHECKSUM, None)
+        if own_checksum is not None and own_checksum != bytes_checksum(json.dumps(record).encode()):
+            raise CheckpointError(f"{path} is not as it was written, so this checkpoint is damaged; {remedy}")
+        # Not written by earlier versions.
+        record = {"total_tokens": 0.0, "algorithm": "", "checksums": {}, **record}
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
         raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
     return Checkpoint(folder=folder, **record)
 
 
-def _check_files(checkpoint: Checkpoint, fallback: str) -> None:
+def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
+    """What is wrong with files that are missing or do not have their size, by path in the folder."""
+    found = {}
     for name, size in checkpoint.files.items():
         path = checkpoint.folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing, so this checkpoint is damaged; {fallback}")
-        if path.stat().st_size != size:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes instead of {size}, so this checkpoint is damaged; {fallback}"
-            )
+            found[name] = "is missing"
+        elif path.stat().st_size != size:
+            found[name] = f"has {path.stat().st_size} bytes instead of {size}"
+    return found

@@ -18,11 +18,12 @@ from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.backends.model_folder import WEIGHT_PATTERNS
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, sync_folder
 from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.utils.checksums import bytes_checksum
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "reference_logprobs.safetensors"
-_KEY = "fingerprint"
+_KEY, _CHECKSUM = "fingerprint", "checksum"
 
 
 def fingerprint(pairs: Splits[ExamplePair], policy: PolicySettings) -> str:
@@ -63,12 +64,15 @@ class ReferenceFile:
             return None
         try:
             with safe_open(self.path, framework="pt") as file:
-                found = (file.metadata() or {}).get(_KEY)
+                about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (SafetensorError, OSError) as error:
             logger.warning("%s cannot be read (%s): reference logprobs are computed anew", self.path, error)
             return None
-        if found != self._fingerprint:
+        if about.get(_CHECKSUM, "") not in ("", bytes_checksum(save(tensors))):
+            logger.warning("%s is not as it was written: reference logprobs are computed anew", self.path)
+            return None
+        if about.get(_KEY) != self._fingerprint:
             logger.warning("%s is of other data or another model: reference logprobs are computed anew", self.path)
             return None
         logger.info("reference logprobs read from %s", self.path)
@@ -81,9 +85,10 @@ class ReferenceFile:
             CheckpointError: It cannot be written; an older one is as it was.
         """
         partial = partial_of(self.path)
+        about = {_KEY: self._fingerprint, _CHECKSUM: bytes_checksum(save(dict(tensors)))}
         try:
             with partial.open("wb") as file:
-                file.write(save(dict(tensors), metadata={_KEY: self._fingerprint}))
+                file.write(save(dict(tensors), metadata=about))
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self.path)

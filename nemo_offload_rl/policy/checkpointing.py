@@ -52,6 +52,11 @@ class StagedSave(Protocol):
         """Complete the folder once every rank has written; may call collectives."""
         ...
 
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        """Of each file that this rank has written, by its path in the folder; complete after `finish`."""
+        ...
+
 
 class HostCopies:
     """Host memory that holds a checkpoint while it is written, kept from one save to the next."""
@@ -197,15 +202,18 @@ class CheckpointSaver:
         """Whether this rank has nothing left to write, well or badly."""
         return self._job is None or self._job.thread is None or not self._job.thread.is_alive()
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[str, str]:
         """Wait for the save under way, if there is one, and give its folder its name.
+
+        Returns:
+            Checksum of each file that this rank has written, by its path in the folder.
 
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
         job, self._job = self._job, None
         if job is None:
-            return
+            return {}
         if job.thread is not None:
             job.thread.join()
         with _completed_by_all(job.path):
@@ -214,6 +222,7 @@ class CheckpointSaver:
         with _completed_by_all(job.path):
             job.staged.finish()
         _publish(job.path)
+        return job.staged.checksums
 
     def _has_room(self, missing_bytes: int) -> bool:
         """Whether the ranks of this host can all copy what of their state residency has no host copy of."""

@@ -6,7 +6,7 @@ of D equal runs of rows out of each global batch. Neighbouring rows stay neighbo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,14 @@ def pad_rows[Batch: TokenBatch](batch: Batch, multiple: int) -> Batch:
 def _concatenated[Batch: TokenBatch](batches: Sequence[Batch]) -> Batch:
     names = [field.name for field in fields(batches[0])]
     return replace(batches[0], **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
+
+
+def _merged(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    return {name: value for mapping in by_rank for name, value in mapping.items()}
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 class Policy:
@@ -238,17 +246,37 @@ class Policy:
         """Whether every rank has written its part of the save under way, or failed to."""
         return all(self._group.run_all("save_is_done"))
 
-    def finish_save(self) -> None:
-        """Wait for the save under way, if there is one; raises what kept it from being written."""
-        self._group.run_all("finish_save")
+    def finish_save(self) -> dict[str, str]:
+        """Wait for the save under way, if there is one; raises what kept it from being written.
+
+        Returns:
+            Checksum of each file by its path in the folder.
+        """
+        return _merged(self._group.run_all("finish_save"))
+
+    def damaged_files(self, folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
+        """Files that are not as they were written: what is wrong, by path. The ranks share them, largest first.
+
+        Args:
+            folder: Where they are.
+            checksums: Of each when it was written, by its path in `folder`.
+        """
+        sizes = {name: _num_bytes(folder / name) for name in checksums}
+        names, num_ranks = sorted(sizes, key=lambda name: (-sizes[name], name)), self._group.world_size
+        shares = [{name: checksums[name] for name in names[rank::num_ranks]} for rank in range(num_ranks)]
+        return _merged(self._group.run_each("damaged_files", [(folder, share) for share in shares]))
 
     def load_checkpoint(self, path: Path) -> None:
         """Read what a save wrote."""
         self._group.run_all("load_checkpoint", path)
 
-    def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder with the weights in the compute precision."""
-        self._group.run_all("export_hf", path)
+    def export_hf(self, path: Path) -> dict[str, str]:
+        """Write a Hugging Face folder with the weights in the compute precision.
+
+        Returns:
+            Checksum of each file by its path in the folder.
+        """
+        return _merged(self._group.run_all("export_hf", path))
 
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""

@@ -10,7 +10,7 @@ Every rank makes the same calls, since each of them gathers over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from nemo_offload_rl.residency import (
     TransitionReport,
     make_device,
 )
+from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 from nemo_offload_rl.utils.garbage import collect_garbage
 from nemo_offload_rl.weight_sync.factory import make_sender
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
@@ -382,13 +383,20 @@ class PolicyWorker:
         """Whether `finish_save` would not wait."""
         return self._saver.is_done()
 
-    def finish_save(self) -> None:
+    def finish_save(self) -> Mapping[str, str]:
         """Wait for the save under way, if there is one, and give its folder its name.
+
+        Returns:
+            Checksum of each file that this rank has written, by its path in the folder.
 
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
-        self._saver.finish()
+        return self._saver.finish()
+
+    def damaged_files(self, folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
+        """Files that are not as they were written; see `utils.checksums`."""
+        return damaged_files(folder, checksums)
 
     def load_checkpoint(self, path: Path) -> None:
         """Read what a save wrote, in any phase. The reference stays what the worker was made with.
@@ -403,10 +411,15 @@ class PolicyWorker:
         ):
             self._backend.load(path, self.residency.streamed())
 
-    def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder with weights in the compute precision, in any phase."""
+    def export_hf(self, path: Path) -> dict[str, str]:
+        """Write a Hugging Face folder with weights in the compute precision, in any phase.
+
+        Returns:
+            On rank 0, which writes, the checksum of each file by its path in the folder.
+        """
         with self._communicators.resumed(), self.residency.checkpoint_view(PARAMS, BASE):
             self._backend.export_hf(path)
+        return file_checksums(path, files_below(path)) if self._backend.rank_info.rank == 0 else {}
 
     def shutdown(self) -> None:
         """Free host memory and leave the process group; the worker is of no use afterwards."""

@@ -1,11 +1,16 @@
-"""Checkpoints in the format of torch.distributed.checkpoint, of any training state that lists its tensors by name."""
+"""Checkpoints in the format of torch.distributed.checkpoint, of any training state that lists its tensors by name.
+
+Nothing that a checkpoint holds is run: its pickles are read by unpicklers that know a few classes of data and refuse
+every other name (`_MetadataUnpickler`, and torch's own with `weights_only`).
+"""
 
 from __future__ import annotations
 
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -15,15 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import StateReader
+from nemo_offload_rl.utils.checksums import SummedStream
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +46,17 @@ METADATA_FILE = ".metadata"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 MASTER = "/master"  # ends the names of fp32 masters, which are there before the first step
 STEP_COUNT = "/step"
+_METADATA_CLASSES = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+)
+_BAD_PICKLE = (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, LookupError)
 _FOREIGN = "it is of another model or optimizer: resume with the settings that wrote it, or begin anew from an export"
 
 
@@ -124,6 +150,27 @@ class _FetchingPlanner(DefaultSavePlanner):
         return self._fetched[write_item.index]()
 
 
+class _SummedFiles(FileSystem):
+    """The file system, with the checksum of each file that is written, by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = SummedStream(cast(Any, stream))
+            yield summed
+            self.checksums[Path(path).name] = summed.checksum()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
 def _constant[T](value: T) -> Callable[[], T]:
     return lambda: value
 
@@ -133,6 +180,7 @@ class StagedDcpSave:
 
     def __init__(self, writer: FileSystemWriter, planner: _FetchingPlanner, plan: SavePlan, metadata: Metadata) -> None:
         self._writer = writer
+        self._files = writer.fs = _SummedFiles()
         self._planner = planner
         self._plan = plan
         self._metadata = metadata
@@ -149,6 +197,11 @@ class StagedDcpSave:
         dist.gather_object(self._results, gathered)
         if gathered is not None:
             self._writer.finish(self._metadata, cast(list[list[WriteResult]], gathered))
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Checksum of each file that this rank has written, by name."""
+        return self._files.checksums
 
 
 def stage_save(folder: Path, state: TrainingState, reader: StateReader) -> StagedDcpSave:
@@ -234,6 +287,18 @@ def load_state(path: Path, state: TrainingState, streamed: Iterable[str] = ()) -
         state.set_rng_state({name.rpartition("/")[2]: values[name] for name in random_states})
 
 
+class _DataPlanner(DefaultLoadPlanner):
+    """A planner that reads values as data; torch's own unpickles them with whatever code they name."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            with torch.serialization.safe_globals([_Whole]):
+                self.original_state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{name} is damaged, or names code") from error
+
+
 class _Reader(FileSystemReader):
     """Reads tensors of one checkpoint, whose metadata is read once."""
 
@@ -256,7 +321,7 @@ class _Reader(FileSystemReader):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told of every load without it
-                load(entries, storage_reader=self, no_dist=True)
+                load(entries, storage_reader=self, planner=_DataPlanner(), no_dist=True)
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
             raise CheckpointError(
@@ -310,16 +375,44 @@ def saved_names(path: Path) -> list[str]:
     return list(_read_metadata(path).state_dict_metadata)
 
 
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads what `.metadata` consists of, and raises `UnpicklingError` at any other name, which could be code."""
+
+    _KNOWN = frozenset(
+        [
+            *(("torch.distributed.checkpoint.metadata", known.__name__) for known in _METADATA_CLASSES),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+            ("collections", "OrderedDict"),
+        ]
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
 def _read_metadata(path: Path) -> Metadata:
     if not (path / METADATA_FILE).is_file():
         raise CheckpointError(f"{path} holds no policy checkpoint (it has no {METADATA_FILE}); give another folder.")
     try:
-        return FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, KeyError) as error:
+        with (path / METADATA_FILE).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    except _BAD_PICKLE as error:
         raise CheckpointError(
             f"{path / METADATA_FILE} cannot be read ({type(error).__name__}: {_first_line(error)}); the checkpoint is "
             "damaged or foreign: remove it to go on from an older one"
         ) from error
+    if outside := sorted(name for name in names if Path(name).name != name):
+        raise CheckpointError(f"{path / METADATA_FILE} names {outside[0]}, which is no file of its folder; remove it")
+    return metadata
 
 
 def _check_fits(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:

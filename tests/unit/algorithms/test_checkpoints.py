@@ -18,6 +18,7 @@ from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import recover_folders
+from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 
@@ -37,15 +38,21 @@ class FilePolicy:
     def save_is_done(self) -> bool:
         return self.is_written
 
-    def finish_save(self) -> None:
+    def finish_save(self) -> dict[str, str]:
         path, self.saving = self.saving, None
-        if path is not None:
-            path.mkdir()
-            (path / "state").write_text("with optimizer")
+        if path is None:
+            return {}
+        path.mkdir()
+        (path / "state").write_text("with optimizer")
+        return file_checksums(path, files_below(path))
 
-    def export_hf(self, path: Path) -> None:
+    def export_hf(self, path: Path) -> dict[str, str]:
         path.mkdir()
         (path / "model.safetensors").write_text("weights")
+        return file_checksums(path, files_below(path))
+
+    def damaged_files(self, folder: Path, checksums: dict[str, str]) -> dict[str, str]:
+        return damaged_files(folder, checksums)
 
     def load_checkpoint(self, path: Path) -> None:
         self.loaded.append(path)
@@ -220,15 +227,19 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
         CheckpointKeeper(make_settings(tmp_path), "dpo").newest()
 
 
-def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path):
+def test_a_checkpoint_of_a_version_that_counted_no_tokens_is_read(tmp_path, caplog):
     keeper = CheckpointKeeper(make_settings(tmp_path))
     save(keeper, 10, 0.5)
     assert keeper.newest().total_tokens == 70
     path = tmp_path / "step_10" / "progress.json"
     record = json.loads(path.read_text())
-    del record["total_tokens"], record["algorithm"]
+    for name in ("total_tokens", "algorithm", "checksums", "checksum"):
+        del record[name]
     path.write_text(json.dumps(record))
-    assert CheckpointKeeper(make_settings(tmp_path), "sft").newest().total_tokens == 0
+    older = CheckpointKeeper(make_settings(tmp_path), "sft")
+    assert older.newest().total_tokens == 0
+    older.load(older.newest(), FilePolicy(), make_loader())
+    assert "step_10 has no checksums" in caplog.text
 
 
 def test_what_a_killed_run_left_unfinished_is_removed_and_a_replaced_folder_comes_back(tmp_path):
@@ -345,6 +356,57 @@ def test_a_file_that_was_cut_short_or_lost_is_named_with_the_checkpoint_to_fall_
     state.unlink()
     with pytest.raises(CheckpointError, match=r"step_20/policy/state is missing"):
         keeper.newest()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_refused_with_the_newest_sound_checkpoint_to_fall_back_to(tmp_path, caplog):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None, save_consolidated=True))
+    for step in (10, 20, 30):
+        save(keeper, step, 0.5)
+    flip_a_bit(tmp_path / "step_30" / "hf" / "model.safetensors")
+    policy = FilePolicy()
+    keeper.load(keeper.newest(), policy, make_loader())
+    assert policy.loaded == [tmp_path / "step_30" / "policy"]  # nothing reads the export
+    assert "step_30/hf/model.safetensors has the checksum" in caplog.text
+
+    for step in (20, 30):
+        flip_a_bit(tmp_path / f"step_{step}" / "policy" / "state")
+    sound = r"step_30/policy/state has the checksum .* damaged; remove step_20, step_30 to go on from step_10"
+    with pytest.raises(CheckpointError, match=sound):
+        keeper.load(keeper.newest(), FilePolicy(), make_loader())
+    flip_a_bit(tmp_path / "step_10" / "policy" / "state")
+    with pytest.raises(CheckpointError, match=r"damaged; use another checkpointing\.checkpoint_dir to start anew"):
+        keeper.load(keeper.newest(), FilePolicy(), make_loader())
+
+
+def test_a_record_that_was_changed_is_refused_whatever_it_says_now(tmp_path):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=None))
+    for step in (10, 20):
+        save(keeper, step, 0.5)
+    record = tmp_path / "step_20" / "progress.json"
+    record.write_text(record.read_text().replace('"position": 0', '"position": 2'))
+    refused = r"step_20/progress\.json is not as it was written.*remove step_20 to go on from step_10"
+    with pytest.raises(CheckpointError, match=refused):
+        keeper.newest()
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one_and_ends_no_run(tmp_path, caplog):
+    keeper = CheckpointKeeper(make_settings(tmp_path, keep_top_k=1))
+    save(keeper, 10, 0.9)
+    save(keeper, 20, 0.5)
+    (tmp_path / "step_10" / "policy" / "state").write_text("cut")
+    save(keeper, 30, 0.4)
+    assert kept(tmp_path) == {"step_10", "step_20", "step_30"}  # of the whole ones 20 is the best
+    (tmp_path / "step_20" / "progress.json").write_text("{")
+    save(keeper, 40, 0.3)
+    assert kept(tmp_path) == {"step_10", "step_20", "step_30", "step_40"}
+    assert "step_20/progress.json cannot be read" in caplog.text
+    assert keeper.newest().step == 40
 
 
 def test_metrics_of_another_name_do_not_rank(tmp_path):

@@ -79,6 +79,11 @@ def test_what_was_written_is_read_for_the_same_fingerprint_alone(tmp_path, caplo
     assert all(torch.equal(found[name], SUMS[name]) and found[name].dtype == torch.float64 for name in SUMS)
     assert ReferenceFile(path, "b").read() is None
     assert "is of other data or another model" in caplog.text
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # the sign of a logprob is in the last byte
+    path.write_bytes(content)
+    assert ReferenceFile(path, "a").read() is None
+    assert "is not as it was written" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):

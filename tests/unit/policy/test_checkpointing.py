@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ from nemo_offload_rl.policy.checkpointing import HostCopies
 from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import CpuDevice, local_tensor, storage_key
+from nemo_offload_rl.utils.checksums import file_checksums, files_below
 
 NUM_STEPS = 8
 WARM_UP = SchedulerPhaseConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 6})
@@ -138,6 +141,10 @@ class GatedSave:
     def finish(self):
         self.staged.finish()
 
+    @property
+    def checksums(self):
+        return self.staged.checksums
+
 
 def start_gated(worker, path, error=None):
     """A save in the background that waits for its gate."""
@@ -172,7 +179,8 @@ def test_a_save_in_the_background_holds_no_state_and_sees_no_later_step(folder, 
         gc.collect()
         assert all(ref.expired() for ref in refs)
         gate.set()
-        worker.finish_save()
+        checksums = worker.finish_save()
+    assert checksums == file_checksums(tmp_path / "saved", files_below(tmp_path / "saved"))  # of what was written
     with make_worker(folder) as worker:
         worker.load_checkpoint(tmp_path / "saved")
         assert_equal(weights_of(worker), saved)
@@ -300,6 +308,44 @@ def test_a_truncated_or_foreign_file_is_refused_with_its_path(folder, tmp_path, 
             assert "\n" not in str(caught.value)
 
 
+class Code:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_that_names_code_is_refused_and_the_code_not_run(folder, tmp_path, monkeypatch):
+    saved, ran = tmp_path / "saved", tmp_path / "ran"
+    with make_worker(folder) as worker:
+        worker.prepare_for_training()
+        worker.save_checkpoint(saved)
+        metadata = dcp._read_metadata(saved)
+        elsewhere = replace(next(iter(metadata.storage_data.values())), relative_path="../other/__0_0.distcp")
+        for content, refused in (
+            (Code(ran), r"it names pathlib\.Path\.touch|it names builtins\.getattr"),
+            (replace(metadata, planner_data=Code(ran)), r"\.metadata cannot be read"),
+            (getattr, r"it names builtins\.getattr, which is no part of a checkpoint"),
+            ({}, r"it holds dict"),
+            (replace(metadata, storage_data={"a": elsewhere}), r"names \.\./other/__0_0\.distcp, which is no file"),
+        ):
+            (saved / ".metadata").write_bytes(pickle.dumps(content))
+            with pytest.raises(CheckpointError, match=refused) as caught:
+                worker.load_checkpoint(saved)
+            assert "\n" not in str(caught.value)
+
+        values = DTensorState.values
+        monkeypatch.setattr(DTensorState, "values", lambda state: {**values(state), "num_steps": Code(ran)})
+        worker.save_checkpoint(tmp_path / "with code")
+        monkeypatch.undo()
+        with pytest.raises(CheckpointError, match=r"num_steps is damaged, or names code"):
+            worker.load_checkpoint(tmp_path / "with code")
+    assert not ran.exists()
+
+
 def test_a_checkpoint_with_other_shapes_is_refused_by_the_first(folder, tmp_path):
     save_model_folder(tmp_path / "wide", 0, qwen3_config(tied=True, hidden_size=96))
     with make_worker(folder) as worker:
@@ -382,7 +428,9 @@ def two_ranks_go_on(process: ProcessInfo, folder: str, root: str) -> None:
         assert_close(result.loss[0], expected["loss"])
         worker.start_save(paths / "two", in_background=True)
         worker.offload_after_refit()
-        worker.finish_save()
+        checksums = worker.finish_save()
+        mine = {f"__{process.rank}_0.distcp"} | ({".metadata"} if process.rank == 0 else set())
+        assert checksums == file_checksums(paths / "two", mine)
         state = {"params": full_params(worker), "optimizer": full_optimizer(worker)}
         if process.rank == 0:
             torch.save(state, paths / "two.pt")

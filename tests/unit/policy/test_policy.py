@@ -12,6 +12,7 @@ from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import Phase
+from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 
 
 @dataclass
@@ -64,6 +65,29 @@ def test_ranks_that_share_a_shard_get_the_same_rows_and_answers_come_back_in_ord
     assert {type(shard) for shard in group.given["get_logprobs"]} == {TokenBatch}
     assert torch.equal(policy.get_logprobs(odd, counted_only=True), odd.input_ids.float())
     assert {type(shard) for shard in group.given["get_logprobs"]} == {TrainBatch}
+
+
+class CheckingGroup(RecordingGroup):
+    def run_each(self, method, per_rank_args):
+        self.given[method] = [list(checksums) for _, checksums in per_rank_args]
+        return [damaged_files(*args) for args in per_rank_args]
+
+
+def test_files_of_a_checkpoint_are_read_once_each_by_ranks_that_share_the_large_ones(tmp_path):
+    for index in range(6):
+        (tmp_path / f"{index}").write_bytes(bytes(1000 - index))
+    names = files_below(tmp_path)
+    checksums = file_checksums(tmp_path, names)
+    group = CheckingGroup(world_size=4)
+    policy = Policy(group, make_settings("unused"))
+    assert policy.damaged_files(tmp_path, checksums) == {}
+    assert group.given["damaged_files"] == [["0", "4"], ["1", "5"], ["2"], ["3"]]
+    (tmp_path / "1").unlink()
+    (tmp_path / "4").write_bytes(b"1" + bytes(995))
+    damage = policy.damaged_files(tmp_path, checksums)
+    assert damage.keys() == {"1", "4"}
+    assert damage["1"] == "cannot be read (No such file or directory)"
+    assert damage["4"].endswith(f"instead of {checksums['4']}")
 
 
 def test_stages_of_a_pipeline_get_the_same_rows():

@@ -1,0 +1,108 @@
+"""Checksums of files: XXH3 with 128 bits, as fast as memory. They find damage by storage, not changes made on purpose.
+
+A checksum is taken of the bytes on their way into the file (`SummedStream`), so that it also covers what the page cache
+and the disk do to them. Files that another library writes are read back (`file_checksums`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+_CHUNK_BYTES = 8 << 20
+_NUM_THREADS = 4  # xxhash and the reads release the GIL
+
+
+class SummedStream:
+    """A binary file that is only appended to, with the checksum of what was written.
+
+    Args:
+        file: Open for writing, empty.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._sum = xxhash.xxh3_128()
+
+    def write(self, data: Buffer) -> int:
+        """Write bytes."""
+        self._sum.update(data)
+        return self._file.write(data)
+
+    def checksum(self) -> str:
+        """Checksum of all that was written."""
+        return self._sum.hexdigest()
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Hand the bytes to the system."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """Descriptor of the file."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def bytes_checksum(data: Buffer) -> str:
+    """Checksum of bytes in memory."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_checksum(path: Path) -> str:
+    """Checksum of a file, read in chunks.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            found.update(chunk[:size])
+    return found.hexdigest()
+
+
+def file_checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Checksums of files by their paths in `folder`, several read at a time.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    names = list(names)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: file_checksum(folder / name), names), strict=True))
+
+
+def files_below(folder: Path) -> list[str]:
+    """Paths in `folder` of all files below it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def damaged_files(folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
+    """Files that are not as they were written: what is wrong with each, by its path in `folder`.
+
+    Args:
+        folder: Where they are.
+        checksums: Of each file, when it was written.
+    """
+
+    def fault(name: str) -> str | None:
+        try:
+            found = file_checksum(folder / name)
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+        return None if found == checksums[name] else f"has the checksum {found} instead of {checksums[name]}"
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        faults = zip(checksums, threads.map(fault, checksums), strict=True)
+    return {name: text for name, text in faults if text is not None}
