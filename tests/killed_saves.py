@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def live(
             async_save=async_save,
         )
     )
+    stack = ExitStack()
+    stack.enter_context(keeper.locked())
     newest = keeper.newest()
     step = 0
     if newest is not None:
@@ -84,6 +87,7 @@ def live(
             keeper.save(step, policy, loader, {"train": {"loss": loss, "total_tokens": 0.0}, "val": {}})
         keeper.poll()
     keeper.finish()
+    stack.close()
 
 
 def forked(target: Callable[[], None]) -> int:

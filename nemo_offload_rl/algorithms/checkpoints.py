@@ -18,11 +18,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemo_offload_rl.algorithms.folder_lock import FolderLock
 from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
 from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
@@ -93,7 +95,22 @@ class CheckpointKeeper:
         self._algorithm = algorithm
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
+        self._lock: FolderLock | None = None
         self.deadline = SaveDeadline(settings.checkpoint_must_save_by)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs from the folder meanwhile; wraps everything that a run does with it.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or another run uses it.
+        """
+        if not self._settings.enabled:
+            yield
+            return
+        self._check_writable()
+        with FolderLock(self._folder) as self._lock:
+            yield
 
     # -- saving
 
@@ -130,6 +147,7 @@ class CheckpointKeeper:
             CheckpointError: The folder cannot be written; older checkpoints are as they were.
         """
         self.finish()
+        self._check_held()
         settings, target = self._settings, self._folder / f"step_{step}"
         record = {
             "format": FORMAT,
@@ -174,6 +192,7 @@ class CheckpointKeeper:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        self._check_held()
         try:
             checksums = pending.checksums | _below("policy", pending.policy.finish_save())
             _write_record(partial_of(pending.target), pending.record, checksums)
@@ -241,6 +260,10 @@ class CheckpointKeeper:
         prefix, _, name = self._settings.metric_name.partition(":")
         # Not there in a step without validation, or without a row of the data set that the metric is about.
         return metrics[prefix].get(name)
+
+    def _check_held(self) -> None:
+        if self._lock is not None:
+            self._lock.check_held()
 
     def _continuable(self, before: int) -> list[Checkpoint]:
         """Checkpoints of earlier steps that training can go on from, as far as records and sizes say, newest first."""

@@ -128,11 +128,12 @@ def run_with_rollouts(
         batch_size_key=f"{name}.num_prompts_per_step",
     )
     checkpoints = CheckpointKeeper(config.checkpointing, name)
-    resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)
     with ExitStack() as stack:
+        stack.enter_context(checkpoints.locked())
+        resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
         environments = stack.enter_context(open_environments(config.env, code, prompts))
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))

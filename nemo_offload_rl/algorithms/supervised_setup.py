@@ -179,8 +179,9 @@ def _train(
         batch_size_key="policy.train_global_batch_size",
     )
     checkpoints = CheckpointKeeper(config.checkpointing, name)
-    resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
     with ExitStack() as stack:
+        stack.enter_context(checkpoints.locked())
+        resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)
         resume_after = None if resume_from is None else resume_from.step
         run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, callbacks))
         policy = stack.enter_context(start_policy(config, keep_reference))

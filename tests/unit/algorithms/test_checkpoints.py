@@ -358,6 +358,24 @@ def test_a_file_that_was_cut_short_or_lost_is_named_with_the_checkpoint_to_fall_
         keeper.newest()
 
 
+def test_a_second_run_is_refused_before_it_removes_what_the_first_one_is_writing(tmp_path):
+    settings = make_settings(tmp_path, async_save=True)
+    first, second = CheckpointKeeper(settings), CheckpointKeeper(settings)
+    with first.locked():
+        save(first, 10, 0.5)
+        with pytest.raises(CheckpointError, match=r"another run uses checkpointing\.checkpoint_dir"), second.locked():
+            second.newest()
+        first.finish()
+        assert kept(tmp_path) == {"step_10", "run.lock"}
+        save(first, 20, 0.5)
+        (tmp_path / "run.lock").write_text("{}")  # another run took it while this one was suspended
+        with pytest.raises(CheckpointError, match="was taken over by another run"):
+            first.finish()
+        assert kept(tmp_path) == {"step_10", "step_20.partial", "run.lock"}
+    with CheckpointKeeper(make_settings(tmp_path / "off", enabled=False)).locked():
+        assert not (tmp_path / "off").exists()
+
+
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
