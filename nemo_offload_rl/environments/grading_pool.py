@@ -5,33 +5,42 @@
 3. A worker that answers gets the next job.
 4. A worker past its deadline, or dead, is killed and replaced; its job's outcome is `TimedOut` or `Failed`.
 
-A worker ends by itself when the pool's process is gone: an idle one sees its pipe close, a stuck one is ended by an
-alarm that the kernel delivers.
+Each worker has a keeper, the process that forked it. Processes that a worker starts fall to its keeper when their
+parents end, even in sessions of their own (PR_SET_CHILD_SUBREAPER). When the worker ends, the pool closes the keeper's
+standard input, or the pool's process ends, the keeper kills all of them. So nothing that a job starts outlives its
+timeout or the run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.environments.sandboxed_process import die_with_parent
 from nemo_offload_rl.errors import UserCodeError, UserError, WorkerDiedError
 
-_ALARM_SLACK_S = 30.0  # how much later than the pool's deadline a worker's own alarm goes off
+_KEEPER_S = 30.0  # within which a keeper kills what its worker has left, on a busy machine
 _START_TIMEOUT_S = 120.0  # interpreter, imports and warm-up, on a busy machine
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from nemo_offload_rl.environments.grading_pool import work; work(int(sys.argv[1]))"
+    "from nemo_offload_rl.environments.grading_pool import keep; keep(int(sys.argv[1]), int(sys.argv[3]))"
 )
+_PR_SET_CHILD_SUBREAPER = 36
 
 # What sympy and LaTeX parsers raise about text that is no formula. Anything else is a bug and ends the worker loudly.
 _GRADING_ERRORS = (
@@ -66,9 +75,21 @@ class Refused:
 
 @dataclass
 class _Worker:
+    """One worker, seen from the pool.
+
+    Attributes:
+        process: Its keeper.
+        pipe: To the worker.
+        is_ready: It has done its warm-up.
+        helpers: Process ids below the keeper after the warm-up: the worker, and what it needs for all jobs.
+        job: Index of the job at hand.
+        deadline: When that must be done, by the monotonic clock.
+    """
+
     process: subprocess.Popen[bytes]
     pipe: Connection
     is_ready: bool = False
+    helpers: frozenset[int] = frozenset()
     job: int | None = None
     deadline: float = 0.0
 
@@ -92,7 +113,7 @@ class GradingPool:
         warm_up: tuple[Any, ...] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._task = pickle.dumps((grade, warm_up, timeout_s + _ALARM_SLACK_S))
+        self._task = pickle.dumps((grade, warm_up))
         self._workers = [self._start_worker() for _ in range(num_workers)]
 
     def wait_until_ready(self) -> None:
@@ -122,14 +143,16 @@ class GradingPool:
         return outcomes
 
     def close(self) -> None:
-        """Kill the workers; safe to call twice."""
+        """Kill the workers and all that they have started; safe to call twice."""
         for worker in self._workers:
-            self._kill(worker)
+            _let_go(worker)
+        for worker in self._workers:
+            _end(worker)
         self._workers = []
 
     def _hand_out(self, worker: _Worker, job: int, jobs: Sequence[tuple[Any, ...]]) -> _Worker:
         if worker.process.poll() is not None:  # died while idle: nothing is lost
-            self._kill(worker)
+            _end(worker)
             worker = self._start_worker()
         self._wait_until_ready(worker)
         worker.pipe.send(jobs[job])
@@ -148,13 +171,14 @@ class GradingPool:
         try:
             refused = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            status = _exit_code(worker.process)
+            status = _end(worker, by_itself=True)
             raise WorkerDiedError(
                 f"a grading process ended while it started (exit code {status}); its output says why"
             ) from error
         if refused is not None:
             raise UserCodeError(refused.message)
         worker.is_ready = True
+        worker.helpers = frozenset(_descendants(worker.process.pid))
 
     def _collect(self, outcomes: list[Any]) -> None:
         """Wait for the first answer, death or deadline, and take all that is there."""
@@ -166,8 +190,10 @@ class GradingPool:
             worker = self._workers[index]
             assert worker.job is not None
             if pipe in ready:
-                outcomes[worker.job] = self._receive(worker)
+                outcome = outcomes[worker.job] = self._receive(worker)
                 worker.job = None
+                if _has_timed_out(outcome) and not worker.helpers.issuperset(_descendants(worker.process.pid)):
+                    self._replace(index)  # what was awaited too long has left a process
             elif now >= worker.deadline:
                 outcomes[worker.job] = TimedOut()
                 self._replace(index)
@@ -176,10 +202,10 @@ class GradingPool:
         try:
             return worker.pipe.recv()
         except (EOFError, ConnectionResetError):
-            return Failed(f"the grading process ended with exit code {_exit_code(worker.process)}")
+            return Failed(f"the grading process ended with exit code {_end(worker, by_itself=True)}")
 
     def _replace(self, index: int) -> None:
-        self._kill(self._workers[index])
+        _end(self._workers[index])
         self._workers[index] = self._start_worker()
 
     def _start_worker(self) -> _Worker:
@@ -188,38 +214,113 @@ class GradingPool:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
             )
         pipe = Connection(ours.detach())
         pipe.send_bytes(self._task)
         return _Worker(process=process, pipe=pipe)
 
-    @staticmethod
-    def _kill(worker: _Worker) -> None:
-        worker.process.kill()
-        worker.process.wait()
-        worker.pipe.close()
+
+def _has_timed_out(outcome: Any) -> bool:
+    return isinstance(outcome, list) and any(isinstance(part, TimedOut) for part in outcome)
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Of a process whose pipe is closed: it has ended, or ends now."""
-    try:
-        return process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+def _let_go(worker: _Worker) -> None:
+    """Have the keeper end its worker."""
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+
+
+def _end(worker: _Worker, *, by_itself: bool = False) -> int:
+    """End a worker with all that it has started.
+
+    Args:
+        worker: The worker.
+        by_itself: Its pipe is closed, so it has ended or ends now.
+
+    Returns:
+        Its exit code.
+    """
+    for may_end in (True, False) if by_itself else (False,):
+        if not may_end:
+            _let_go(worker)
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(timeout=1.0 if may_end else _KEEPER_S)
+            break
+    else:
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    _let_go(worker)
+    worker.pipe.close()
+    return worker.process.wait()
+
+
+# -- in the processes --------------------------------------------------------------------------------------------------
+
+
+def keep(descriptor: int, pool: int) -> None:
+    """Fork a worker; when it ends, the pool lets it go, or the pool's process ends, kill all that it has started.
+
+    Args:
+        descriptor: The worker's end of its pipe.
+        pool: Process id of the pool.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the driver's to handle, which all end with
+        signal.signal(number, lambda number, frame: None)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        die_with_parent(keeper)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        work(descriptor)
+        return
+    os.close(descriptor)
+    threading.Thread(target=_kill_when_let_go, args=(worker, pool), daemon=True).start()
+    code = None
+    while code is None:
+        ended, status = os.waitpid(-1, 0)
+        if ended == worker:
+            code = os.waitstatus_to_exitcode(status)
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            for pid in _descendants(keeper):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _kill_when_let_go(worker: int, pool: int) -> None:
+    with suppress(ProcessLookupError), selectors.DefaultSelector() as selector:
+        selector.register(os.pidfd_open(pool), selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        selector.select()
+    os.kill(worker, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Process ids of the children of a process, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found += children.get(child, ())
+    return found
 
 
 def work(descriptor: int) -> None:
-    """The life of one worker: one job after the other until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    """Do one job after the other until the pipe closes."""
     os.set_inheritable(descriptor, False)  # processes that a job starts do not keep the pipe open
     pipe = Connection(descriptor)
     try:
-        grade, warm_up, alarm_s = pickle.loads(pipe.recv_bytes())
+        grade, warm_up = pickle.loads(pipe.recv_bytes())
         if warm_up is not None:
             grade(*warm_up)
     except UserError as error:
@@ -231,9 +332,7 @@ def work(descriptor: int) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)
         pipe.send(_outcome(grade, job))
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _outcome(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:

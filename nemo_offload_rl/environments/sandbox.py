@@ -1,31 +1,43 @@
 """Runs Python that a model wrote, without files, network, other processes, or more time and memory than it is given.
 
-It needs no rights and no container: limits of resources and a filter of system calls (seccomp), which Linux lets every
-process set for itself. Where the filter cannot be set the code is not run. This holds against what a policy in training
-comes upon, not against somebody who has a flaw of the kernel at hand.
+It needs no rights and no container: every process may set limits, Landlock and a filter of system calls (seccomp) for
+itself. The filter lists what is allowed, so it is required; the other layers are added where the machine has them
+(`docs/guides/your-own-reward.md` says what each one holds). This protects against what a policy in training comes
+upon, not against somebody who has a flaw of the kernel at hand.
+
+The code is sent only after the kernel's own record of the process shows that it is confined, so nothing that the code
+does can end as an error of the sandbox.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_offload_rl.environments import sandboxed_process
 from nemo_offload_rl.errors import UserError
 
+_LOG = logging.getLogger(__name__)
+
 _MIB = 2**20
 _KEPT_VARIABLES = ("LD_LIBRARY_PATH",)  # a Python of a cluster's modules may lie there
-_START_S = 30.0  # interpreter and modules, on a busy machine
+_ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+_START_S = 120.0  # interpreter and modules, on a busy machine
+_MAX_START_OUTPUT_BYTES = 65536
+_CONFINED = {"Seccomp": "2", "NoNewPrivs": "1", "Threads": "1"}  # in /proc/PID/status
+_told_missing: set[str] = set()
 
 
 class SandboxError(UserError):
@@ -34,11 +46,13 @@ class SandboxError(UserError):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of the code.
+    """The end of the code.
 
     Attributes:
         output: What it printed, the value of a last line that is an expression, and the error that ended it.
-        status: "done"; "failed", it raised an error; "killed", it took too much time or memory, or wrote too much.
+        status: "done"; "failed", it raised an error or left with another status than 0; "killed", it took too much
+            time or memory, or wrote too much. Code can end with either of the first two as it likes, so reward what
+            it printed and not its status.
     """
 
     output: str
@@ -60,73 +74,169 @@ def run_python(
 
     Args:
         code: Statements. What a last line that is an expression gives is printed.
-        timeout_s: Seconds, once it has started.
-        memory_mib: Address space of the process, the interpreter's 30 MiB or so included.
-        max_output_bytes: It is killed when it has printed as much.
-        modules: Imported before; it can import nothing else, but for what those have imported.
+        timeout_s: Seconds from the moment the code is sent until its process has ended.
+        memory_mib: Address space of the process. The interpreter takes 30 MiB of it, NumPy 100 MiB, PyTorch 3 GiB.
+        max_output_bytes: The process is killed when it prints more.
+        modules: Imported before; it can import nothing else, but for what those have imported. NumPy and the like get
+            one thread. Modules that start threads or processes when they are imported are refused.
 
     Raises:
         SandboxError: The machine permits no filter of system calls (another system than Linux on x86-64, or a container
-            that forbids it), or a module cannot be imported.
+            that forbids it), or a module cannot be used. It does not depend on the code.
     """
-    task = {
-        "code": code,
+    settings = {
         "path": sys.path,
         "modules": list(modules),
         "memory_bytes": memory_mib * _MIB,
         "cpu_s": math.ceil(timeout_s),
+        "parent": os.getpid(),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(sandboxed_process.__file__))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-        cwd="/",
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with suppress(BrokenPipeError):  # an interpreter that cannot start says why
-            process.stdin.write(json.dumps(task).encode())
+    with _started() as (process, control):
+        assert process.stdin is not None and process.stdout is not None
+        _send(process, json.dumps(settings).encode() + b"\n")
+        _wait_until_confined(process, control)
+        deadline = time.monotonic() + timeout_s
+        _send(process, json.dumps(code).encode())
         with suppress(BrokenPipeError):
             process.stdin.close()
-        output, is_whole = _read(process.stdout.fileno(), max_output_bytes + 1, timeout_s)
-        if is_whole:
-            status = process.wait()
-        else:
-            process.kill()
-            status = process.wait()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        output, is_within = _read_until_exit(process, max_output_bytes, deadline)
+    # The block above has killed what was left and waited for it.
+    status = process.returncode
     text = output.decode(errors="replace")
-    if is_whole and status == sandboxed_process.UNCONFINED:
-        raise SandboxError(
-            "this machine permits no filter of system calls (seccomp on x86-64 Linux), and without it code of a "
-            "model is not run; allow it in the container's profile"
-        )
-    if not text.startswith(sandboxed_process.BEGINS):
-        last = (text.strip().splitlines() or [f"exit status {status}"])[-1]
-        raise SandboxError(f"code of a model cannot be run ({last}); correct `modules`, or raise `memory_mib`")
-    text = text.removeprefix(sandboxed_process.BEGINS)
-    return SandboxResult(text, "killed" if status < 0 else "failed" if status else "done")
+    return SandboxResult(text, "killed" if status < 0 or not is_within else "failed" if status else "done")
 
 
-def _read(descriptor: int, max_bytes: int, timeout_s: float) -> tuple[bytes, bool]:
-    """What comes until the end, and whether that was reached within both limits; time counts from the first byte on."""
-    deadline, found = time.monotonic() + _START_S, b""
+@contextmanager
+def _started() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The process, and the end of its control pipe that is read; killed and gone afterwards, whatever happens."""
+    with ExitStack() as stack:
+        control, theirs = os.pipe()
+        stack.callback(os.close, control)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", sandboxed_process.__file__, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                env=_ONE_THREAD | {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        assert process.stdin is not None and process.stdout is not None
+        stack.callback(process.stdout.close)
+        stack.callback(_close, process.stdin)
+        stack.callback(process.wait)
+        stack.callback(_kill_group, process)
+        os.set_blocking(process.stdout.fileno(), False)
+        yield process, control
+
+
+def _close(file: Any) -> None:
+    with suppress(BrokenPipeError):
+        file.close()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill it, and processes that modules have started, which are in its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _send(process: subprocess.Popen[bytes], data: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, and says why
+        process.stdin.write(data)
+        process.stdin.flush()
+
+
+def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None:
+    """Return when the process is confined, by what it reports and by the kernel's record of it.
+
+    Raises:
+        SandboxError: It is not.
+    """
+    assert process.stdout is not None
+    stdout, printed, report = process.stdout.fileno(), b"", b""
+    deadline = time.monotonic() + _START_S
     with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while (left_s := deadline - time.monotonic()) > 0:
-            if selector.select(left_s):
-                some = os.read(descriptor, 65536)
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(stdout, selectors.EVENT_READ)
+        while not report.endswith(b"\n") and control in selector.get_map():
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                some = os.read(key.fd, 65536)
                 if not some:
+                    selector.unregister(key.fd)
+                elif key.fd == control:
+                    report += some
+                else:
+                    printed = (printed + some)[-_MAX_START_OUTPUT_BYTES:]
+            if time.monotonic() > deadline:
+                raise SandboxError(
+                    f"an interpreter for code of a model had not started after {_START_S:.0f} s: the machine is "
+                    "overloaded; lower num_workers of the environment"
+                )
+    if not report:
+        status = process.wait()
+        lines = (printed + _rest_of(stdout)).decode(errors="replace").strip().splitlines()
+        last = (lines or [f"exit status {status}"])[-1]
+        raise SandboxError(f"code of a model cannot be run ({last}); correct `modules`, or raise `memory_mib`")
+    _rest_of(stdout)  # what modules print is none of the code's output
+    told = json.loads(report)
+    if "refused" in told:
+        raise SandboxError(told["refused"])
+    _check_record(process.pid)
+    for layer in set(told["missing"]) - _told_missing:
+        _told_missing.add(layer)
+        _LOG.warning(
+            "code of a model is confined by the filter of system calls and by limits, without %s: this machine does "
+            "not offer it (docs/guides/your-own-reward.md)",
+            layer,
+        )
+
+
+def _check_record(pid: int) -> None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise SandboxError(f"/proc/{pid}/status cannot be read, so code of a model is not run; mount /proc") from error
+    record = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    found = {name: record.get(name, "nothing") for name in _CONFINED}
+    if found != _CONFINED:
+        raise SandboxError(f"the kernel shows {found} for a process that must have {_CONFINED}; report this as a bug")
+
+
+def _rest_of(descriptor: int) -> bytes:
+    """Everything that is in a pipe now."""
+    found = b""
+    with suppress(BlockingIOError):
+        while some := os.read(descriptor, 65536):
+            found += some
+    return found
+
+
+def _read_until_exit(process: subprocess.Popen[bytes], max_bytes: int, deadline: float) -> tuple[bytes, bool]:
+    """The output, and whether the process ended within both limits. A closed pipe is not an end."""
+    assert process.stdout is not None
+    stdout, found = process.stdout.fileno(), b""
+    exited = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(exited, selectors.EVENT_READ)
+            selector.register(stdout, selectors.EVENT_READ)
+            while (left_s := deadline - time.monotonic()) > 0:
+                ready = {key.fd for key, _ in selector.select(left_s)}
+                if stdout in ready:
+                    some = os.read(stdout, 65536)
+                    found += some
+                    if not some:
+                        selector.unregister(stdout)
+                elif exited in ready:  # nothing is left in the pipe
                     return found, True
-                if not found:
-                    deadline = time.monotonic() + timeout_s
-                found += some
                 if len(found) > max_bytes:
                     return found[:max_bytes], False
+    finally:
+        os.close(exited)
     return found, False
