@@ -24,7 +24,7 @@ if _TYPE_CHECKING:
     )
     from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
     from nemo_offload_rl.environments.agents import AgentTask
-    from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn
+    from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn, Unscored
     from nemo_offload_rl.environments.sandbox import SandboxResult, run_python
     from nemo_offload_rl.errors import UserError
     from nemo_offload_rl.experience.types import Rollout
@@ -47,6 +47,7 @@ _MODULES = {
     "Response": "environments.interfaces",
     "Score": "environments.interfaces",
     "Turn": "environments.interfaces",
+    "Unscored": "environments.interfaces",
     "run_python": "environments.sandbox",
     "SandboxResult": "environments.sandbox",
     "LossNorm": "data.batch",
@@ -63,7 +64,7 @@ _MODULES = {
 __all__ = [
     "run_grpo", "run_sft", "run_dpo", "run_distillation", "run_eval",
     "load_grpo_config", "load_sft_config", "load_dpo_config", "load_distillation_config", "load_eval_config",
-    "Environment", "Response", "Turn", "Score", "Observation", "AgentTask", "run_python", "SandboxResult",
+    "Environment", "Response", "Turn", "Score", "Unscored", "Observation", "AgentTask", "run_python", "SandboxResult",
     "TrainBatch", "PolicyGradientBatch", "PreferenceBatch", "LossNorm", "token_mean_share", "sequence_mean_share",
     "Rollout", "MetricSink", "UserError",
 ]  # fmt: skip

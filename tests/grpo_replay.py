@@ -60,13 +60,15 @@ class Replay:
             rollouts: What it dumped.
             timing: Its seconds, under their names in metrics.jsonl.
         """
-        trained = [rollout for rollout in rollouts if rollout["advantage"] is not None]
+        in_groups = [group for group in groups(rollouts) if any(r["advantage"] is not None for r in group)]
+        trained = [rollout for group in in_groups for rollout in group]
+        judged = scored(trained)
         num_trained = sum(len(rollout["prompt_token_ids"]) + len(rollout["token_ids"]) for rollout in trained)
         self._total_tokens += num_trained
         ahead = "collector/" if self._config.grpo.is_async else ""
         found = about_rollouts(rollouts, self._config.grpo.num_generations_per_prompt)
-        found |= spread("shaped_reward", [rollout["shaped_reward"] for rollout in trained])
-        found |= spread("advantage", [rollout["advantage"] for rollout in trained])  # `_advantages` computes them again
+        found |= spread("shaped_reward", [rollout["shaped_reward"] for rollout in judged])
+        found |= spread("advantage", [rollout["advantage"] for rollout in judged])  # `_advantages` computes them again
         found |= {
             "num_tokens": float(num_trained),
             "total_tokens": self._total_tokens,
@@ -87,10 +89,10 @@ class Replay:
         return {
             "dynamic_sampling_batches": len(rollouts) / size / int(grpo.num_prompts_per_step * grpo.batch_multiplier),
             "dynamic_sampling_constant_groups": sum(
-                len({r["reward"] for r in group}) == 1 for group in groups(rollouts)
+                len({r["reward"] for r in scored(group)}) < 2 for group in groups(rollouts)
             ),
-            "filtered_reward_mean": fmean(rollout["reward"] for rollout in trained),
-            "filtered_accuracy": fmean(rollout["correct"] for rollout in trained),
+            "filtered_reward_mean": fmean(rollout["reward"] for rollout in scored(trained)),
+            "filtered_accuracy": fmean(rollout["correct"] for rollout in scored(trained)),
         }
 
     def _train(self, rollouts: Sequence[Rollout]) -> Metrics:
@@ -130,7 +132,8 @@ class Replay:
         grpo = self._config.grpo
         limit, errors, num_masked = grpo.seq_logprob_error_threshold, [], 0
         for rollout, ours in zip(rollouts, prev, strict=True):
-            if rollout["prompt_is_overlong"] or (grpo.overlong_filtering and rollout["truncated"]):
+            is_cut = grpo.overlong_filtering and rollout["truncated"]
+            if rollout["prompt_is_overlong"] or rollout["unscored"] or is_cut:
                 assert not rollout["trained"]
                 continue
             sampled = torch.tensor(rollout["token_mask"]) == 1
@@ -151,15 +154,19 @@ class Replay:
         if grpo.adv_estimator.name == "grpo":
             for group in groups(rollouts):
                 for rollout in group:
-                    others = [r["shaped_reward"] for r in group if r is not rollout]
-                    compared = others if grpo.use_leave_one_out_baseline else [r["shaped_reward"] for r in group]
+                    if rollout["unscored"]:
+                        found.append(torch.zeros(len(rollout["token_ids"]), dtype=torch.float64))
+                        continue
+                    everyone = scored(group)
+                    others = [r["shaped_reward"] for r in everyone if r is not rollout]
+                    compared = others if grpo.use_leave_one_out_baseline else [r["shaped_reward"] for r in everyone]
                     deviation = stdev(compared) if grpo.normalize_rewards and len(set(compared)) > 1 else 1.0
                     value = (rollout["shaped_reward"] - fmean(compared)) / deviation
                     found.append(torch.full((len(rollout["token_ids"]),), value, dtype=torch.float64))
         else:
-            means = [fmean(r["shaped_reward"] for r in group) for group in groups(rollouts) for _ in group]
+            means = [fmean(r["shaped_reward"] for r in scored(group)) for group in groups(rollouts) for _ in group]
             for rollout, mean, ours, frozen in zip(rollouts, means, prev, reference, strict=True):
-                value = rollout["shaped_reward"] - (mean if grpo.adv_estimator.minus_baseline else 0.0)
+                value = (rollout["shaped_reward"] or 0.0) - (mean if grpo.adv_estimator.minus_baseline else 0.0)
                 log_r = (frozen - ours).double() * rollout["trained"]
                 kl = {"k1": -log_r, "k2": log_r.square() / 2}[loss.reference_policy_kl_type]
                 weight = loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0
@@ -175,7 +182,11 @@ class Replay:
         found = [values.clamp(-math.inf if low is None else low, high) for values in found]
         for rollout, values in zip(rollouts, found, strict=True):
             mean = values[torch.tensor(rollout["token_mask"]) == 1].mean().item()
-            assert math.isclose(rollout["advantage"], mean, rel_tol=1e-3, abs_tol=1e-4), (rollout["advantage"], mean)
+            assert (rollout["advantage"] is None) == bool(rollout["unscored"])
+            assert rollout["unscored"] or math.isclose(rollout["advantage"], mean, rel_tol=1e-3, abs_tol=1e-4), (
+                rollout["advantage"],
+                mean,
+            )
         return found
 
     def _update(
@@ -299,6 +310,11 @@ def groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     ]
 
 
+def scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those that have a score."""
+    return [rollout for rollout in rollouts if not rollout["unscored"]]
+
+
 def num_sampled(rollout: Rollout) -> int:
     """Tokens of the policy."""
     return sum(rollout["token_mask"])
@@ -312,15 +328,23 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
     }  # fmt: skip
 
 
+def pass_at(group: Sequence[Rollout], k: int) -> float:
+    """The share of choices of k responses with a right one."""
+    return fmean(any(rollout["correct"] for rollout in some) for some in combinations(group, k))
+
+
 def about_rollouts(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     """What is said of what was sampled, trained on or not."""
     lengths, prompts = [num_sampled(rollout) for rollout in rollouts], [len(r["prompt_token_ids"]) for r in rollouts]
     by_group = groups(rollouts)
     assert {len(group) for group in by_group} == {group_size}
-    found = spread("reward", [rollout["reward"] for rollout in rollouts]) | {
-        "accuracy": fmean(rollout["correct"] for rollout in rollouts),
+    judged, by_group = scored(rollouts), [scored(group) for group in by_group if scored(group)]
+    reasons = [rollout["unscored"] for rollout in rollouts]
+    found = spread("reward", [rollout["reward"] for rollout in judged]) | {
+        "accuracy": fmean(rollout["correct"] for rollout in judged),
         "pass_rate": fmean(any(rollout["correct"] for rollout in group) for group in by_group),
         "constant_group_rate": fmean(len({rollout["reward"] for rollout in group}) == 1 for group in by_group),
+        **{f"{reason}_rate": reasons.count(reason) / len(reasons) for reason in ("failed", "timed_out", "no_reward")},
         "overlong_prompt_rate": fmean(rollout["prompt_is_overlong"] for rollout in rollouts),
         "mean_prompt_tokens": fmean(prompts),
         "max_prompt_tokens": max(prompts),
@@ -330,13 +354,11 @@ def about_rollouts(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
         "truncation_rate": fmean(rollout["truncated"] for rollout in rollouts),
     }
     for k in (2, 4, 8, 16):
-        if k <= group_size:
-            found[f"pass_at_{k}"] = fmean(
-                any(rollout["correct"] for rollout in some) for group in by_group for some in combinations(group, k)
-            )
+        if chances := [pass_at(group, k) for group in by_group if len(group) >= k]:
+            found[f"pass_at_{k}"] = fmean(chances)
     names = sorted({rollout["data_set"] for rollout in rollouts})
     for name in names if len(names) > 1 else ():
-        of_set = [rollout for rollout in rollouts if rollout["data_set"] == name]
+        of_set = [rollout for rollout in judged if rollout["data_set"] == name]
         found[f"reward_mean/{name}"] = fmean(rollout["reward"] for rollout in of_set)
         found[f"accuracy/{name}"] = fmean(rollout["correct"] for rollout in of_set)
     return found

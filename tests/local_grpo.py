@@ -24,7 +24,7 @@ from nemo_offload_rl.config.convert import GrpoConfig
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.distributed.local import start_local_policy
-from nemo_offload_rl.environments.interfaces import Response, Score
+from nemo_offload_rl.environments.interfaces import Response, Score, Unscored
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.experience.rollouts import Turns
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
@@ -36,6 +36,9 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 ALWAYS, NEVER, MIXED = "always", "never", "mixed"
 """Reference answers: every response to such a prompt is right, none is, or every second one."""
+
+LATE, BROKEN = "late", "broken"
+"""Two more: as `MIXED` and `ALWAYS`, but every fourth response has no score, since that timed out or failed."""
 
 SMALL = (
     "grpo.num_prompts_per_step=2",
@@ -124,10 +127,15 @@ class HuggingFaceEngine:
 class KnownRewards:
     """Scores a response by the reference answer alone, see `ALWAYS`."""
 
-    def step(self, responses: Sequence[Response]) -> list[Score]:
-        right = {ALWAYS: lambda row: True, NEVER: lambda row: False, MIXED: lambda row: row % 2 == 0}
-        found = [right[response.reference_answer](row) for row, response in enumerate(responses)]
-        return [Score(reward=float(correct), correct=correct) for correct in found]
+    def step(self, responses: Sequence[Response]) -> list[Score | Unscored]:
+        return [self._outcome(response.reference_answer, row) for row, response in enumerate(responses)]
+
+    @staticmethod
+    def _outcome(kind: str, row: int) -> Score | Unscored:
+        if row % 4 == 3 and kind in (LATE, BROKEN):
+            return Unscored("timed_out" if kind == LATE else "failed", "no judge")
+        correct = kind in (ALWAYS, BROKEN) or (kind in (MIXED, LATE) and row % 2 == 0)
+        return Score(reward=float(correct), correct=correct)
 
     def close(self) -> None:
         """Nothing to end."""

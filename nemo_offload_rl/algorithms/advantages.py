@@ -1,5 +1,8 @@
 """From rewards to advantages: scaling, shaping, masking, baselines, normalization, clipping.
 
+Estimators take a mask of rollouts that have a score. The others have no part in any baseline, deviation or mean, as if
+their group were smaller, and get an advantage of 0; their rewards may be NaN.
+
 Shape suffixes: B samples, S positions, P prompts, G group size.
 """
 
@@ -64,6 +67,7 @@ def token_advantages(
     kl_BS: Tensor | None = None,
     parts_PG: Mapping[str, Tensor] | None = None,
     owners: Tensor | None = None,
+    scored_PG: Tensor | None = None,
 ) -> Tensor:
     """[R, S] float32: the advantage of each token by `grpo.adv_estimator`, clipped.
 
@@ -74,6 +78,7 @@ def token_advantages(
         kl_BS: [R, S] lowers the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
         parts_PG: [P, G] each, by name, what rewards were made of; `gdpo` alone reads them.
         owners: [R] the rollout that each row is of; None for R = B, each of its own.
+        scored_PG: [P, G] bool, rollouts that have a score; `mask_BS` is 0 for the others. None for all.
 
     Raises:
         ConfigError: `gdpo` has less than two parts, or another number of weights.
@@ -81,14 +86,22 @@ def token_advantages(
     leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
     if settings.adv_estimator.name == "reinforce_plus_plus":
         minus_baseline = settings.adv_estimator.minus_baseline
-        advantages_BS = batch_advantages(rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS, owners=owners)
+        advantages_BS = batch_advantages(
+            rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS, owners=owners, scored_PG=scored_PG
+        )
     else:
         if settings.adv_estimator.name == "gdpo":
             advantages_PG = decoupled_advantages(
-                parts_PG or {}, settings.adv_estimator.reward_weights, leave_one_out=leave_one_out, normalize=normalize
+                parts_PG or {},
+                settings.adv_estimator.reward_weights,
+                leave_one_out=leave_one_out,
+                normalize=normalize,
+                scored_PG=scored_PG,
             )
         else:
-            advantages_PG = group_advantages(rewards_PG, leave_one_out=leave_one_out, normalize=normalize)
+            advantages_PG = group_advantages(
+                rewards_PG, leave_one_out=leave_one_out, normalize=normalize, scored_PG=scored_PG
+            )
         advantages_BS = in_rows(advantages_PG, mask_BS, owners)
     return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
 
@@ -117,6 +130,7 @@ def batch_advantages(
     minus_baseline: bool,
     kl_BS: Tensor | None = None,
     owners: Tensor | None = None,
+    scored_PG: Tensor | None = None,
 ) -> Tensor:
     """REINFORCE++ (arXiv 2501.03262) as in NeMo-RL: mean 0 and variance 1 over all counted tokens of the step.
 
@@ -126,22 +140,33 @@ def batch_advantages(
         minus_baseline: Subtract the mean of the group first.
         kl_BS: [B, S] lowers the reward of each token, of that token alone; None for nothing.
         owners: See `token_advantages`, where these are R rows.
+        scored_PG: See `token_advantages`.
 
     Returns:
         [B, S] float32; 0 at all counted tokens whose rewards are all equal.
     """
     rewards_PG = rewards_PG.double()
-    values_PG = rewards_PG - group_mean_baseline(rewards_PG) if minus_baseline else rewards_PG
+    if scored_PG is None:
+        scored_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
+    # Of no token counted, and no number that a mean could take in.
+    rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
+    values_PG = rewards_PG
+    if minus_baseline:
+        num_scored_P1 = scored_PG.sum(dim=1, keepdim=True).clamp(min=1)
+        values_PG = rewards_PG - rewards_PG.sum(dim=1, keepdim=True) / num_scored_P1
     values_BS = in_rows(values_PG, mask_BS, owners)
     if kl_BS is not None:
         values_BS = values_BS - kl_BS.masked_fill(mask_BS == 0, 0.0)
     num_counted = mask_BS.sum().clamp(min=1.0)
     mean = (values_BS * mask_BS).sum() / num_counted
     variance = ((values_BS - mean).square() * mask_BS).sum() / num_counted
-    return ((values_BS - mean) * variance.clamp(min=_LEAST_VARIANCE).rsqrt()).to(torch.float32)
+    advantages_BS = (values_BS - mean) * variance.clamp(min=_LEAST_VARIANCE).rsqrt()
+    return advantages_BS.masked_fill(~in_rows(scored_PG, mask_BS, owners), 0.0).to(torch.float32)
 
 
-def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
+def group_advantages(
+    rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool, scored_PG: Tensor | None = None
+) -> Tensor:
     """Reward minus the group's baseline, optionally divided by a standard deviation.
 
     With `leave_one_out` the baseline of a response is the mean reward of the others in its group (RLOO, arXiv
@@ -153,11 +178,20 @@ def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool
         rewards_PG: [P, G] float rewards.
         leave_one_out: Which baseline.
         normalize: Divide by the standard deviation.
+        scored_PG: See `token_advantages`. A group with one score gives 0.
 
     Returns:
         [P, G] float32.
     """
     rewards_PG = rewards_PG.to(torch.float32)
+    if scored_PG is not None and not scored_PG.all():
+        advantages_PG = torch.zeros_like(rewards_PG)
+        for group, scored_G in enumerate(scored_PG):
+            if scored_G.any():
+                smaller_1G = rewards_PG[None, group, scored_G]
+                found_1G = group_advantages(smaller_1G, leave_one_out=leave_one_out, normalize=normalize)
+                advantages_PG[group, scored_G] = found_1G[0]
+        return advantages_PG
     baseline_PG = leave_one_out_baseline(rewards_PG) if leave_one_out else group_mean_baseline(rewards_PG)
     # Equal rewards can differ from their own mean by a rounding error, which the division would blow up to order 1.
     constant_P1 = rewards_PG.amax(dim=1, keepdim=True) == rewards_PG.amin(dim=1, keepdim=True)
@@ -169,17 +203,23 @@ def group_advantages(rewards_PG: Tensor, *, leave_one_out: bool, normalize: bool
 
 
 def decoupled_advantages(
-    parts_PG: Mapping[str, Tensor], weights: Sequence[float] | None, *, leave_one_out: bool, normalize: bool
+    parts_PG: Mapping[str, Tensor],
+    weights: Sequence[float] | None,
+    *,
+    leave_one_out: bool,
+    normalize: bool,
+    scored_PG: Tensor | None = None,
 ) -> Tensor:
     """GDPO (arXiv 2601.05242) as in NeMo-RL: `group_advantages` of each part, their weighted sum normalized over all.
 
     The sum becomes mean 0, and is divided by its sample standard deviation where that is not 0.
 
     Args:
-        parts_PG: [P, G] each, by name; NaN counts as 0.
+        parts_PG: [P, G] each, by name; NaN where a part does not apply, which leaves the rollout out of that part.
         weights: In the alphabetical order of the names; None for 1 each.
         leave_one_out: See `group_advantages`.
         normalize: See `group_advantages`.
+        scored_PG: See `token_advantages`.
 
     Returns:
         [P, G] float32.
@@ -199,12 +239,17 @@ def decoupled_advantages(
             f"grpo.adv_estimator.reward_weights has {len(weights)} numbers, but rewards have the parts "
             f"{', '.join(names)}; write one for each, in this order"
         )
+    if scored_PG is None:
+        scored_PG = torch.ones_like(parts_PG[names[0]], dtype=torch.bool)
     total_PG = torch.zeros(())
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
-        part_PG = parts_PG[name].nan_to_num(nan=0.0)
-        total_PG = total_PG + weight * group_advantages(part_PG, leave_one_out=leave_one_out, normalize=normalize)
-    centred_PG = total_PG - total_PG.mean()
-    std = total_PG.std() if total_PG.numel() > 1 else torch.zeros(())
+        part_PG = parts_PG[name]
+        total_PG = total_PG + weight * group_advantages(
+            part_PG, leave_one_out=leave_one_out, normalize=normalize, scored_PG=scored_PG & ~part_PG.isnan()
+        )
+    counted = total_PG[scored_PG]
+    centred_PG = (total_PG - counted.mean()).masked_fill(~scored_PG, 0.0)
+    std = counted.std() if counted.numel() > 1 else torch.zeros(())
     return centred_PG / std if std > 0 else centred_PG
 
 

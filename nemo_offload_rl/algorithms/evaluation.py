@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
+from nemo_offload_rl.algorithms.rollout_log import score_record
 from nemo_offload_rl.config.convert import EvalConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.records import Prompt
@@ -26,7 +27,7 @@ from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
-from nemo_offload_rl.experience.types import Rollout, RolloutBatch
+from nemo_offload_rl.experience.types import Rollout, RolloutBatch, unscored_rates
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ ALL = "all"
 RESULTS_FILE, RESPONSES_FILE = "results.json", "responses.jsonl"
 
 type Generate = Callable[[Sequence[Sequence[int]], SamplingSettings, int], list[list[Completion]]]
-type Results = dict[str, dict[str, float]]
-"""Metrics by data set; `all` has those of all prompts together."""
+type Results = dict[str, dict[str, float | None]]
+"""Metrics by data set; `all` has those of all prompts together. None where no response has the score that it needs."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,23 @@ class Evaluation:
         found = {name: self._metrics(name, k) for name in names}
         return found if len(names) == 1 else {ALL: self._metrics(None, k), **found}
 
-    def _metrics(self, name: str | None, k: int) -> dict[str, float]:
+    def _metrics(self, name: str | None, k: int) -> dict[str, float | None]:
         size = self.sampled.group_size
         rollouts = _of(self.sampled, name)
-        correct = [sum(r.correct for r in rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
+        groups = [_scored(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
+        correct, scored = [sum(r.correct for r in group) for group in groups], [len(group) for group in groups]
         ks = sorted({1, k, *powers_of_two(size)})
-        metrics = {"num_prompts": float(len(correct)), **{f"pass_at_{n}": pass_at_k(correct, size, n) for n in ks}}
+        metrics: dict[str, float | None] = {"num_prompts": float(len(groups))}
+        metrics |= {f"pass_at_{n}": pass_at_k(correct, scored, n) for n in ks}
         if self.votes:
-            ballots = [(rollout.answer, rollout.correct) for rollout in rollouts]
-            groups = [ballots[start : start + size] for start in range(0, len(ballots), size)]
-            metrics |= {f"cons_at_{n}": cons_at_k(groups, n) for n in ks}
+            ballots = [[(rollout.answer, rollout.correct) for rollout in group] for group in groups]
+            metrics |= {f"cons_at_{n}": cons_at_k(ballots, n) for n in ks}
         if self.greedy is not None:
-            metrics["accuracy_greedy"] = _mean([rollout.correct for rollout in _of(self.greedy, name)])
-        metrics["reward"] = _mean([rollout.reward for rollout in rollouts])
+            metrics["accuracy_greedy"] = _mean([rollout.correct for rollout in _scored(_of(self.greedy, name))])
+        metrics["reward"] = _mean([rollout.reward for rollout in _scored(rollouts)])
         metrics["truncation_rate"] = _mean([rollout.truncated for rollout in rollouts])
         metrics["mean_response_tokens"] = _mean([rollout.num_response_tokens for rollout in rollouts])
-        return metrics
+        return metrics | {f"{why}_rate": share for why, share in unscored_rates(rollouts).items()}
 
 
 def run_eval(config: EvalConfig) -> Results:
@@ -212,8 +214,7 @@ def _records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
                 "prompt": rollout.prompt.text,
                 "response": rollout.response_text,
                 "reference_answer": rollout.prompt.reference_answer,
-                "reward": rollout.reward,
-                "correct": rollout.correct,
+                **score_record(rollout),
                 "answer": rollout.answer,
                 "truncated": rollout.truncated,
                 "token_ids": [token for segment in rollout.segments for token in segment.token_ids],
@@ -224,11 +225,17 @@ def _of(batch: RolloutBatch, name: str | None) -> list[Rollout]:
     return [rollout for rollout in batch.rollouts if name is None or rollout.prompt.data_set == name]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    return [rollout for rollout in rollouts if rollout.unscored is None]
 
 
-def _text(metric: str, value: float) -> str:
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _text(metric: str, value: float | None) -> str:
+    if value is None:
+        return "-"
     return (
         f"{value:.0f}" if metric == "num_prompts" else f"{value:.1f}" if metric.endswith("tokens") else f"{value:.4f}"
     )

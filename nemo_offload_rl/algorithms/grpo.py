@@ -9,7 +9,7 @@ There is one optimizer step for each global batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -29,9 +29,11 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import TrainBatch
+from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
@@ -39,6 +41,12 @@ from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 
 logger = logging.getLogger(__name__)
+
+_REASONS = {
+    "failed": "scoring failed",
+    "timed_out": "the time limit was over; raise env.NAME.timeout_s",
+    "no_reward": "no reward applies to it (all are None); correct the rewards of env.NAME, or the data",
+}
 
 
 class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
@@ -89,11 +97,28 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
             self._engine.start_handover()
         return groups
 
+    def _drawn_by(
+        self,
+        sampler: RolloutSampler,
+        step: int,
+        draw: int,
+        prompts: Sequence[Prompt],
+        generated: Callable[[], object] | None = None,
+    ) -> RolloutBatch:
+        batch = super()._drawn_by(sampler, step, draw, prompts, generated)
+        if not batch.scored().any():
+            reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
+            raise DataError(
+                f"step {step}: not one of {len(batch)} rollouts has a score, so there is nothing to train on; "
+                f"the first: {reasons[0].reason or _REASONS[reasons[0].why]}"
+            )
+        return batch
+
     def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
         parts, timer, rollouts = self._parts, self._timer, groups.trained
         rewards = self._training_rewards(rollouts)
         mask = overlong_sample_mask(rollouts.truncated(), filtering=self._settings.overlong_filtering)
-        mask = mask * rollouts.loss_multipliers()
+        mask = mask * rollouts.loss_multipliers() * rollouts.scored()
         kept = self._code.kept(rollouts)
         if kept is not None:
             mask = mask * kept
@@ -114,12 +139,14 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
                 kl_BS = self._clipped.kl_in_reward(prev_logprobs, reference_logprobs)
                 parts_PG = {name: part.reshape(rewards_PG.shape) for name, part in rollouts.reward_parts().items()}
                 owners = rollouts.row_owners()
-                advantages = token_advantages(self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners)
+                advantages = token_advantages(
+                    self._settings, rewards_PG, batch.loss_mask, kl_BS, parts_PG, owners, rollouts.scored_PG()
+                )
             training_batch = batch.with_policy_gradient_inputs(
                 advantages=advantages,
                 prev_logprobs=prev_logprobs,
                 reference_logprobs=reference_logprobs,
-                rewards=rewards[rollouts.row_owners()],
+                rewards=rewards.nan_to_num(nan=0.0)[rollouts.row_owners()],
             )
         by_response = response_means(advantages, batch.token_mask)[: len(rollouts)]
         if self._settings.log_rollouts:

@@ -86,7 +86,11 @@ def open_environments(
             if name in code and is_agent(code[name]):
                 (part,), timeout_s = code[name], section.timeout_s or AGENT_TIMEOUT_S
                 environments[name] = AgentEnvironment(
-                    part, num_workers=section.num_workers, timeout_s=timeout_s, name=f"env.{name}"
+                    part,
+                    num_workers=section.num_workers,
+                    timeout_s=timeout_s,
+                    name=f"env.{name}",
+                    on_error=section.on_error,
                 )
                 continue
             timeout_s = section.timeout_s or SCORING_TIMEOUT_S
@@ -98,12 +102,16 @@ def open_environments(
                     columns=_columns(name, prompts),
                     num_workers=section.num_workers,
                     timeout_s=timeout_s,
+                    on_error=section.on_error,
                 )
             elif name == "arithmetic":
                 environment = ArithmeticEnvironment()
             else:
                 environment = MathEnvironment(
-                    num_workers=section.num_workers, timeout_s=timeout_s, verifier=section.math_verify_impl
+                    num_workers=section.num_workers,
+                    timeout_s=timeout_s,
+                    verifier=section.math_verify_impl,
+                    on_error=section.on_error,
                 )
             message = section.retry_message
             environments[name] = environment if message is None else RetryEnvironment(environment, message)

@@ -21,7 +21,7 @@ _POLICY_GRADIENT = (
 _ROLLOUTS = (
     "accuracy", "pass_rate", "constant_group_rate", "overlong_prompt_rate", "mean_prompt_tokens", "max_prompt_tokens",
     "mean_response_tokens",
-    "max_response_tokens", "mean_turns", "truncation_rate",
+    "max_response_tokens", "mean_turns", "truncation_rate", "failed_rate", "timed_out_rate", "no_reward_rate",
 )  # fmt: skip
 _TRUNCATION = ("is_oob_ratio",)
 _AGREEMENT = ("mean_seq_mult_prob_error", "max_seq_mult_prob_error")
@@ -183,7 +183,8 @@ def _stands_for(known: str, name: str) -> bool:
 
 def _of_validation(group_size: int) -> tuple[str, ...]:
     return (
-        "accuracy", "reward", "mean_response_tokens", "truncation_rate", *_pass_at(group_size),
+        "accuracy", "reward", "mean_response_tokens", "truncation_rate", "failed_rate", "timed_out_rate",
+        "no_reward_rate", *_pass_at(group_size),
         "accuracy/<data set>", "reward/<data set>", "reward_part/<part>",
     )  # fmt: skip
 

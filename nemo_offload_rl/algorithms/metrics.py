@@ -10,14 +10,16 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
-from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.experience.types import RolloutBatch, unscored_rates
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import TransitionReport, totals
 from nemo_offload_rl.utils.flops import ModelSpeed
 
 logger = logging.getLogger(__name__)
 
-_OF_VALIDATION = ("accuracy", "mean_response_tokens", "truncation_rate")
+_OF_VALIDATION = (
+    "accuracy", "mean_response_tokens", "truncation_rate", "failed_rate", "timed_out_rate", "no_reward_rate",
+)  # fmt: skip
 _OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/")
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
@@ -89,16 +91,17 @@ def train_metrics(
 
     Args:
         groups: Of the step, rewards as the environments gave them.
-        rewards: [B] of the trained rollouts, after scaling and shaping.
+        rewards: [B] of the trained rollouts, after scaling and shaping; those without a score are left out.
         advantages: [B] of the trained rollouts.
         result: Of the step's training.
         seconds: By phase, from the step's timer.
         speed: For `training_mfu`; None leaves it out.
     """
     scored = {"logprob": "logprobs"} if "logprobs" in seconds else {}
+    has_score = groups.trained.scored()
     return {
-        **spread("shaped_reward", rewards),
-        **spread("advantage", advantages),
+        **spread("shaped_reward", rewards[has_score]),
+        **spread("advantage", advantages[has_score]),
         **step_metrics(groups, result, seconds, speed, scored),
     }
 
@@ -137,40 +140,37 @@ def step_metrics(
 
 def dynamic_sampling_metrics(groups: SampledGroups) -> dict[str, float]:
     """What filling the step cost, and the rewards of what is left of it."""
+    scored = groups.trained.scored()
     return {
         "dynamic_sampling_batches": float(groups.num_batches),
         "dynamic_sampling_constant_groups": float(groups.sampled.constant_groups().sum()),
-        "filtered_reward_mean": groups.trained.rewards().mean().item(),
-        "filtered_accuracy": groups.trained.correct().float().mean().item(),
+        "filtered_reward_mean": groups.trained.rewards()[scored].mean().item(),
+        "filtered_accuracy": groups.trained.correct()[scored].float().mean().item(),
     }
 
 
 def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Accuracy, reward and lengths on held-out prompts; with several data sets also of each."""
     metrics = rollout_metrics(rollouts)
-    found = {name: metrics[name] for name in _OF_VALIDATION} | {"reward": metrics["reward_mean"]}
+    found = {name: metrics[name] for name in _OF_VALIDATION if name in metrics}
     found |= {name: value for name, value in metrics.items() if name.startswith(_OF_VALIDATION_GROUPS)}
-    rewards = {name: value for name, value in metrics.items() if name.startswith("reward_mean/")}
-    return found | {name.replace("reward_mean/", "reward/"): value for name, value in rewards.items()}
+    rewards = {
+        name: value for name, value in metrics.items() if name == "reward_mean" or name.startswith("reward_mean/")
+    }
+    return found | {name.replace("reward_mean", "reward"): value for name, value in rewards.items()}
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """What a step reports of its rollouts, under the names of docs/reference/metrics.md.
 
-    Rewards are those of `batch`; a rollout's response is all that the policy sampled in all of its turns.
+    Rewards are those of `batch`; a rollout's response is all that the policy sampled in all of its turns. What is about
+    rewards leaves out rollouts without a score, and is left out where there are no others.
     """
     lengths = batch.response_lengths().float()
     prompt_lengths = batch.prompt_lengths().float()
-    num_correct_P = batch.correct().reshape(batch.num_prompts, batch.group_size).sum(dim=1)
     return {
-        **spread("reward", batch.rewards()),
-        "accuracy": batch.correct().float().mean().item(),
-        "pass_rate": (num_correct_P > 0).float().mean().item(),
-        **{
-            f"pass_at_{k}": pass_at_k(num_correct_P.tolist(), batch.group_size, k)
-            for k in powers_of_two(batch.group_size)
-        },
-        "constant_group_rate": batch.constant_groups().float().mean().item(),
+        **_score_metrics(batch),
+        **{f"{why}_rate": share for why, share in unscored_rates(batch.rollouts).items()},
         "overlong_prompt_rate": 1.0 - batch.loss_multipliers().mean().item(),
         "mean_prompt_tokens": prompt_lengths.mean().item(),
         "max_prompt_tokens": prompt_lengths.max().item(),
@@ -181,8 +181,33 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         **(
             {"mean_conversations": len(batch.row_owners()) / len(batch)} if len(batch.row_owners()) > len(batch) else {}
         ),
-        **{f"reward_part/{name}": values.nanmean().item() for name, values in batch.reward_parts().items()},
+        **{
+            f"reward_part/{name}": values.nanmean().item()
+            for name, values in batch.reward_parts().items()
+            if not values.isnan().all()
+        },
         **by_data_set(batch),
+    }
+
+
+def _score_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What is about rewards and right answers, over the rollouts that have a score."""
+    scored, scored_PG = batch.scored(), batch.scored_PG()
+    if not scored.any():
+        return {}
+    num_correct_P = batch.correct().reshape(scored_PG.shape).sum(dim=1)
+    num_scored_P = scored_PG.sum(dim=1)
+    has_score_P = num_scored_P > 0
+    chances = {
+        f"pass_at_{k}": pass_at_k(num_correct_P.tolist(), num_scored_P.tolist(), k)
+        for k in powers_of_two(batch.group_size)
+    }
+    return {
+        **spread("reward", batch.rewards()[scored]),
+        "accuracy": batch.correct()[scored].float().mean().item(),
+        "pass_rate": (num_correct_P > 0)[has_score_P].float().mean().item(),
+        **{name: chance for name, chance in chances.items() if chance is not None},
+        "constant_group_rate": batch.constant_groups()[has_score_P].float().mean().item(),
     }
 
 
@@ -197,12 +222,15 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def by_data_set(batch: RolloutBatch) -> dict[str, float]:
-    """Mean reward and accuracy of each data set; nothing where the data have one only."""
+    """Mean reward and accuracy of each data set with a score; nothing where the data have one only."""
     names = [rollout.prompt.data_set for rollout in batch.rollouts]
+    of_scored = [rollout.prompt.data_set for rollout in batch.rollouts if rollout.unscored is None]
     found: dict[str, float] = {}
     if len(set(names)) > 1:
-        for name in sorted(set(names)):
-            rows = torch.tensor([row for row, other in enumerate(names) if other == name])
+        for name in sorted(set(of_scored)):
+            rows = torch.tensor(
+                [row for row, one in enumerate(batch.rollouts) if names[row] == name and one.unscored is None]
+            )
             found[f"reward_mean/{name}"] = batch.rewards()[rows].mean().item()
             found[f"accuracy/{name}"] = batch.correct()[rows].float().mean().item()
     return found

@@ -37,14 +37,15 @@ def rollout_records(
     for place, rollout in enumerate(groups.sampled.rollouts):
         row = row_of.get(id(rollout))
         in_loss = row is not None and bool(batch.sample_mask[row])
+        has_score = rollout.unscored is None
         num_prompt, sequence = len(rollout.prompt.token_ids), rollout.sequences()[0]
         responses = slice(num_prompt, rollout.num_tokens)
         yield {
             "group": place // groups.sampled.group_size,
             **_about(rollout),
             "trained": in_loss,
-            "shaped_reward": None if row is None else rewards[row].item(),
-            "advantage": None if row is None or advantages is None else advantages[row].item(),
+            "shaped_reward": None if row is None or not has_score else rewards[row].item(),
+            "advantage": None if row is None or not has_score or advantages is None else advantages[row].item(),
             "prompt_token_ids": list(rollout.prompt.token_ids),
             "token_ids": list(sequence.token_ids[num_prompt:]),
             "token_mask": list(sequence.token_mask[num_prompt:]),
@@ -78,19 +79,34 @@ def _about(rollout: Rollout) -> dict[str, Any]:
         "prompt_is_overlong": rollout.prompt.loss_multiplier == 0,
         "response": rollout.response_text,
         "reference_answer": rollout.prompt.reference_answer,
-        "reward": rollout.reward,
-        "reward_parts": dict(rollout.reward_parts),
-        "correct": rollout.correct,
+        **score_record(rollout),
+        "reward_parts": {name: None if math.isnan(part) else part for name, part in rollout.reward_parts.items()},
         "truncated": rollout.truncated,
         "num_turns": rollout.num_turns,
         "stopped": rollout.stopped,
     }
 
 
+def score_record(rollout: Rollout) -> dict[str, Any]:
+    """Reward and correctness, None without a score, and `unscored`, why there is none."""
+    has_score = rollout.unscored is None
+    return {
+        "reward": rollout.reward if has_score else None,
+        "correct": rollout.correct if has_score else None,
+        "unscored": None if rollout.unscored is None else rollout.unscored.why,
+    }
+
+
 def sample_lines(rollouts: RolloutBatch, num_samples: int) -> list[str]:
     """The first responses to the first prompts as text, one a line, for a person to read."""
     return [
-        f"  {'right' if rollout.correct else 'wrong'}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
+        f"  {_verdict(rollout)}  {rollout.prompt.text!r} -> {rollout.response_text!r}"
         f"{' (cut off)' if rollout.truncated else ''}, expected {rollout.prompt.reference_answer!r}"
         for rollout in rollouts.rollouts[:: rollouts.group_size][:num_samples]
     ]
+
+
+def _verdict(rollout: Rollout) -> str:
+    if rollout.unscored is not None:
+        return "unscored"
+    return "right" if rollout.correct else "wrong"

@@ -150,7 +150,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.commit()
-        figures = {shown: f"{about_step[name]:.3f}" for shown, name in self.shown.items()}
+        figures = {shown: f"{about_step[name]:.3f}" for shown, name in self.shown.items() if name in about_step}
         if validation:
             figures["accuracy"] = f"{validation['accuracy']:.1%}"
         self._progress.step_done(step, figures, seconds)

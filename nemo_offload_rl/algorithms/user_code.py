@@ -12,12 +12,13 @@ from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionCo
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch, kind_of
 from nemo_offload_rl.data.batch import PolicyGradientBatch
-from nemo_offload_rl.environments.interfaces import Observation, Response, Score
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
+from nemo_offload_rl.environments.outcomes import plain_score
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.targets import UserCode
 
-_OF_ADVANTAGES = ("rewards", "parts", "correct", "truncated", "lengths", "mask")
+_OF_ADVANTAGES = ("rewards", "parts", "correct", "truncated", "lengths", "mask", "scored")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class GrpoCode:
             made.rollout_stop.check_positional(("response", "observation"))
         return made
 
-    def stopped(self, response: Response, observation: Observation) -> Score | None:
+    def stopped(self, response: Response, observation: Observation) -> Score | Unscored | None:
         """The score of a rollout that the user's function ends where it could go on; None where it goes on.
 
         The function returns False to go on, True to end with the score that the observation has for that case, or a
@@ -71,7 +72,11 @@ class GrpoCode:
         code = self.rollout_stop
         found = False if code is None else code.call(response, observation)
         if isinstance(found, Score):
-            return found
+            assert code is not None
+            try:
+                return plain_score(found)
+            except ValueError as error:
+                raise UserCodeError(f"{code.label} ({code.place}): it returned {found!r:.80}; {error}") from error
         if not isinstance(found, bool):
             assert code is not None
             raise UserCodeError(
@@ -83,10 +88,12 @@ class GrpoCode:
     def advantages(self, rollouts: RolloutBatch, rewards_PG: Tensor, mask_BS: Tensor) -> Tensor | None:
         """[B, S] by the user's function; None where there is none.
 
-        It is given by name what it has parameters for: `rewards` [P, G] float32 after scaling and shaping, `parts`, a
-        mapping of names to [P, G], what rewards were made of before weights (NaN where a rollout has none), `correct`
-        and `truncated` [P, G] bool, `lengths` [P, G] of the responses in tokens, `mask` [B, S] of the tokens that the
-        loss counts; P prompts, G responses to each, B = P * G. It returns [P, G], or [B, S] by token.
+        It is given by name what it has parameters for: `rewards` [P, G] float32 after scaling and shaping (NaN where a
+        rollout has no score), `scored` [P, G] bool, `parts`, a mapping of names to [P, G], what rewards were made of
+        before weights (NaN where a rollout has none), `correct` and `truncated` [P, G] bool, `lengths` [P, G] of the
+        responses in tokens, `mask` [B, S] of the tokens that the loss counts; P prompts, G responses to each, B = P *
+        G. It returns [P, G], or [B, S] by token. A group with a rollout that has no score is not trained on where the
+        function makes its advantages NaN, as one without `nanmean` does.
 
         Raises:
             UserCodeError: It fails, or returns something else.
@@ -103,6 +110,7 @@ class GrpoCode:
                 "truncated": rollouts.truncated().reshape(shape),
                 "lengths": rollouts.response_lengths().reshape(shape),
                 "mask": mask_BS,
+                "scored": rollouts.scored_PG(),
             }
         )
         if not isinstance(found, Tensor) or found.shape not in (shape, mask_BS.shape):
@@ -110,10 +118,17 @@ class GrpoCode:
                 f"{code.label} ({code.place}): it returned {kind_of(found)}; return a tensor of shape "
                 f"{tuple(shape)}, or {tuple(mask_BS.shape)} by token"
             )
-        if not found.isfinite().all():
-            raise UserCodeError(f"{code.label} ({code.place}): advantages are not all finite; divide by no zero")
         found = found.detach().to(torch.float32)
-        return found if found.shape == mask_BS.shape else in_rows(found, mask_BS, rollouts.row_owners())
+        owners = rollouts.row_owners()
+        found = found if found.shape == mask_BS.shape else in_rows(found, mask_BS, owners)
+        scored_PG = rollouts.scored_PG()
+        in_whole_group = in_rows(scored_PG.all(dim=1, keepdim=True).expand_as(scored_PG), mask_BS, owners)
+        if not (found.isfinite() | ~in_whole_group).all():
+            raise UserCodeError(
+                f"{code.label} ({code.place}): advantages are not all finite; divide by no zero, and leave out rewards "
+                "that are NaN, of rollouts without a score (`scored`)"
+            )
+        return found.masked_fill(~(found.isfinite() & in_rows(scored_PG, mask_BS, owners)), 0.0)
 
     def kept(self, rollouts: RolloutBatch) -> Tensor | None:
         """[B] float32: 0 for rollouts that the user's function leaves out of the loss; None where there is none.

@@ -328,8 +328,18 @@ class EnvConfig:
         float | None,
         doc(
             "Time limit in seconds for a worker process to score a response, or for an agent to run a whole "
-            "rollout; the reward is 0 if it is exceeded. null or omitted: 5, for agents 600.",
+            "rollout; `on_error` says what follows if it is exceeded. null or omitted: 5, for agents 600.",
             gt=0,
+        ),
+    ] = None
+    on_error: Annotated[
+        Literal["raise", "skip", "retry"] | None,
+        doc(
+            "What follows if scoring a response, or an agent's rollout, fails or exceeds `timeout_s`. `raise` ends the "
+            "run. `skip` leaves the rollout out of the loss, of baselines, accuracy and pass@k, and counts it in "
+            "`train/failed_rate` or `train/timed_out_rate`. `retry` tries up to two more times, then skips. null or "
+            "omitted: exceptions of your reward functions and environments end the run; time limits, processes that "
+            "died, failed agents and answers that `math` cannot grade are skipped."
         ),
     ] = None
     math_verify_impl: Annotated[

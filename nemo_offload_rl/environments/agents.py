@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
-from nemo_offload_rl.environments.interfaces import Score
+from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode
-
-logger = logging.getLogger(__name__)
 
 _CHATTY = ("httpx", "httpx2")  # HTTP clients that write a line for every call
 _SLACK_S = 10.0  # that a worker has beyond the limit of its rollouts
@@ -65,7 +62,7 @@ class AgentRuns:
     timeout_s: float
     _made: Any = None
 
-    def __call__(self, tasks: Sequence[AgentTask]) -> list[Score | TimedOut | Failed]:
+    def __call__(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
         """The outcome of each; there may be none, so that the agent is only made."""
         if self._made is None:
             for name in _CHATTY:
@@ -83,14 +80,14 @@ class AgentRuns:
         if made is not None and hasattr(made, "close"):
             made.close()
 
-    async def _together(self, tasks: Sequence[AgentTask]) -> list[Score | TimedOut | Failed]:
+    async def _together(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
         threads = ThreadPoolExecutor(max_workers=len(tasks), thread_name_prefix="agent")
         try:
             return list(await asyncio.gather(*(self._one(task, threads) for task in tasks)))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(self, task: AgentTask, threads: ThreadPoolExecutor) -> Score | TimedOut | Failed:
+    async def _one(self, task: AgentTask, threads: ThreadPoolExecutor) -> Outcome:
         run = self._made.run
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
@@ -100,7 +97,10 @@ class AgentRuns:
                     value = await asyncio.get_running_loop().run_in_executor(threads, run, task)
         except Exception as error:  # an agent may raise anything
             return TimedOut() if limit.expired() else Failed(_told(error))
-        return _as_score(value)
+        try:
+            return plain_score(value)
+        except ValueError as error:
+            return Failed(f"run returned {value!r:.80}; {error}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"part": self.part, "timeout_s": self.timeout_s, "_made": None}
@@ -114,18 +114,23 @@ class AgentEnvironment:
         num_workers: Processes; 0 runs all rollouts in this one.
         timeout_s: Seconds for one rollout.
         name: For messages: `env.NAME`.
+        on_error: The key `env.NAME.on_error`, which the caller of `run` follows; None skips all failures.
 
     Raises:
         UserCodeError: The agent cannot be made, or its `run` does not take a task.
     """
 
-    def __init__(self, part: UserCode, *, num_workers: int, timeout_s: float, name: str) -> None:
+    def __init__(
+        self, part: UserCode, *, num_workers: int, timeout_s: float, name: str, on_error: OnError = None
+    ) -> None:
         is_class = inspect.isclass(part.value)
         if is_class:
             part.check_positional(())
         UserCode(f"{part.label}.run", part.value.run).check_positional(("self", "task") if is_class else ("task",))
         self._runs = AgentRuns(part, timeout_s)
-        self._name = name
+        self.name = name
+        self.timeout_s = timeout_s
+        self.on_error: OnError = on_error
         self._num_workers = num_workers
         self._pool: GradingPool | None = None
         if num_workers:
@@ -139,18 +144,16 @@ class AgentEnvironment:
         else:
             self._runs([])
 
-    def run(self, tasks: Sequence[AgentTask]) -> list[Score | None]:
-        """The score of each rollout; None for one that has failed or took too long, of which a warning tells."""
+    def run(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
+        """The score of each rollout, or how it failed."""
         if self._pool is None:
-            outcomes = self._runs(tasks)
-        else:
-            shares = [tasks[worker :: self._num_workers] for worker in range(min(self._num_workers, len(tasks)))]
-            outcomes: list[Any] = [None] * len(tasks)
-            for worker, answer in enumerate(self._pool.map([(list(share),) for share in shares])):
-                share = answer if isinstance(answer, list) else [answer] * len(shares[worker])
-                outcomes[worker :: self._num_workers] = share
-        self._warn(outcomes)
-        return [outcome if isinstance(outcome, Score) else None for outcome in outcomes]
+            return self._runs(tasks)
+        shares = [tasks[worker :: self._num_workers] for worker in range(min(self._num_workers, len(tasks)))]
+        outcomes: list[Any] = [None] * len(tasks)
+        for worker, answer in enumerate(self._pool.map([(list(share),) for share in shares])):
+            share = answer if isinstance(answer, list) else [answer] * len(shares[worker])
+            outcomes[worker :: self._num_workers] = share
+        return outcomes
 
     def close(self) -> None:
         """End worker processes; safe to call twice."""
@@ -158,40 +161,6 @@ class AgentEnvironment:
             self._pool.close()
         else:
             self._runs.close()
-
-    def _warn(self, outcomes: Sequence[Any]) -> None:
-        late = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
-        failed = [outcome for outcome in outcomes if not isinstance(outcome, Score | TimedOut)]
-        if late:
-            logger.warning(
-                "%s: %d of %d rollouts took longer than %g s and are not trained on; raise %s.timeout_s if they may",
-                self._name,
-                late,
-                len(outcomes),
-                self._runs.timeout_s,
-                self._name,
-            )
-        if failed:
-            reason = getattr(failed[0], "reason", None) or getattr(failed[0], "message", failed[0])
-            logger.warning(
-                "%s: %d of %d rollouts failed and are not trained on, first: %s",
-                self._name,
-                len(failed),
-                len(outcomes),
-                reason,
-            )
-
-
-def _as_score(value: Any) -> Score | Failed:
-    """A `Score` as it is; a number as one, which counts as correct from 1 on."""
-    if isinstance(value, Score):
-        reward, score = value.reward, value
-    elif isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        return Failed(f"run returned {value!r:.80}; return a finite number")
-    else:
-        reward = float(value)
-        score = Score(reward=reward, correct=reward >= 1)
-    return score if math.isfinite(reward) else Failed(f"run returned {reward}; return a finite number")
 
 
 def _told(error: Exception) -> str:

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, Refused, TimedOut
-from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score
-from nemo_offload_rl.errors import UserCodeError
+from nemo_offload_rl.environments.grading_pool import GradingPool, Refused, TimedOut, graded
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
+from nemo_offload_rl.environments.outcomes import NO_REWARD, OnError, Outcome, plain_score, settled
+from nemo_offload_rl.errors import UserCodeError, UserError
 from nemo_offload_rl.targets import UserCode
-
-logger = logging.getLogger(__name__)
 
 _GIVEN = ("prompt", "response", "answer")
 _ON_DEMAND = ("truncated", "rendered_prompt", "earlier")
 _MOST_AT_ONCE = 64  # responses that one worker awaits together
 _ASYNC_SLACK_S = 5.0  # that a worker has beyond the limit of what it awaits
 
-type Outcome = Score | Observation | TimedOut | Failed | Refused
-
 
 @dataclass(frozen=True)
 class RewardFunctions:
     """The weighted sum of what functions return for a response. The first decides what counts as correct.
+
+    A function that returns None does not apply to the response: the others count, the first of them for `correct`.
 
     Args:
         parts: The functions.
@@ -69,12 +66,18 @@ class RewardFunctions:
             part.check_named((*_GIVEN, *sorted({*columns} - {*_GIVEN})), optional=_ON_DEMAND)
 
     def __call__(self, responses: Sequence[Response]) -> list[Outcome]:
-        """Score each."""
+        """Score each; one that a function fails with is `Refused`, the others are scored."""
         if any(part.is_async for part in self.parts):
             # In a thread of its own: a notebook's has an event loop already.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 return pool.submit(asyncio.run, self._score_together(responses)).result()
-        return [self._sum([_call(part, response) for part in self.parts], response) for response in responses]
+        return [self._score(response) for response in responses]
+
+    def _score(self, response: Response) -> Outcome:
+        try:
+            return self._sum([_call(part, response) for part in self.parts], response)
+        except UserError as error:
+            return Refused(str(error))
 
     async def _score_together(self, responses: Sequence[Response]) -> list[Outcome]:
         return list(await asyncio.gather(*map(self._score_in_time, responses)))
@@ -87,15 +90,22 @@ class RewardFunctions:
                     with part.telling():
                         value = _call(part, response)
                         values.append(await value if inspect.isawaitable(value) else value)
+                return self._sum(values, response)
         except TimeoutError:
             return TimedOut()
-        return self._sum(values, response)
+        except UserError as error:
+            return Refused(str(error))
 
-    def _sum(self, values: Sequence[Any], response: Response) -> Score:
-        scores = [_as_score(part, value, response) for part, value in zip(self.parts, values, strict=True)]
-        total = sum(weight * score.reward for weight, score in zip(self.weights, scores, strict=True))
-        parts = {name: score.reward for name, score in zip(self.names, scores, strict=False)}
-        return Score(reward=total, correct=scores[0].correct, parts=parts)
+    def _sum(self, values: Sequence[Any], response: Response) -> Score | Unscored:
+        found = [_as_score(part, value, response) for part, value in zip(self.parts, values, strict=True)]
+        scores = [(weight, one) for weight, one in zip(self.weights, found, strict=True) if isinstance(one, Score)]
+        if not scores:
+            return NO_REWARD
+        rewards = [one.reward if isinstance(one, Score) else math.nan for one in found]
+        total = sum(weight * score.reward for weight, score in scores)
+        (_, first), *_ = scores
+        parts = dict(zip(self.names, rewards, strict=True)) if self.names else first.parts
+        return replace(first, reward=total, parts=parts)
 
 
 @dataclass
@@ -106,7 +116,6 @@ class EnvironmentSteps:
     _made: Any = None
 
     num_at_once = 1
-    names = ()
 
     def check(self, columns: Collection[str]) -> None:
         """Check that it can be made and asked.
@@ -148,12 +157,11 @@ class EnvironmentSteps:
             with self.part.telling():
                 made.close()
 
-    def _checked(self, outcome: Any, response: Response) -> Score | Observation:
+    def _checked(self, outcome: Any, response: Response) -> Score | Observation | Unscored:
         if isinstance(outcome, Observation):
             if not isinstance(outcome.text, str):
                 raise UserCodeError(f"{self.part.label}: an Observation's text is {outcome.text!r}; make it text")
-            _as_score(self.part, outcome.otherwise, response)
-            return outcome
+            return replace(outcome, otherwise=_as_score(self.part, outcome.otherwise, response))
         return _as_score(self.part, outcome, response)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,16 +177,25 @@ class CustomEnvironment:
             responses in one call in this process, without a time limit.
         timeout_s: Seconds for one response.
         name: For messages: `env.NAME`.
+        on_error: The key `env.NAME.on_error`.
 
     Raises:
         UserCodeError: It cannot be made.
     """
 
     def __init__(
-        self, steps: RewardFunctions | EnvironmentSteps, *, num_workers: int, timeout_s: float, name: str
+        self,
+        steps: RewardFunctions | EnvironmentSteps,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        name: str,
+        on_error: OnError = None,
     ) -> None:
         self._steps = steps
         self._name = name
+        self._timeout_s = timeout_s
+        self._on_error: OnError = on_error
         self._pool: GradingPool | None = None
         self._num_workers = num_workers
         if num_workers == 0:
@@ -192,25 +209,34 @@ class CustomEnvironment:
             self._pool.close()
             raise
 
-    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`.
 
         Raises:
-            UserCodeError: The user's code failed; the message has its place.
+            UserCodeError: The user's code failed, and `on_error` does not skip that; the message has its place.
         """
+        return settled(
+            responses,
+            self._outcomes,
+            on_error=self._on_error,
+            name=self._name,
+            what="scores",
+            timeout_s=self._timeout_s,
+        )
+
+    def _outcomes(self, responses: Sequence[Response]) -> list[Outcome]:
         if self._pool is None:
-            outcomes = self._steps(responses)
+            chunks = [responses]
+            answers = [graded(self._steps, (responses,))]
         else:
             size = min(self._steps.num_at_once, -(-len(responses) // self._num_workers))
             chunks = [responses[start : start + size] for start in range(0, len(responses), max(size, 1))]
-            jobs = [(list(chunk),) for chunk in chunks]
-            outcomes = [
-                outcome
-                for chunk, answer in zip(chunks, self._pool.map(jobs), strict=True)
-                for outcome in (answer if isinstance(answer, list) else [answer] * len(chunk))
-            ]
-        self._warn(outcomes)
-        return [_no_reward_without_outcome(outcome, self._steps.names) for outcome in outcomes]
+            answers = self._pool.map([(list(chunk),) for chunk in chunks])
+        return [
+            outcome
+            for chunk, answer in zip(chunks, answers, strict=True)
+            for outcome in (answer if isinstance(answer, list) else [answer] * len(chunk))
+        ]
 
     def close(self) -> None:
         """See `Environment`."""
@@ -218,20 +244,6 @@ class CustomEnvironment:
             self._pool.close()
         elif isinstance(self._steps, EnvironmentSteps):
             self._steps.close()
-
-    def _warn(self, outcomes: Sequence[Outcome]) -> None:
-        num_late = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
-        if num_late:
-            logger.warning(
-                "%s: %d of %d responses could not be scored in time: reward 0; raise %s.timeout_s if they are to be",
-                self._name,
-                num_late,
-                len(outcomes),
-                self._name,
-            )
-        failed = [outcome.reason for outcome in outcomes if isinstance(outcome, Failed)]
-        if failed:
-            logger.warning("%s: %d of %d responses: %s: reward 0", self._name, len(failed), len(outcomes), failed[0])
 
 
 def custom_environment(
@@ -242,6 +254,7 @@ def custom_environment(
     columns: Collection[str],
     num_workers: int,
     timeout_s: float,
+    on_error: OnError = None,
 ) -> Environment:
     """The environment `env.NAME` of a user's: one environment, or reward functions.
 
@@ -252,6 +265,7 @@ def custom_environment(
         columns: That the rows have whose responses it scores.
         num_workers: See `CustomEnvironment`.
         timeout_s: See `CustomEnvironment`.
+        on_error: See `CustomEnvironment`.
 
     Raises:
         UserCodeError: It cannot be made, or asks for what it does not get.
@@ -266,7 +280,7 @@ def custom_environment(
     else:
         steps = RewardFunctions(tuple(parts), tuple(weights or (1.0,) * len(parts)), timeout_s)
     steps.check(columns)
-    return CustomEnvironment(steps, num_workers=num_workers, timeout_s=timeout_s, name=f"env.{name}")
+    return CustomEnvironment(steps, num_workers=num_workers, timeout_s=timeout_s, name=f"env.{name}", on_error=on_error)
 
 
 def _call(part: UserCode, response: Response) -> Any:
@@ -284,36 +298,14 @@ def _call(part: UserCode, response: Response) -> Any:
     return part.call_named(given, {name: value for name, value in on_demand.items() if name not in response.metadata})
 
 
-def _as_score(part: UserCode, value: Any, response: Response) -> Score:
-    """A `Score` as it is; a number as one, which counts as correct from 1 on."""
-    if isinstance(value, Score):
-        reward, score = value.reward, value
-    elif isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        reward, score = None, None
-    else:
-        reward, score = None, None
-        with suppress(TypeError, ValueError, OverflowError):  # an array of several, for example
-            reward = float(value)
-            score = Score(reward=reward, correct=reward >= 1)
-    if score is None or not all(map(_is_finite, (reward, *score.parts.values()))):
+def _as_score(part: UserCode, value: Any, response: Response) -> Score | Unscored:
+    try:
+        return plain_score(value)
+    except ValueError as error:
         raise UserCodeError(
             f"{part.label} ({part.place}): it returned {_short(value)} for the response {_short(response.text)}; "
-            "return a finite number"
-        )
-    return score
-
-
-def _no_reward_without_outcome(outcome: Outcome, names: Sequence[str]) -> Score | Observation:
-    match outcome:
-        case Refused(message):
-            raise UserCodeError(message)
-        case TimedOut() | Failed():
-            return Score(reward=0.0, correct=False, parts=dict.fromkeys(names, 0.0))
-    return outcome
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+            f"{error}"
+        ) from error
 
 
 def _short(value: Any) -> str:

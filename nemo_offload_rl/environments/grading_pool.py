@@ -332,10 +332,11 @@ def work(descriptor: int) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        pipe.send(_outcome(grade, job))
+        pipe.send(graded(grade, job))
 
 
-def _outcome(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:
+def graded(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:
+    """What `grade(*job)` returned, or the `Refused` or `Failed` of what it raised."""
     try:
         return grade(*job)
     except UserError as error:

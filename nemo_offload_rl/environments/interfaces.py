@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Unscored:
+    """In place of a score: the rollout is left out of loss, baselines, pass@k and accuracy, and is counted.
+
+    Attributes:
+        why: `failed` and `timed_out`, scoring or an agent's rollout; `no_reward`, no reward applies to it.
+        reason: What failed, for people; empty where `why` says all.
+    """
+
+    why: Literal["failed", "timed_out", "no_reward"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Observation:
     """A message to the policy, which has another turn to answer it.
 
@@ -67,14 +80,17 @@ class Observation:
     """
 
     text: str
-    otherwise: Score = Score(reward=0.0, correct=False)
+    otherwise: Score | Unscored = Score(reward=0.0, correct=False)
 
 
 class Environment(Protocol):
     """A verifiable task. It keeps nothing of a rollout: all that it needs is in each `Response`."""
 
-    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
-        """For each response, in their order: its score, which ends the rollout, or a message to the policy."""
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
+        """For each response, in their order, what ends the rollout, or a message to the policy.
+
+        A class of a user's may return None in place of `Unscored("no_reward")`.
+        """
         ...
 
     def close(self) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from nemo_offload_rl.environments.dapo_math import compared_answer
-from nemo_offload_rl.environments.grading_pool import GradingPool, TimedOut
-from nemo_offload_rl.environments.interfaces import Response, Score
-
-logger = logging.getLogger(__name__)
+from nemo_offload_rl.environments.grading_pool import GradingPool, graded
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
+from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
 
 
 def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
@@ -34,30 +32,49 @@ VERIFIERS: Mapping[str, Callable[[str, str], tuple[bool, str | None]]] = {
 
 
 class MathEnvironment:
-    """Reward 1 for an answer equivalent to the reference, else 0, also when grading took too long or failed.
+    """Reward 1 for an answer equivalent to the reference, else 0; none where grading took too long or failed.
 
     Args:
         num_workers: Processes that grade; 0 grades in this process, without a time limit.
         timeout_s: Seconds that one response may take.
         verifier: What decides, a name of `VERIFIERS`.
+        on_error: The key `env.math.on_error`.
     """
 
-    def __init__(self, *, num_workers: int, timeout_s: float, verifier: str = "hf_math_verify") -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        verifier: str = "hf_math_verify",
+        on_error: OnError = None,
+    ) -> None:
         self._verify = VERIFIERS[verifier]
+        self._timeout_s = timeout_s
+        self._on_error: OnError = on_error
         self._pool = None
         if num_workers:
             self._pool = GradingPool(self._verify, num_workers=num_workers, timeout_s=timeout_s, warm_up=("1", "1"))
 
-    def step(self, responses: Sequence[Response]) -> list[Score]:
-        """One score for each response, in their order."""
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
+        """See `Environment`.
+
+        Raises:
+            UserCodeError: A response could not be graded, and `on_error` is "raise".
+        """
+        return settled(
+            responses,
+            self._outcomes,
+            on_error=self._on_error,
+            name="env.math",
+            what="scores",
+            timeout_s=self._timeout_s,
+        )
+
+    def _outcomes(self, responses: Sequence[Response]) -> list[Outcome]:
         jobs = [(response.text, response.reference_answer) for response in responses]
-        if self._pool is None:
-            return [_score(*self._verify(*job)) for job in jobs]
-        outcomes = self._pool.map(jobs)
-        num_timed_out = sum(isinstance(outcome, TimedOut) for outcome in outcomes)
-        if num_timed_out:
-            logger.warning("math: %d of %d responses could not be graded in time: reward 0", num_timed_out, len(jobs))
-        return [_score(*outcome) if isinstance(outcome, tuple) else _score(False, None) for outcome in outcomes]
+        answers = [graded(self._verify, job) for job in jobs] if self._pool is None else self._pool.map(jobs)
+        return [_score(*answer) if isinstance(answer, tuple) else answer for answer in answers]
 
     def close(self) -> None:
         """End the grading processes; safe to call twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
 
 
 class RetryEnvironment:
@@ -19,7 +19,7 @@ class RetryEnvironment:
         self._environment = environment
         self._message = message
 
-    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation]:
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`."""
         outcomes = self._environment.step(responses)
         return [

@@ -1,7 +1,7 @@
 """Rollouts that agents drive: the conversation at the engine's endpoint becomes the sample.
 
 1. The engine opens a rollout for each sample, with a base URL of its own.
-2. The agents converse there, and return rewards.
+2. The agents converse there, and return rewards; a rollout that is tried again gets a new URL.
 3. Every conversation of a rollout is taken, as the tokens that it was: what the policy sampled has logprobs and is
    trained on, once, with the rollout's advantage; what stands between is not.
 """
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
-from nemo_offload_rl.environments.interfaces import Score
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.environments.interfaces import Observation, Score, Unscored
+from nemo_offload_rl.environments.outcomes import FAILURES, NUM_RETRIES, Outcome, without_failures
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment, SideConversation
 from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, conversations
@@ -60,25 +60,51 @@ def agent_rollouts(
         api_key: What they ask for.
 
     Raises:
-        DataError: Not one rollout was scored.
+        UserCodeError: A rollout failed, and the agent's `on_error` does not skip that.
     """
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     seed = sampling.seed
     seeds = [None if seed is None else seed + row for row in range(len(rows))]
-    urls = endpoint.open_rollouts([replace(sampling, seed=each) for each in seeds])
-    scores: list[Score | None] = [None] * len(rows)
+    outcomes: dict[int, Outcome] = {}
+    calls: dict[int, Sequence[ServedCall]] = {}
+    due = list(range(len(rows)))
+    for _ in range(1 + NUM_RETRIES):
+        urls = endpoint.open_rollouts([replace(sampling, seed=seeds[row]) for row in due])
+        tasks = {row: _task(rows[row], url, model, api_key) for row, url in zip(due, urls, strict=True)}
+        for name, environment in environments.items():
+            own = [row for row in due if rows[row].env_name == name]
+            if own:
+                outcomes |= zip(own, environment.run([tasks[row] for row in own]), strict=True)
+        # Says first that an engine has died, after which no agent can do well.
+        calls |= zip(due, endpoint.take_rollouts(urls), strict=True)
+        due = [
+            row
+            for row in due
+            if isinstance(outcomes[row], FAILURES) and environments[rows[row].env_name].on_error == "retry"
+        ]
+        if not due:
+            break
+    scores = _scores(rows, outcomes, environments)
+    _warn(list(calls.values()))
+    rollouts = [_rollout(prompt, calls[row], scores[row], decode) for row, prompt in enumerate(rows)]
+    return RolloutBatch(rollouts=tuple(rollouts), group_size=group_size)
+
+
+def _scores(
+    rows: Sequence[Prompt], outcomes: Mapping[int, Outcome], environments: Mapping[str, AgentEnvironment]
+) -> dict[int, Score | Unscored]:
+    scores: dict[int, Score | Unscored] = {}
     for name, environment in environments.items():
         own = [row for row, prompt in enumerate(rows) if prompt.env_name == name]
-        tasks = [_task(rows[row], urls[row], model, api_key) for row in own]
-        for row, score in zip(own, environment.run(tasks), strict=True):
-            scores[row] = score
-    calls = endpoint.take_rollouts(urls)  # says first that an engine has died, after which no agent can do well
-    if all(score is None for score in scores):
-        names = ", ".join(f"env.{name}" for name in environments)
-        raise DataError(f"not one of {len(rows)} rollouts of {names} was scored; the warning above says why")
-    _warn(calls)
-    rollouts = [_rollout(*parts, decode) for parts in zip(rows, calls, scores, strict=True)]
-    return RolloutBatch(rollouts=tuple(rollouts), group_size=group_size)
+        found = without_failures(
+            [outcomes[row] for row in own],
+            on_error=environment.on_error,
+            name=environment.name,
+            what="rollouts",
+            timeout_s=environment.timeout_s,
+        )
+        scores |= {row: one for row, one in zip(own, found, strict=True) if not isinstance(one, Observation)}
+    return scores
 
 
 def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
@@ -93,25 +119,22 @@ def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
 
 
 def _rollout(
-    prompt: Prompt, calls: Sequence[ServedCall], score: Score | None, decode: Callable[[Sequence[int]], str]
+    prompt: Prompt, calls: Sequence[ServedCall], score: Score | Unscored, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
-    """One sample; without a score, or without a call, none that is trained on."""
+    """One sample; without a call no score is the policy's."""
     found = conversations(calls)
-    if score is None or not found:
-        prompt = replace(prompt, loss_multiplier=0.0)
+    if not found and isinstance(score, Score):
+        score = Unscored("failed", "the agent asked the policy nothing")
     first, *others = [_conversation(each) for each in found] or [SideConversation(prompt.token_ids, ())]
     if found:
         prompt = replace(prompt, token_ids=first.prompt_token_ids, text=decode(first.prompt_token_ids))
-    score, segments = score or Score(reward=0.0, correct=False), first.segments
-    return Rollout(
+    return Rollout.ended(
+        score,
         prompt=prompt,
-        segments=segments,
+        segments=first.segments,
         others=tuple(others),
-        response_text="".join(decode(segment.token_ids) for segment in segments),
-        reward=score.reward,
-        correct=score.correct,
+        response_text="".join(decode(segment.token_ids) for segment in first.segments),
         truncated=bool(found) and found[0][-1][0].completion.finish_reason != "stop",
-        reward_parts=score.parts,
     )
 
 
@@ -132,4 +155,4 @@ def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
 def _warn(calls: Sequence[Sequence[ServedCall]]) -> None:
     silent = sum(not each for each in calls)
     if silent:
-        logger.warning("%d of %d rollouts asked the policy nothing and are not trained on", silent, len(calls))
+        logger.warning("%d of %d rollouts asked the policy nothing and are left out", silent, len(calls))

@@ -19,32 +19,36 @@ def powers_of_two(group_size: int) -> list[int]:
     return [1 << power for power in range(1, group_size.bit_length())]
 
 
-def pass_at_k(num_correct: Sequence[int], group_size: int, k: int) -> float:
-    """The unbiased estimate, averaged over prompts.
+def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> float | None:
+    """The unbiased estimate, averaged over prompts with at least k scored responses; None where there are none.
 
     Args:
         num_correct: Correct responses to each prompt.
-        group_size: Responses to each, k or more.
+        num_scored: Scored responses to each.
         k: Responses of which one has to be correct.
     """
-    none_correct = (math.comb(group_size - count, k) for count in num_correct)
-    return 1.0 - sum(none_correct) / (math.comb(group_size, k) * len(num_correct))
+    pairs = [(correct, scored) for correct, scored in zip(num_correct, num_scored, strict=True) if scored >= k]
+    if not pairs:
+        return None
+    none_correct = sum(math.comb(scored - correct, k) / math.comb(scored, k) for correct, scored in pairs)
+    return 1.0 - none_correct / len(pairs)
 
 
-def cons_at_k(groups: Sequence[Sequence[tuple[str | None, bool]]], k: int) -> float:
+def cons_at_k(groups: Sequence[Sequence[tuple[str | None, bool]]], k: int) -> float | None:
     """The mean over prompts of the share of subsets of k responses whose most frequent answer is correct.
 
     Of equally frequent answers the first counts; no answer is one too. Of more than 10,000 subsets as many are drawn.
+    Prompts with fewer than k scored responses are left out; None where all are.
 
     Args:
-        groups: Of each prompt answer and correctness of each response, k or more.
+        groups: Of each prompt answer and correctness of each scored response.
         k: Responses that vote.
     """
     shares = []
-    for group in groups:
+    for group in [group for group in groups if len(group) >= k]:
         votes = [_winner_is_correct([group[place] for place in places]) for places in _subsets(len(group), k)]
         shares.append(sum(votes) / len(votes))
-    return sum(shares) / len(shares)
+    return sum(shares) / len(shares) if shares else None
 
 
 def _subsets(size: int, k: int) -> Iterable[Sequence[int]]:

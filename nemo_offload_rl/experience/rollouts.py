@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn, Unscored
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.generation.interfaces import Completion
@@ -34,13 +34,13 @@ class Turns:
         max_turns: Turns of the policy.
         max_tokens: Of prompt, responses and observations together.
         encode: How observations become tokens.
-        stopped: The score of a rollout that ends although another turn could follow; None where it goes on.
+        stopped: How a rollout ends although another turn could follow; None where it goes on.
     """
 
     max_turns: int
     max_tokens: int
     encode: EncodeTurn
-    stopped: Callable[[Response, Observation], Score | None] = lambda response, observation: None
+    stopped: Callable[[Response, Observation], Score | Unscored | None] = lambda response, observation: None
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Open:
     text: str = ""
     truncated: bool = False
     stopped: bool = False
-    score: Score | None = None
+    score: Score | Unscored | None = None
 
     def tokens_after_prompt(self) -> list[int]:
         return [token for segment in self.segments for token in segment.token_ids]
@@ -128,7 +128,7 @@ class Rollouts:
         completions = [completion for group in groups for completion in group]
         responses = [self._response(*pair) for pair in zip(self._live, completions, strict=True)]
         for rollout, response, outcome in zip(self._live, responses, self._ask(responses), strict=True):
-            if isinstance(outcome, Score):
+            if not isinstance(outcome, Observation):
                 rollout.score = outcome
             elif not response.may_go_on:
                 rollout.score = outcome.otherwise
@@ -158,8 +158,8 @@ class Rollouts:
             question=rollout.prompt.question,
         )
 
-    def _ask(self, responses: Sequence[Response]) -> list[Score | Observation]:
-        outcomes: dict[int, Score | Observation] = {}
+    def _ask(self, responses: Sequence[Response]) -> list[Score | Observation | Unscored]:
+        outcomes: dict[int, Score | Observation | Unscored] = {}
         names = [rollout.prompt.env_name for rollout in self._live]
         for name in dict.fromkeys(names):
             rows = [row for row, row_name in enumerate(names) if row_name == name]
@@ -181,14 +181,11 @@ class Rollouts:
 
     def _ended(self, rollout: _Open) -> Rollout:
         assert rollout.score is not None, "a rollout is under way"
-        return Rollout(
+        return Rollout.ended(
+            rollout.score,
             prompt=rollout.prompt,
             segments=tuple(rollout.segments),
             response_text=rollout.text,
-            reward=rollout.score.reward,
-            correct=rollout.score.correct,
             truncated=rollout.truncated,
-            reward_parts=rollout.score.parts,
             stopped=rollout.stopped,
-            answer=rollout.score.answer,
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.collate import SampledBatch, SampledSequence, collate_samples
 from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.interfaces import Score, Unscored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +43,20 @@ class SideConversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One prompt with one sampled response and its score.
+    """One prompt with one sampled response and its score, if it has one.
 
     Attributes:
         prompt: What was asked.
         segments: What followed the prompt: the policy's turns, and between them the environment's.
         response_text: All of them as text, special tokens left out.
-        reward: What training uses.
-        correct: What accuracy counts.
+        reward: What training uses; NaN without a score.
+        correct: What accuracy counts; False without a score.
         truncated: The last response was cut at a token limit.
         reward_parts: What the reward was made of, by name.
         stopped: A function of the user's ended it where it could have gone on.
         others: Conversations beside that of `prompt` and `segments`.
         answer: What the environment read as the answer of the last response.
+        unscored: Why there is no score; None where there is one.
     """
 
     prompt: Prompt
@@ -66,6 +69,16 @@ class Rollout:
     stopped: bool = False
     others: tuple[SideConversation, ...] = ()
     answer: str | None = None
+    unscored: Unscored | None = None
+
+    @staticmethod
+    def ended(outcome: Score | Unscored, **said: Any) -> Rollout:
+        """A rollout with its score, or without; `said` are the fields that do not come from the score."""
+        if isinstance(outcome, Unscored):
+            return Rollout(reward=math.nan, correct=False, unscored=outcome, **said)
+        return Rollout(
+            reward=outcome.reward, correct=outcome.correct, reward_parts=outcome.parts, answer=outcome.answer, **said
+        )
 
     @property
     def response_sizes(self) -> list[int]:
@@ -115,12 +128,20 @@ class RolloutBatch:
         """Number of groups, P."""
         return len(self.rollouts) // self.group_size
 
+    def scored(self) -> Tensor:
+        """[B] bool: rollouts that have a score."""
+        return torch.tensor([rollout.unscored is None for rollout in self.rollouts], dtype=torch.bool)
+
+    def scored_PG(self) -> Tensor:
+        """[P, G] bool."""
+        return self.scored().reshape(self.num_prompts, self.group_size)
+
     def rewards(self) -> Tensor:
-        """[B] float32."""
+        """[B] float32; NaN for rollouts without a score."""
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float32)
 
     def rewards_PG(self) -> Tensor:
-        """[P, G] float32."""
+        """[P, G] float32; NaN for rollouts without a score."""
         return self.rewards().reshape(self.num_prompts, self.group_size)
 
     def reward_parts(self) -> dict[str, Tensor]:
@@ -132,9 +153,10 @@ class RolloutBatch:
         }
 
     def constant_groups(self) -> Tensor:
-        """[P] bool: groups whose rewards are all equal."""
+        """[P] bool: groups whose rewards are all equal, those with fewer than two rewards among them."""
         rewards_PG = self.rewards_PG()
-        return rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)
+        highest_P = rewards_PG.nan_to_num(nan=float("-inf")).amax(dim=1)
+        return highest_P <= rewards_PG.nan_to_num(nan=float("inf")).amin(dim=1)
 
     def correct(self) -> Tensor:
         """[B] bool."""
@@ -176,11 +198,6 @@ class RolloutBatch:
         others = [row for row, rollout in enumerate(self.rollouts) for _ in rollout.others]
         return torch.tensor([*range(len(self)), *others], dtype=torch.int64)
 
-    def with_rewards(self, rewards: Tensor) -> Self:
-        """The same rollouts with other rewards ([B])."""
-        pairs = zip(self.rollouts, rewards.tolist(), strict=True)
-        return replace(self, rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in pairs))
-
     def select_groups(self, groups: Iterable[int]) -> Self:
         """Groups by index, in the order given."""
         size = self.group_size
@@ -215,6 +232,12 @@ class RolloutBatch:
         first = [sequences[0] for sequences in of_each]
         others = [sequence for sequences in of_each for sequence in sequences[1:]]
         return collate_samples([*first, *others], pad_id=pad_id, multiple=multiple)
+
+
+def unscored_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The share of rollouts without a score, by `Unscored.why`."""
+    reasons = [rollout.unscored.why for rollout in rollouts if rollout.unscored is not None]
+    return {why: reasons.count(why) / len(rollouts) for why in ("failed", "timed_out", "no_reward")}
 
 
 def _sequence(prompt: Sequence[int], segments: Sequence[Segment], sample_mask: float) -> SampledSequence:

@@ -80,7 +80,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 <pre>{{ group[0].prompt }}</pre>
 <p>Answer: {{ group[0].reference_answer }}</p>
 {% for record in group %}
-<p>{{ record.kind }}, {{ "right" if record.correct else "wrong" }}{{ ", cut" if record.truncated }}</p>
+{% set verdict = "unscored" if record.unscored else "right" if record.correct else "wrong" %}
+<p>{{ record.kind }}, {{ verdict }}{{ ", cut" if record.truncated }}</p>
 <pre>{{ record.response }}</pre>
 {% endfor %}
 </details>

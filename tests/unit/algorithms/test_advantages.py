@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.advantages import group_advantages, leave_one_out_baseline
+from nemo_offload_rl.algorithms.advantages import (
+    batch_advantages,
+    decoupled_advantages,
+    group_advantages,
+    leave_one_out_baseline,
+)
 
 REWARDS_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])
 
@@ -95,6 +100,56 @@ def advantages_by_hand(rewards: list[float], leave_one_out: bool, normalize: boo
         spread = statistics.stdev(compared) + 1e-6 if has_spread else 1.0
         advantages.append((reward - statistics.fmean(compared)) / spread)
     return advantages
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rollouts_without_a_score_change_nothing_for_the_others_of_their_group(leave_one_out, normalize):
+    @hypothesis_settings(max_examples=100)
+    @given(groups=GROUPS, data=st.data())
+    def check(groups, data):
+        scored = [data.draw(st.lists(st.booleans(), min_size=len(group), max_size=len(group))) for group in groups]
+        rewards_PG = torch.tensor(groups).masked_fill(~torch.tensor(scored), math.nan)
+        settings = {"leave_one_out": leave_one_out, "normalize": normalize}
+        found = group_advantages(rewards_PG, **settings, scored_PG=torch.tensor(scored))
+        for row, rewards, has_score in zip(found, groups, scored, strict=True):
+            smaller = [reward for reward, is_there in zip(rewards, has_score, strict=True) if is_there]
+            assert not row[~torch.tensor(has_score)].any()
+            expected = group_advantages(torch.tensor([smaller]), **settings)[0] if smaller else torch.zeros(0)
+            assert torch.equal(row[torch.tensor(has_score)], expected)
+
+    check()
+
+
+def test_a_failed_rollout_makes_no_difference_where_all_others_got_the_same():
+    for reward in (1.0, -1.0):
+        rewards = torch.tensor([[reward, reward, reward, math.nan]])
+        found = group_advantages(rewards, leave_one_out=False, normalize=True, scored_PG=~rewards.isnan())
+        assert found.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("minus_baseline", [False, True])
+def test_reinforce_plus_plus_is_over_the_tokens_of_rollouts_with_a_score(minus_baseline):
+    rewards = torch.tensor([[1.0, 0.0, math.nan], [2.0, 0.5, 0.0]])
+    scored = ~rewards.isnan()
+    mask_BS = scored.reshape(-1, 1).float().expand(6, 2)
+    found = batch_advantages(rewards, mask_BS, minus_baseline=minus_baseline, scored_PG=scored)
+    values = [1.0, 0.0, 2.0, 0.5, 0.0]
+    if minus_baseline:
+        values = [0.5, -0.5, *(value - 2.5 / 3 for value in (2.0, 0.5, 0.0))]
+    mean, spread = statistics.fmean(values), statistics.pstdev(values)
+    assert found[:, 0].tolist() == pytest.approx([
+        *((value - mean) / spread for value in values[:2]), 0.0, *((value - mean) / spread for value in values[2:]),
+    ])  # fmt: skip
+
+
+def test_a_part_that_does_not_apply_leaves_its_rollout_out_of_that_parts_baseline():
+    nan = math.nan
+    parts = {"form": torch.tensor([[1.0, 0.0, nan, nan]]), "right": torch.tensor([[1.0, 0.0, 0.5, nan]])}
+    scored = torch.tensor([[True, True, True, False]])
+    found = decoupled_advantages(parts, None, leave_one_out=False, normalize=False, scored_PG=scored)
+    sums = [0.5 + 0.5, -0.5 - 0.5, 0.0]
+    assert found.tolist()[0] == pytest.approx([*(value / statistics.stdev(sums) for value in sums), 0.0])
 
 
 GROUPS = st.integers(2, 7).flatmap(

@@ -9,11 +9,23 @@ from pathlib import Path
 import pytest
 from documented_metrics import documented, without_match
 from grpo_replay import Replay, read_rollouts
-from local_grpo import ALWAYS, MIXED, NEVER, LocalGrpo, collected_ahead, local_grpo, make_prompts
+from local_grpo import (
+    ALWAYS,
+    BROKEN,
+    LATE,
+    MIXED,
+    NEVER,
+    KnownRewards,
+    LocalGrpo,
+    collected_ahead,
+    local_grpo,
+    make_prompts,
+)
 from tiny_models import save_model_folder
 
 from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.metric_names import grpo_names
+from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 
 MASKED = (
@@ -207,7 +219,7 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkp
     ],
 )  # fmt: skip
 def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(tmp_path, model, keys):
-    kinds = [MIXED, NEVER, MIXED, ALWAYS] * 3
+    kinds = [MIXED, NEVER, LATE, BROKEN] * 3
     on_disk = [f"policy.reference_dir={tmp_path}"] if any("reference_policy" in key for key in keys) else []
     run = local_grpo(
         tmp_path, model, kinds, *keys, *on_disk, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
@@ -244,6 +256,17 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         assert {name for name in without_match(known, found) if "<" not in name} == set()
 
 
+@pytest.mark.parametrize("keys", [(), DYNAMIC, collected_ahead(1)], ids=["plain", "dynamic sampling", "ahead"])
+def test_a_step_of_which_nothing_has_a_score_ends_the_run_with_the_first_reason(tmp_path, model, keys):
+    class NoJudge(KnownRewards):
+        def step(self, responses):
+            return [Unscored("failed", "the judge is away")] * len(responses)
+
+    run = local_grpo(tmp_path, model, [MIXED] * 4, *keys, environment=NoJudge())
+    with pytest.raises(DataError, match=r"step 1: not one of 8 rollouts has a score.*the first: the judge is away"):
+        run.run()
+
+
 def with_an_overlong_one(prompts):
     return (replace(prompts[0], loss_multiplier=0.0), *prompts[1:])
 
@@ -262,6 +285,9 @@ def validation_again(run: LocalGrpo) -> dict[str, float]:
         "pass_at_2": 2 / 3,
         "mean_response_tokens": sum(lengths) / 6,
         "truncation_rate": sum(completion.finish_reason == "length" for completion in completions) / 6,
+        "failed_rate": 0.0,
+        "timed_out_rate": 0.0,
+        "no_reward_rate": 0.0,
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from nemo_offload_rl.algorithms.metrics import (
 )
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
 from nemo_offload_rl.data.records import Prompt
+from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import Phase, TransitionReport
@@ -92,7 +96,22 @@ def test_rates_of_generation_count_what_dynamic_sampling_does_not_train_on():
 
 def test_a_validation_reports_accuracy_reward_length_and_truncation():
     expected = {"accuracy": 0.25, "reward": 0.25, "mean_response_tokens": 2.0, "truncation_rate": 0.25}
-    assert validation_metrics(ROLLOUTS) == pytest.approx(expected | {"pass_at_2": 0.5})
+    none = {"failed_rate": 0.0, "timed_out_rate": 0.0, "no_reward_rate": 0.0}
+    assert validation_metrics(ROLLOUTS) == pytest.approx(expected | {"pass_at_2": 0.5} | none)
+
+
+def test_a_response_without_a_score_is_counted_apart_and_a_batch_of_such_has_no_accuracy():
+    first, *others = ROLLOUTS.rollouts
+    unscored = replace(first, reward=math.nan, correct=False, unscored=Unscored("timed_out"))
+    metrics = validation_metrics(RolloutBatch(rollouts=(unscored, *others), group_size=2))
+    # The first group has one score, which makes no pass@2.
+    assert (metrics["accuracy"], metrics["reward"], metrics["pass_at_2"]) == (0.0, 0.0, 0.0)
+    assert (metrics["timed_out_rate"], metrics["failed_rate"]) == (0.25, 0.0)
+    nothing = validation_metrics(RolloutBatch(rollouts=(unscored,), group_size=1))
+    assert nothing == {
+        "mean_response_tokens": 1.0, "truncation_rate": 0.0, "failed_rate": 0.0, "timed_out_rate": 1.0,
+        "no_reward_rate": 0.0,
+    }  # fmt: skip
 
 
 def test_samples_are_one_line_for_each_prompt_with_the_verdict():

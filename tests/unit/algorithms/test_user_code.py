@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
-from nemo_offload_rl.environments.interfaces import Observation, Response, Score
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
 from nemo_offload_rl.targets import UserCode
@@ -109,6 +110,24 @@ def test_advantages_are_the_functions_by_response_or_by_token():
     assert by_token is not None
     assert by_token.tolist() == [[1.0, 2.0, 3.0]] * 4
     assert GrpoCode().advantages(rollouts(), REWARDS, MASK) is None
+
+
+def test_advantages_of_a_function_leave_out_what_has_no_score():
+    whole = rollouts()
+    unscored = replace(whole.rollouts[1], reward=math.nan, unscored=Unscored("failed"))
+    partly = replace(whole, rollouts=(whole.rollouts[0], unscored, *whole.rollouts[2:]))
+
+    def mean_of(function):
+        found = GrpoCode(adv_estimator=UserCode("a", function)).advantages(partly, partly.rewards_PG(), MASK)
+        assert found is not None
+        return found[:, 0].tolist()
+
+    assert mean_of(lambda rewards: rewards - 0.5) == [-0.5, 0.0, -0.5, 0.5]
+    assert mean_of(lambda scored: scored + 1.0) == [2.0, 0.0, 2.0, 2.0]
+    # A mean that knows nothing of NaN leaves out the group.
+    assert mean_of(lambda rewards: rewards - rewards.mean(1, keepdim=True)) == [0.0, 0.0, -0.5, 0.5]
+    with pytest.raises(UserCodeError, match="leave out rewards that are NaN"):
+        mean_of(lambda rewards: rewards - rewards.mean())
 
 
 @pytest.mark.parametrize(

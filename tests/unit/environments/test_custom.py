@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import threading
 import time
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_offload_rl.environments.custom import custom_environment
-from nemo_offload_rl.environments.interfaces import Observation, Response, Score
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.targets import UserCode
 
@@ -26,11 +29,14 @@ def response(text: str, **about) -> Response:
     )  # fmt: skip
 
 
-def open_one(*values, num_workers: int = 0, weights=None, timeout_s: float = 20.0, columns=COLUMNS, **kwargs):
+def open_one(
+    *values, num_workers: int = 0, weights=None, timeout_s: float = 20.0, columns=COLUMNS, on_error=None, **kwargs
+):
     parts = [UserCode("env.mine.target", value, kwargs=kwargs) for value in values]
     return custom_environment(
-        "mine", parts, weights=weights, columns=columns, num_workers=num_workers, timeout_s=timeout_s
-    )
+        "mine", parts, weights=weights, columns=columns, num_workers=num_workers, timeout_s=timeout_s,
+        on_error=on_error,
+    )  # fmt: skip
 
 
 def scores(*values, texts=("4", "5"), **settings):
@@ -60,23 +66,81 @@ def test_a_function_gets_question_response_answer_and_the_rows_columns_by_name()
 
 
 def test_numbers_booleans_and_scores_are_rewards_and_full_marks_are_correct():
-    import numpy as np
-    import torch
-
     for value, expected in [
         (True, Score(1.0, True)), (False, Score(0.0, False)), (2, Score(2.0, True)), (0.99, Score(0.99, False)),
         (np.float32(0.5), Score(0.5, False)), (torch.tensor(1.0), Score(1.0, True)),
-        (Score(0.1, correct=True), Score(0.1, correct=True)),
+        (Score(0.1, correct=True), Score(0.1, correct=True)), (None, Unscored("no_reward")),
+        (Score(np.float64(0.5), np.True_, {"a": torch.tensor(2)}, np.int64(42)), Score(0.5, True, {"a": 2.0}, "42")),
+        (Score(torch.tensor(0.5), torch.tensor(False)), Score(0.5, False)),
     ]:  # fmt: skip
-        assert scores(lambda value=value: value, texts=["x"]) == [expected]
+        (found,) = scores(lambda value=value: value, texts=["x"])
+        assert found == expected
+        if isinstance(found, Score):
+            assert json.loads(json.dumps([found.reward, found.correct, dict(found.parts), found.answer]))
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, [1.0], object(), np.ones(2), 10**309])
+@pytest.mark.parametrize("value", ["1.0", math.nan, math.inf, [1.0], object(), np.ones(2), 10**309])
 def test_anything_else_ends_the_run_with_the_response_and_the_place_of_the_function(value):
     with pytest.raises(
         UserCodeError, match=r"test_custom\.py:\d+\): it returned .* for the response 'x'; return a fin"
     ):
         scores(lambda: value, texts=["x"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Score(1.0, correct=cast(Any, "yes")), "give its `correct` True or False"),
+        (Score(1.0, correct=cast(Any, np.ones(2))), "give its `correct` True or False"),
+        (Score(1.0, correct=True, answer=cast(Any, ["4"])), "give its `answer` a text, or None"),
+        (Score(math.nan, correct=True), "return a finite number"),
+    ],
+)
+def test_a_score_of_other_values_is_told_with_the_field_to_change(value, message):
+    with pytest.raises(UserCodeError, match=message):
+        scores(lambda: value, texts=["x"])
+
+
+def test_a_function_that_gives_none_leaves_reward_and_correctness_to_the_others():
+    def only_four(response):
+        return 1.0 if response == "4" else None
+
+    def short(response):
+        return 0.5 if len(response) < 3 else None
+
+    found = scores(only_four, short, weights=[1.0, 2.0], texts=["4", "55", "666"])
+    assert found[0] == Score(2.0, True, {"only_four": 1.0, "short": 0.5})
+    assert (found[1].reward, found[1].correct, found[1].parts["short"]) == (1.0, False, 0.5)
+    assert math.isnan(found[1].parts["only_four"])
+    assert found[2] == Unscored("no_reward")
+
+
+@pytest.mark.parametrize("make_async", [False, True])
+def test_failures_end_the_run_or_are_left_out_or_tried_again_as_on_error_says(make_async, caplog):
+    tries = []
+
+    def judge(response):
+        tries.append(response)
+        if response == "broken" or (response == "flaky" and tries.count("flaky") < 3):
+            raise ConnectionError("no judge")
+        return 1.0
+
+    async def judge_later(response):
+        return judge(response)
+
+    texts, judges = ["4", "flaky", "broken"], [judge_later if make_async else judge]
+    for on_error in (None, "raise"):
+        with pytest.raises(UserCodeError, match=r"no judge.*set env\.mine\.on_error to skip or retry"):
+            scores(*judges, texts=texts, on_error=on_error)
+        tries.clear()
+    failed = [isinstance(found, Unscored) for found in scores(*judges, texts=texts, on_error="skip")]
+    assert failed == [False, True, True]
+    tries.clear()
+    found = scores(*judges, texts=texts, on_error="retry")
+    assert found[:2] == [Score(1.0, True)] * 2
+    assert found[2].why == "failed" and "no judge" in found[2].reason
+    assert [tries.count(text) for text in texts] == [1, 3, 3]
+    assert "env.mine: 1 of 3 scores failed and are left out, first: env.mine.target" in caplog.messages[-1]
 
 
 def test_several_functions_are_added_with_their_weights_and_the_first_says_what_is_correct():
@@ -103,13 +167,14 @@ async def slowly(response, answer):
     return response == answer
 
 
-def test_async_functions_wait_together_and_one_that_is_late_has_reward_0(caplog):
+def test_async_functions_wait_together_and_one_that_is_late_has_no_score(caplog):
     begin = time.monotonic()
-    assert [score.correct for score in scores(slowly, texts=["4"] * 20 + ["never"], timeout_s=1.0)] == [True] * 20 + [
-        False
-    ]
+    texts = ["4"] * 20 + ["never"]
+    assert scores(slowly, texts=texts, timeout_s=1.0) == [Score(1.0, True)] * 20 + [Unscored("timed_out")]
     assert time.monotonic() - begin < 3.0  # not 20 times 0.2 s
-    assert "env.mine: 1 of 21 responses could not be scored in time: reward 0; raise env.mine.timeout_s" in caplog.text
+    assert "env.mine: 1 of 21 scores took longer than 1 s and are left out; raise env.mine.timeout_s" in caplog.text
+    with pytest.raises(UserCodeError, match=r"1 of 1 scores took longer than 0\.1 s; raise env\.mine\.timeout_s, or"):
+        scores(slowly, texts=["never"], timeout_s=0.1, on_error="raise")
 
 
 def test_async_functions_work_where_an_event_loop_runs_already():
@@ -168,9 +233,10 @@ def test_in_worker_processes_failures_late_responses_and_deaths_are_told_apart(c
     environment = open_one(score, num_workers=2, timeout_s=1.5)
     try:
         found = environment.step([response(text) for text in ("1", "late", "dies", "22")])
-        assert [one.reward for one in found] == [1.0, 0.0, 0.0, 0.5]
-        assert "1 of 4 responses could not be scored in time" in caplog.text
-        assert "exit code 7: reward 0" in caplog.text
+        assert found[0] == Score(1.0, True) and found[3] == Score(0.5, False)
+        assert [found[1].why, found[2].why] == ["timed_out", "failed"]
+        assert "1 of 4 scores took longer than 1.5 s" in caplog.text
+        assert "1 of 4 scores failed and are left out, first: the grading process ended with exit code 7" in caplog.text
         with pytest.raises(
             UserCodeError, match=r"ZeroDivisionError: .* at .*test_custom\.py:\d+ in score: return 1\.0 /"
         ):
@@ -199,17 +265,15 @@ def test_worker_processes_make_an_environment_once_each_and_its_failing_construc
     assert threading.active_count() < 50
 
 
-def test_of_several_functions_each_ones_value_is_kept_before_its_weight_also_of_what_came_too_late():
-    def slow(response, answer):
-        time.sleep(5.0 if response == "5" else 0.0)
+def test_of_several_functions_each_ones_value_is_kept_before_its_weight_and_of_one_what_its_score_says():
+    def half(response):
         return 0.25
 
-    found = scores(right, slow, right, weights=(1.0, 2.0, 4.0), num_workers=1, timeout_s=1.0)
-    assert [score.parts for score in found] == [
-        {"right": 1.0, "slow": 0.25, "right_2": 1.0}, {"right": 0.0, "slow": 0.0, "right_2": 0.0},
-    ]  # fmt: skip
-    assert [score.reward for score in found] == [5.5, 0.0]
+    (found,) = scores(right, half, right, weights=(1.0, 2.0, 4.0), texts=["4"])
+    assert found == Score(5.5, True, {"right": 1.0, "half": 0.25, "right_2": 1.0})
     assert scores(right)[0].parts == {}
+    whole = Score(0.5, True, {"form": 0.5}, "4")
+    assert scores(lambda: whole, texts=["4"]) == [whole]
 
 
 def test_a_part_of_a_score_that_is_no_number_is_refused():

@@ -16,7 +16,8 @@ from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
-from nemo_offload_rl.errors import DataError, UserCodeError
+from nemo_offload_rl.environments.outcomes import OnError
+from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
@@ -58,11 +59,19 @@ class Made:
 
 
 def rolled(
-    talking: Talking, prompts: Sequence[Prompt], group_size: int = 1, **runs: Callable[[AgentTask], Any]
+    talking: Talking,
+    prompts: Sequence[Prompt],
+    group_size: int = 1,
+    on_error: OnError = None,
+    **runs: Callable[[AgentTask], Any],
 ) -> RolloutBatch:
     agents = {
         name: AgentEnvironment(
-            UserCode(f"env.{name}.target", Made(run)), num_workers=0, timeout_s=0.5, name=f"env.{name}"
+            UserCode(f"env.{name}.target", Made(run)),
+            num_workers=0,
+            timeout_s=0.5,
+            name=f"env.{name}",
+            on_error=on_error,
         )
         for name, run in runs.items()
     }
@@ -147,29 +156,49 @@ def test_rollouts_that_fail_hang_or_say_nothing_are_told_of_and_not_trained_on(
                 return "1.0"
             case "nan":
                 return float("nan")
+            case "none":
+                return None
         return 1.0
 
-    questions = ["fails", "hangs", "silent", "text", "nan", "fine"]
+    questions = ["fails", "hangs", "silent", "text", "nan", "none", "fine"]
     with caplog.at_level(logging.WARNING):
         batch = rolled(talking, [prompt(question=question) for question in questions], one=run)
-    assert batch.loss_multipliers().tolist() == [0, 0, 0, 0, 0, 1]
-    assert batch.rewards().tolist() == [0, 0, 1, 0, 0, 1]
-    collated = batch.collate(pad_id=0, sample_mask=batch.loss_multipliers())
-    assert collated.token_mask.shape[0] == 6
+    assert [rollout.unscored and rollout.unscored.why for rollout in batch.rollouts] == [
+        "failed", "timed_out", "failed", "failed", "failed", "no_reward", None,
+    ]  # fmt: skip
+    assert batch.scored().tolist() == [False] * 6 + [True]
+    assert batch.rewards()[-1] == 1.0 and batch.rewards()[:-1].isnan().all()
+    assert batch.loss_multipliers().tolist() == [1.0] * 7  # no prompt is too long
+    assert rollout_metrics(batch) | {
+        "accuracy": 1.0, "failed_rate": 4 / 7, "timed_out_rate": 1 / 7, "no_reward_rate": 1 / 7,
+        "overlong_prompt_rate": 0.0,
+    } == rollout_metrics(batch)  # fmt: skip
     told = " ".join(caplog.messages)
-    assert "1 of 6 rollouts took longer than 0.5 s" in told and "raise env.one.timeout_s" in told
+    assert "1 of 7 rollouts took longer than 0.5 s" in told and "raise env.one.timeout_s" in told
     assert (
-        "3 of 6 rollouts failed" in told and "RuntimeError: no tool, at " in told and "test_agent_rollouts.py:" in told
+        "3 of 7 rollouts failed" in told and "RuntimeError: no tool, at " in told and "test_agent_rollouts.py:" in told
     )
-    assert "1 of 6 rollouts asked the policy nothing" in told
+    assert "1 of 7 rollouts asked the policy nothing" in told
 
 
-def test_a_batch_without_any_score_ends_the_run() -> None:
-    async def run(task: AgentTask) -> float:
-        raise KeyError("x")
+def test_a_rollout_that_is_tried_again_has_a_new_conversation_with_the_same_seed() -> None:
+    talking, tried = Talking(), []
 
-    with pytest.raises(DataError, match=r"not one of 2 rollouts of env\.one was scored"):
-        rolled(Talking(), [prompt()], 2, one=run)
+    def run(task: AgentTask) -> float:
+        tried.append(task.question)
+        talking.say(task.base_url, [1], [10 * len(tried)])
+        if task.question == "broken" or (task.question == "flaky" and tried.count("flaky") < 2):
+            raise RuntimeError("no tool")
+        return 1.0
+
+    prompts = [prompt(question=question) for question in ("fine", "flaky", "broken")]
+    batch = rolled(talking, prompts, on_error="retry", one=run)
+    assert [tried.count(question) for question in ("fine", "flaky", "broken")] == [1, 2, 3]
+    assert batch.scored().tolist() == [True, True, False]
+    assert [len(rollout.segments) for rollout in batch.rollouts] == [1, 1, 1]  # of the last try alone
+    assert talking.seeds == [102]
+    with pytest.raises(UserCodeError, match=r"RuntimeError: no tool.*set env\.one\.on_error to skip or retry"):
+        rolled(talking, prompts, on_error="raise", one=run)
 
 
 def test_every_conversation_is_trained_on_with_the_advantage_of_its_rollout_and_groups_know_rollouts_only() -> None:

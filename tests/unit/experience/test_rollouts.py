@@ -241,6 +241,9 @@ def test_metrics_are_those_counted_by_hand():
             "max_response_tokens": 7,
             "mean_turns": 1.0,
             "truncation_rate": 1 / 6,
+            "failed_rate": 0.0,
+            "timed_out_rate": 0.0,
+            "no_reward_rate": 0.0,
             "constant_group_rate": 1 / 3,
             "pass_rate": 1.0,
             "pass_at_2": 1.0,
@@ -255,7 +258,7 @@ def test_pass_at_k_is_the_share_of_subsets_of_k_responses_with_a_correct_one(gro
     for k in range(1, group_size + 1):
         subsets = list(combinations(range(group_size), k))
         shares = [sum(any(row < count for row in subset) for subset in subsets) / len(subsets) for count in counts]
-        assert pass_at_k(counts, group_size, k) == pytest.approx(sum(shares) / len(shares))
+        assert pass_at_k(counts, [group_size] * len(counts), k) == pytest.approx(sum(shares) / len(shares))
 
 
 def test_each_part_of_a_reward_is_reported_over_the_rollouts_that_have_it():

@@ -1,0 +1,164 @@
+"""Scores of plain values, and failures of scoring: tried again, raised or skipped (`env.NAME.on_error`).
+
+A response or rollout that could not be scored becomes `Unscored`. It is not the same as a reward of 0: a failed judge
+says nothing about the response, so such rollouts are left out of loss, baselines and accuracy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+from nemo_offload_rl.environments.grading_pool import Failed, Refused, TimedOut
+from nemo_offload_rl.environments.interfaces import Observation, Score, Unscored
+from nemo_offload_rl.errors import UserCodeError
+
+logger = logging.getLogger(__name__)
+
+type OnError = Literal["raise", "skip", "retry"] | None
+"""The key `env.NAME.on_error`. None raises exceptions of a user's code, and skips what timed out or died."""
+
+type Outcome = Score | Observation | Unscored | TimedOut | Failed | Refused
+
+FAILURES = (TimedOut, Failed, Refused)
+NUM_RETRIES = 2
+NO_REWARD = Unscored("no_reward")
+
+
+def plain_score(value: Any) -> Score | Unscored:
+    """A user's reward as a `Score` of Python's own types, which can be pickled, compared and written as JSON.
+
+    A number becomes a score that counts as correct from 1 on; scalars of NumPy and torch count as numbers. None means
+    that the reward does not apply to the response.
+
+    Raises:
+        ValueError: It is something else, or not finite; the message says what to return.
+    """
+    if value is None:
+        return NO_REWARD
+    if isinstance(value, Unscored):
+        return value
+    if not isinstance(value, Score):
+        reward = _number(value)
+        return Score(reward=reward, correct=reward >= 1)
+    if value.reward is None:
+        return NO_REWARD
+    return replace(
+        value,
+        reward=_number(value.reward),
+        correct=_boolean(value.correct),
+        parts={str(name): _number(part) for name, part in value.parts.items()},
+        answer=_answer(value.answer),
+    )
+
+
+def settled[Item](
+    items: Sequence[Item],
+    attempt: Callable[[Sequence[Item]], Sequence[Outcome]],
+    *,
+    on_error: OnError,
+    name: str,
+    what: str,
+    timeout_s: float,
+) -> list[Score | Observation | Unscored]:
+    """Score items, again where that failed and `on_error` says so.
+
+    Args:
+        items: What to score.
+        attempt: Scores items, one outcome for each.
+        on_error: See `OnError`.
+        name: For messages: `env.NAME`.
+        what: The items, for messages.
+        timeout_s: The time limit, for messages.
+
+    Raises:
+        UserCodeError: Scoring failed, and `on_error` does not skip that.
+    """
+    outcomes = list(attempt(items))
+    for _ in range(NUM_RETRIES if on_error == "retry" else 0):
+        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, FAILURES)]
+        if failed:
+            again = attempt([items[row] for row in failed])
+            outcomes = _replaced(outcomes, failed, again)
+    return without_failures(outcomes, on_error=on_error, name=name, what=what, timeout_s=timeout_s)
+
+
+def without_failures(
+    outcomes: Sequence[Outcome], *, on_error: OnError, name: str, what: str, timeout_s: float
+) -> list[Score | Observation | Unscored]:
+    """Raise what is to be raised; warn of all other failures, and make them `Unscored`. See `settled`."""
+    late = [outcome for outcome in outcomes if isinstance(outcome, TimedOut)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed | Refused)]
+    raised = failed if on_error == "raise" else [f for f in failed if isinstance(f, Refused) and on_error is None]
+    remedy = f"to go on without such {what}, set {name}.on_error to skip or retry"
+    if raised:
+        raise UserCodeError(f"{_reason(raised[0])}; {remedy}")
+    told_late = f"{name}: {len(late)} of {len(outcomes)} {what} took longer than {timeout_s:g} s"
+    if late and on_error == "raise":
+        raise UserCodeError(f"{told_late}; raise {name}.timeout_s, or {remedy}")
+    if late:
+        logger.warning("%s and are left out; raise %s.timeout_s if they may", told_late, name)
+    if failed:
+        logger.warning(
+            "%s: %d of %d %s failed and are left out, first: %s",
+            name, len(failed), len(outcomes), what, _reason(failed[0]),
+        )  # fmt: skip
+    return [_without_failure(outcome) for outcome in outcomes]
+
+
+def _without_failure(outcome: Outcome) -> Score | Observation | Unscored:
+    match outcome:
+        case TimedOut():
+            return Unscored("timed_out")
+        case Failed() | Refused():
+            return Unscored("failed", _reason(outcome))
+    return outcome
+
+
+def _reason(failure: Failed | Refused) -> str:
+    return failure.message if isinstance(failure, Refused) else failure.reason
+
+
+def _replaced(outcomes: Sequence[Outcome], rows: Sequence[int], others: Sequence[Outcome]) -> list[Outcome]:
+    by_row = dict(zip(rows, others, strict=True))
+    return [by_row.get(row, outcome) for row, outcome in enumerate(outcomes)]
+
+
+# -- values of a user's ------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+        # A tensor of several values raises one of these, an int that is too large the last.
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise ValueError("return a finite number")
+
+
+def _boolean(value: Any) -> bool:
+    plain = _plain(value)
+    if isinstance(plain, bool | int | float) and plain in (0, 1):
+        return bool(plain)
+    raise ValueError("give its `correct` True or False")
+
+
+def _answer(value: Any) -> str | None:
+    plain = _plain(value)
+    if plain is None or isinstance(plain, str):
+        return plain if plain is None else str(plain)
+    if isinstance(plain, bool | int | float):
+        return str(plain)
+    raise ValueError("give its `answer` a text, or None")
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's own; anything else as it is."""
+    if hasattr(value, "item"):
+        with suppress(TypeError, ValueError, RuntimeError):
+            return value.item()
+    return value
