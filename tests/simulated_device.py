@@ -30,6 +30,9 @@ class SimulatedDevice(CpuDevice):
         self._sizes = {key: entry for key, entry in self._sizes.items() if not entry[0].expired()}
         return sum(size for _, size in self._sizes.values())
 
+    def allocated_bytes(self) -> int:
+        return self.used_bytes()
+
     def total_bytes(self) -> int:
         return self.capacity_bytes
 

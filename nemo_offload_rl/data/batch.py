@@ -58,6 +58,10 @@ class TokenBatch:
             cut[f.name] = value[:, :wanted] if value.dim() >= 2 else value
         return replace(self, **cut)
 
+    def num_tokens(self, *, packed: bool) -> int:
+        """Tokens that a model computes for these rows: the real ones if it packs rows, else padding too."""
+        return int(self.input_lengths.sum()) if packed else self.input_ids.numel()
+
     def is_scored(self) -> Tensor:
         """[B, S] bool: tokens whose logprobs are wanted, here every real one but the first of its row."""
         position_S = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)

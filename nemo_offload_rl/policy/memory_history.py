@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
-from nemo_offload_rl.residency import ResidencyManager
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +29,3 @@ def record_memory_history(folder: str | None, device: torch.device, rank: int) -
         logger.error("out of memory on cuda:%d: snapshot written to %s", device, target)
 
     torch._C._cuda_attach_out_of_memory_observer(on_out_of_memory)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextmanager
-def explain_out_of_memory(residency: ResidencyManager) -> Iterator[None]:
-    """Add to an out-of-memory error where the groups are and what the last transitions moved."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        held = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in residency.device_bytes().items())
-        error.add_note(f"on the device in phase {residency.phase}: {held}")
-        error.add_note(f"last transitions:\n{residency.reports.recent_lines()}")
-        raise

@@ -1,41 +1,47 @@
-"""A worker's passes over micro-batches, beside the copies that residency has under way."""
+"""Runs a worker's passes over micro-batches while residency has copies under way."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from nemo_offload_rl.data.batch import TokenBatch
-from nemo_offload_rl.policy.memory_history import explain_out_of_memory
-from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyManager
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
 
 logger = logging.getLogger(__name__)
 
 MANY_MICRO_BATCHES = 8
+_GIB = 2**30
 
 
 class Passes:
     """Runs passes so that what was prefetched takes no memory that a pass needs.
 
-    Before a pass of more tokens than any before it, prefetched state is evicted if there may be no room for both. A
-    single rank that runs out of memory anyway runs the pass once more without that state. Several ranks cannot: the
-    others wait in a collective of the pass that failed.
+    Before a pass of more tokens than any of its kind before it, prefetched state is evicted if there may be no room for
+    both. A single rank that runs out of memory anyway runs the pass once more without that state. Several ranks cannot:
+    the others wait in a collective of the pass that failed, so the run ends.
 
     Args:
+        settings: The policy's settings.
         residency: The rank's state.
         is_alone: Passes have no collectives with other ranks.
     """
 
-    def __init__(self, residency: ResidencyManager, *, is_alone: bool) -> None:
+    def __init__(self, settings: PolicySettings, residency: ResidencyManager, *, is_alone: bool) -> None:
+        self._settings = settings
         self._residency = residency
         self._is_alone = is_alone
 
     def run[Batch: TokenBatch, Result](
         self,
+        kind: PassKind,
         micro_batches: Sequence[Batch],
         run: Callable[[Sequence[Batch]], Result],
         after_failure: Callable[[], None] = lambda: None,
@@ -43,33 +49,115 @@ class Passes:
         """`run(micro_batches)`, perhaps twice.
 
         Args:
+            kind: What the pass does.
             micro_batches: What the pass goes over.
             run: The pass.
             after_failure: Undoes what a failed pass has left behind, before it is run again.
+
+        Raises:
+            UserError: Memory ran out, and nothing can be offloaded to run the pass again.
         """
-        self._residency.expect_work(max((batch.input_ids.numel() for batch in micro_batches), default=0))
+        if not micro_batches:
+            return run(micro_batches)
+        packs = self._settings.sequence_packing.enabled
+        largest = max(micro_batches, key=lambda batch: batch.num_tokens(packed=packs))
+        num_tokens = largest.num_tokens(packed=packs)
+        self._residency.expect_work(kind, num_tokens)
+        work = f"a {kind} pass over micro-batches of up to {num_tokens} tokens"
+        advice = self._advice(kind, is_divisible=len(largest) > largest.rows_per_group)
         try:
-            with explain_out_of_memory(self._residency):
-                return run(micro_batches)
+            return run(micro_batches)
         except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
-            if not self._is_alone:
-                raise
-            after_failure()
-            num_bytes = self._residency.evict()
+            held = held_on_device(self._residency)
+            num_bytes = 0
+            if self._is_alone:
+                after_failure()
+                num_bytes = self._residency.evict()
             if not num_bytes:
-                raise
+                raise _refusal(self._residency, work, held, error, advice) from error
             phase = self._residency.phase.value if self._residency.phase else "start"
             logger.warning(
                 "out of memory in a pass of phase %s (%s); it is run again without %.2f GiB on the device that it does "
                 "not read",
                 phase,
-                " ".join(str(error).split())[:200],
-                num_bytes / 2**30,
+                _in_one_line(error),
+                num_bytes / _GIB,
             )
         # Outside of the handler: the error's traceback holds the failed pass's tensors.
         gc.collect()
-        with explain_out_of_memory(self._residency):
+        with told_out_of_memory(self._residency, work, advice):
             return run(micro_batches)
+
+    def _advice(self, kind: PassKind, *, is_divisible: bool) -> str:
+        """Keys with which a pass of this kind takes less of the device."""
+        settings, changes = self._settings, []
+        with_loss = kind in (PassKind.TRAINING, PassKind.EVALUATION)
+        if is_divisible:
+            name = "train_mb_tokens" if with_loss else "logprob_mb_tokens"
+            by_rows = "policy.train_micro_batch_size" if with_loss else "policy.logprob_batch_size"
+            if kind is PassKind.TEACHER:
+                by_rows = "teacher.logprob_batch_size"
+            for section in ("sequence_packing", "dynamic_batching"):
+                if getattr(settings, section).enabled:
+                    by_rows = f"policy.{section}.{name}"
+            changes.append(f"lower {by_rows}")
+        backend = settings.backend
+        if kind is PassKind.TRAINING and not backend.activation_checkpointing:
+            changes.append(f"set policy.{backend.section}.activation_checkpointing=true")
+        if settings.logprob_chunk_size is None:
+            changes.append("set policy.logprob_chunk_size=1024")
+        if kind is PassKind.TRAINING:
+            changes += self._streaming
+        return ", or ".join([*changes, "lower policy.max_total_sequence_length"])
+
+    @property
+    def state_advice(self) -> str:
+        """What makes room for state."""
+        # Parts of parameters are for one worker.
+        last = "use a GPU with more memory" if self._settings.backend.streams_parameters else "use more GPUs"
+        return ", or ".join([*self._streaming, last])
+
+    @property
+    def _streaming(self) -> list[str]:
+        backend = self._settings.backend
+        if backend.streamed_share > 0 or backend.keeps_optimizer_on_host:
+            return []
+        return [f"set {backend.streaming_section}.offload_optimizer_states=true"]
+
+
+@contextmanager
+def told_out_of_memory(residency: ResidencyManager, work: str, advice: str) -> Iterator[None]:
+    """Have the body raise a `UserError` where it runs out of the device's memory.
+
+    Args:
+        residency: The rank's state.
+        work: What the body does, for the message.
+        advice: What to change.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
+        raise _refusal(residency, work, held_on_device(residency), error, advice) from error
+
+
+def held_on_device(residency: ResidencyManager) -> str:
+    """The state groups on the device with their sizes, those of one row of the plan together."""
+    rows: dict[str, int] = {}
+    for name, size in residency.device_bytes().items():
+        rows[row_of(name)] = rows.get(row_of(name), 0) + size
+    return ", ".join(f"{row} {size / _GIB:.2f} GiB" for row, size in rows.items() if size) or "no state"
+
+
+def _refusal(residency: ResidencyManager, work: str, held: str, error: BaseException, advice: str) -> UserError:
+    logger.warning("last transitions before memory ran out:\n%s", residency.reports.recent_lines())
+    phase = residency.phase.value if residency.phase else "start"
+    return UserError(
+        f"out of memory on the device in phase {phase}, in {work}, with {held} on it ({_in_one_line(error)}); {advice}"
+    )
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from nemo_offload_rl.policy.host_plan import render_host_plan
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
 from nemo_offload_rl.policy.micro_batches import in_rows_of, micro_batch_rows
-from nemo_offload_rl.policy.passes import Passes, TrainingPace
+from nemo_offload_rl.policy.passes import Passes, TrainingPace, told_out_of_memory
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
@@ -42,6 +42,7 @@ from nemo_offload_rl.residency import (
     OPTIMIZER,
     PARAMS,
     REFERENCE,
+    PassKind,
     Phase,
     TransitionReport,
     make_device,
@@ -98,7 +99,7 @@ class PolicyWorker:
         if self._teacher is not None:
             self._teacher.model.use_stream(self.residency.streamed_layers)
         self._saver = CheckpointSaver(self.residency)
-        self._passes = Passes(self.residency, is_alone=self._backend.rank_info.world_size == 1)
+        self._passes = Passes(settings, self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
@@ -109,20 +110,20 @@ class PolicyWorker:
 
     def prepare_for_training(self) -> TransitionReport:
         """Parameters and optimizer on the device (the plan has the details)."""
-        return self._communicators.enter(self.residency, Phase.TRAINING)
+        return self._enter(Phase.TRAINING)
 
     def prepare_for_lp_inference(self) -> TransitionReport:
         """Parameters on the device, gradients freed."""
-        return self._communicators.enter(self.residency, Phase.LP_INFERENCE)
+        return self._enter(Phase.LP_INFERENCE)
 
     def prepare_for_teacher(self) -> TransitionReport:
         """The teacher on the device; the policy may follow it where there is room."""
-        return self._communicators.enter(self.residency, Phase.TEACHER_INFERENCE)
+        return self._enter(Phase.TEACHER_INFERENCE)
 
     def offload_before_refit(self) -> TransitionReport:
         """Leave only the parameters on the device."""
         self._backend.clear_caches()
-        return self._communicators.enter(self.residency, Phase.REFIT)
+        return self._enter(Phase.REFIT)
 
     def release_memory(self, to_driver: bool = True) -> None:
         """Release the memory of what has left by now; with `to_driver`, to it, and start further copies out."""
@@ -137,7 +138,11 @@ class PolicyWorker:
         """Leave nothing on the device, waiting for all or for the engine's share; collectives may be impossible."""
         if self._sender is not None:
             self._sender.release()
-        return self._communicators.enter(self.residency, Phase.GENERATION, waits_for_all=wait_for_all)
+        return self._enter(Phase.GENERATION, waits_for_all=wait_for_all)
+
+    def _enter(self, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
+        with told_out_of_memory(self.residency, f"the transition to {phase.value}", self._passes.state_advice):
+            return self._communicators.enter(self.residency, phase, waits_for_all=waits_for_all)
 
     def residency_plan(self) -> str:
         """The resolved plan as a table, with the groups' sizes; below it, who takes what of the host's memory."""
@@ -210,6 +215,7 @@ class PolicyWorker:
         self.residency.step_opened()
         try:
             return self._passes.run(
+                PassKind.TRAINING,
                 micro_batches,
                 lambda batches: self._backend.forward_backward(batches, loss_fn, norm, pace.before_micro_batch),
                 # Part of the gradients is there; using them would be a wrong step.
@@ -229,7 +235,11 @@ class PolicyWorker:
             NonFiniteGradientsError: On every rank, if `policy.max_skipped_updates` in a row were skipped before.
         """
         self._saver.wait_before_write()
-        with self.residency.during(Phase.OPTIM_STEP), self.residency.writing_state():
+        with (
+            told_out_of_memory(self.residency, "the update", self._passes.state_advice),
+            self.residency.during(Phase.OPTIM_STEP),
+            self.residency.writing_state(),
+        ):
             result = self._backend.optim_step(self.residency.streamed(before_refit=before_refit))
         self.residency.step_closed()
         self._skipped.count(result)
@@ -249,7 +259,9 @@ class PolicyWorker:
         size = micro_batch_size or self._settings.train_micro_batch_size
         rows_of_each = self._micro_batches(batch, is_training=True, size=size)
         micro_batches, norm = self._trim([batch.select(rows) for rows in rows_of_each]), self._loss_norm(batch)
-        loss, metrics = self._passes.run(micro_batches, lambda batches: self._backend.evaluate(batches, loss_fn, norm))
+        loss, metrics = self._passes.run(
+            PassKind.EVALUATION, micro_batches, lambda batches: self._backend.evaluate(batches, loss_fn, norm)
+        )
         return TrainResult([loss], [0.0], [0.0], {name: [value] for name, value in metrics.items()})
 
     def _loss_norm(self, batch: TrainBatch) -> LossNorm:
@@ -275,7 +287,9 @@ class PolicyWorker:
         batch = logprob_inputs(batch, counted_only=counted_only)
         plan = self._micro_batches(batch, is_training=False, size=self._settings.logprob_batch_size)
         micro_batches = self._trim([batch.select(rows) for rows in plan])
-        return in_rows_of(batch, plan, self._passes.run(micro_batches, partial(self._backend.logprobs, whole=whole)))
+        kind = PassKind.REFERENCE if whole else PassKind.LOGPROBS
+        found = self._passes.run(kind, micro_batches, partial(self._backend.logprobs, whole=whole))
+        return in_rows_of(batch, plan, found)
 
     def get_reference_logprobs(self, batch: TokenBatch, counted_only: bool = False) -> Tensor:
         """Over the whole vocabulary, under the frozen initial parameters; the policy's are back after it."""
@@ -302,7 +316,7 @@ class PolicyWorker:
             settings, inputs, teacher.model.all_reduce_max, is_training=False, size=settings.logprob_batch_size
         )
         micro_batches = self._trim([inputs.select(rows) for rows in plan])
-        found = self._passes.run(micro_batches, lambda batches: teacher.read(batches, reader))
+        found = self._passes.run(PassKind.TEACHER, micro_batches, lambda batches: teacher.read(batches, reader))
         return tuple(in_rows_of(inputs, plan, pieces) for pieces in zip(*found, strict=True))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from nemo_offload_rl.residency.streaming import (
     num_streamed,
     restricted_to,
 )
+from nemo_offload_rl.residency.work_memory import PassKind
 
 __all__ = [
     "BASE",
@@ -96,6 +97,7 @@ __all__ = [
     "Nccl",
     "OpenStepError",
     "OptimizerParts",
+    "PassKind",
     "PassingParts",
     "Phase",
     "PhaseSpec",

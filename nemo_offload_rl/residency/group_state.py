@@ -162,6 +162,21 @@ class GroupState:
         return 0
 
     @property
+    def leaving_bytes(self) -> int:
+        """Device memory that the group still holds while it is leaving; 0 where it is not."""
+        if self._flight is None or not self.is_leaving:
+            return 0
+        return sum(storage.nbytes() for storage in self._flight.to_release)
+
+    @property
+    def can_release(self) -> bool:
+        """Whether copies out have finished whose memory is still to be released."""
+        flight = self._flight
+        if flight is None or not self.is_leaving:
+            return False
+        return min(flight.transfer.num_finished(), len(flight.to_release)) > flight.num_released
+
+    @property
     def is_leaving(self) -> bool:
         """Whether copies out are under way, whose memory is still to be released."""
         return self._flight is not None and self.location is not Placement.DEVICE

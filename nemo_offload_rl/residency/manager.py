@@ -43,7 +43,7 @@ from nemo_offload_rl.residency.prefetch import Prefetcher
 from nemo_offload_rl.residency.snapshot import Snapshots
 from nemo_offload_rl.residency.streaming import Streams
 from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
-from nemo_offload_rl.residency.work_memory import WorkMemory
+from nemo_offload_rl.residency.work_memory import PassKind, WorkMemory
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class ResidencyManager:
         records: Records = {}
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
-            report.peak_bytes = self.work.end(self.phase, is_whole=has_worked)
+            report.peak_bytes = self.work.end(is_whole=has_worked)
             if phase is Phase.REFIT:
                 self._device.time_backlog(report)
             self._snapshots.release_staged()
@@ -165,7 +165,7 @@ class ResidencyManager:
         if self._settles(phase):
             report.device_used_after_bytes = self._device.used_bytes()
             report.leftovers = self._groups.leftovers(records, self._leftover_check, self.plan.releases_cache(phase))
-        self.work.begin(sum(device_bytes(records).values()))
+        self.work.begin(phase, sum(device_bytes(records).values()), self._states.values())
         if not self._overlap:
             return
         with self._device.held_up(report):  # all through the copies where host memory is not page-locked
@@ -186,14 +186,16 @@ class ResidencyManager:
                 self._prefetcher.bring(self.phase, phase, self._states, self._groups.records(), report)
             self._ledger.add_if_moved(report)
 
-    def expect_work(self, size: int) -> None:
-        """A pass of this size is about to begin; call it before every pass, with sizes in the same unit (tokens).
+    def expect_work(self, kind: PassKind, size: int) -> None:
+        """A pass is about to begin; call it before every pass, with sizes in the same unit (tokens).
 
-        What was prefetched is evicted if it is larger than any before and there may be no room for both.
+        What was prefetched is evicted if the pass is larger than any of its kind before it, or the first of its kind
+        in this phase, and there may be no room for both.
         """
         self._groups.forget()
-        self.work.expect(size)
-        if self.phase is not None and not self._prefetcher.is_paused and self.work.is_too_tight(self.phase):
+        self.work.expect(kind, size)
+        prefetcher = self._prefetcher
+        if not prefetcher.is_paused and self.work.is_too_tight(has_prefetched=prefetcher.has_brought):
             self.evict()
 
     def evict(self) -> int:
@@ -267,11 +269,13 @@ class ResidencyManager:
 
         `to_driver`: to other processes too, where the phase has those; that waits for the paced copies that run.
         """
-        self._groups.release_finished(release_cache=to_driver and self._releases_cache, starts_more=starts_more)
+        with self.work.releasing():
+            self._groups.release_finished(release_cache=to_driver and self._releases_cache, starts_more=starts_more)
 
     def settle(self) -> None:
         """Wait for every copy under way and release the memory of what left."""
-        self._groups.settle(release_cache=self._releases_cache)
+        with self.work.releasing(waits=True):
+            self._groups.settle(release_cache=self._releases_cache)
 
     def finish_leaving(self) -> None:
         """`settle` after an `enter` that did not wait for all, while nobody waits: no seconds are exposed."""

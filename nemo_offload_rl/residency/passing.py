@@ -70,7 +70,7 @@ class PassingParts:
         self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
         self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
-        self._kept: list[int] = []  # parts that stay for the update
+        self._kept: dict[int, int] = {}  # parts that stay for the update, and their bytes
         self._limit_bytes = 0  # of them
 
     def __len__(self) -> int:
@@ -119,7 +119,8 @@ class PassingParts:
         Raises:
             DeviceOutOfMemoryError: There is no room; they are on the host as before.
         """
-        self._groups.release_finished(release_cache=False)
+        with self._work.releasing():
+            self._groups.release_finished(release_cache=False)
         state = self._params[index]
         if state.location is not Placement.DEVICE:
             self._narrow.add(index)
@@ -191,7 +192,7 @@ class PassingParts:
         grads.version += 1
         grads.mirror.cover(self._records(grads))  # by which it is counted
         self._work.add(sizes_bytes[index])
-        self._kept.append(index)
+        self._kept[index] = sizes_bytes[index]
         return True
 
     def drop_gradients(self) -> None:
@@ -284,10 +285,12 @@ class PassingParts:
     def _let_go(self) -> None:
         """What was kept for an update that has not come leaves."""
         with self._device.held_up(self._report):
-            for index in self._kept:
+            for index, num_bytes in self._kept.items():
+                if self._params[index].location is Placement.DEVICE:  # no update came since
+                    self._work.add(-num_bytes)
                 for state in (self._params[index], self._grads[index], self._states[index]):
                     self._leave(state)
-        self._kept = []
+        self._kept = {}
 
     def _leaving_bytes(self) -> int:
         return sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)

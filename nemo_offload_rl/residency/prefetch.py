@@ -8,7 +8,7 @@ from functools import partial
 from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.plan import OPTIMIZER, OPTIMIZER_PART, PHASES, Phase, Placement, ResidencyPlan, row_of
 from nemo_offload_rl.residency.snapshot import Snapshot, Snapshots
-from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
+from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction
 from nemo_offload_rl.residency.window import Bundle, Window
 from nemo_offload_rl.residency.work_memory import WorkMemory
 
@@ -28,6 +28,7 @@ class Prefetcher:
 
     Attributes:
         is_paused: Nothing is prefetched until the next phase.
+        has_brought: Something was prefetched in this phase.
         parts_limit_bytes: What parts may hold of the device from here to the end of the step, beside the passes' work.
     """
 
@@ -44,12 +45,12 @@ class Prefetcher:
         self._parts = parts
         self._parts_come_ahead = parts_come_ahead
         self._work = work
-        self.is_paused = False
+        self.is_paused = self.has_brought = False
         self.parts_limit_bytes = 0
 
     def begin(self, phase: Phase) -> None:
         """A phase is entered."""
-        self.is_paused = False
+        self.is_paused = self.has_brought = False
         if phase is not Phase.OPTIM_STEP:
             self.parts_limit_bytes = 0
 
@@ -59,8 +60,12 @@ class Prefetcher:
         A group leaves only where the plan has host memory for it, and if it is the optimizer's or `now` has no need of
         it.
         """
-        self.is_paused = True
+        self.is_paused, self.has_brought = True, False
         self.parts_limit_bytes = 0
+        with self._work.moving():
+            return self._evict(now, snapshots, report)
+
+    def _evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
         num_bytes = snapshots.release_staged()
         num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
         wanted = {
@@ -72,7 +77,6 @@ class Prefetcher:
         }
         Transaction(self._groups, wanted, report).run()
         self._groups.settle(release_cache=True, report=report)
-        self._work.begin(sum(device_bytes(self._groups.records()).values()))
         return num_bytes + report.bytes_freed
 
     def bring_beside(
@@ -128,10 +132,11 @@ class Prefetcher:
         limit_bytes = self.limit_parts(now)
         if self._parts_come_ahead:
             window = Window(self._parts, lambda state: records[state.group.name], limit_bytes, report)
-            held_bytes = window.held_bytes
-            if not window.fill(0):
-                report.without_room.append(self._parts[0][0].group.name)
-            self._work.add(window.held_bytes - held_bytes)
+            with self._work.moving():
+                if window.fill(0):
+                    self.has_brought = True
+                else:
+                    report.without_room.append(self._parts[0][0].group.name)
 
     def _stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
         """Bring snapshots beside their groups while the policy's own logprobs are computed."""
@@ -145,7 +150,9 @@ class Prefetcher:
     def _if_room(
         self, now: Phase, name: str, num_bytes: int, start: Callable[[], bool], report: TransitionReport
     ) -> None:
-        if self._work.has_room(now, num_bytes) and start():
-            self._work.add(num_bytes)
-        else:
-            report.without_room.append(name)
+        if self._work.has_room(now, num_bytes):
+            with self._work.moving():
+                if start():
+                    self.has_brought = True
+                    return
+        report.without_room.append(name)

@@ -52,6 +52,11 @@ class BackendConfig(Protocol):
         ...
 
     @property
+    def activation_checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        ...
+
+    @property
     def streamed_share(self) -> float:
         """Share of the optimizer states that are on the device in the optimizer step only; 0 for none."""
         ...

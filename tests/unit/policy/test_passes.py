@@ -6,14 +6,27 @@ from dataclasses import dataclass
 import pytest
 import torch
 from deferred_device import DeferredDevice
-from policy_cases import NLL, assert_equal, full_optimizer, full_params, has_grads, make_batch
+from policy_cases import (
+    NLL,
+    BatchingConfig,
+    assert_equal,
+    full_optimizer,
+    full_params,
+    has_grads,
+    make_batch,
+    make_settings,
+)
 from simulated_device import SimulatedDevice
 from torch import nn
 
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.policy import passes as passes_module
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.policy.passes import Passes, TrainingPace
 from nemo_offload_rl.residency import (
     DeviceOutOfMemoryError,
+    PassKind,
     Phase,
     Placement,
     ResidencyManager,
@@ -22,6 +35,8 @@ from nemo_offload_rl.residency import (
     resolve_plan,
     work_memory,
 )
+
+PACKED = BatchingConfig(enabled=True, train_mb_tokens=128, logprob_mb_tokens=128, sequence_length_round=1)
 
 
 class BusyDevice(SimulatedDevice):
@@ -60,11 +75,15 @@ def next_logprobs(manager: ResidencyManager) -> None:
         manager.enter(phase)
 
 
-@dataclass
-class _Sized:
-    """All that a pass looks at of a micro-batch."""
+def rows_of(*lengths: int) -> TokenBatch:
+    """A micro-batch of rows with so many real tokens."""
+    return TokenBatch(
+        input_ids=torch.zeros(len(lengths), max(lengths), dtype=torch.int64), input_lengths=torch.tensor(lengths)
+    )
 
-    input_ids: torch.Tensor
+
+def passes_of(manager: ResidencyManager, *, is_alone: bool = True, **changes: object) -> Passes:
+    return Passes(make_settings("a-model", **changes), manager, is_alone=is_alone)
 
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
@@ -73,7 +92,7 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
     monkeypatch, caplog, is_alone, is_announced
 ):
     manager, device, tensors = make_manager(160, monkeypatch)
-    passes = Passes(manager, is_alone=is_alone)
+    passes = passes_of(manager, is_alone=is_alone)
     ran = []
 
     def run(batches):
@@ -81,8 +100,7 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
         ran.append(manager.location("optimizer"))
 
     def attempt(num_bytes: int) -> None:
-        batch = _Sized(torch.empty(num_bytes if is_announced else 1))
-        passes.run([batch], run)
+        passes.run(PassKind.LOGPROBS, [rows_of(num_bytes if is_announced else 1)], run)
 
     for num_bytes in (40, 40):
         next_logprobs(manager)
@@ -91,7 +109,7 @@ def test_a_larger_pass_than_those_before_finds_the_room_that_it_has_without_pref
     next_logprobs(manager)
     assert manager.location("optimizer") is Placement.DEVICE
     if not is_alone and not is_announced:
-        with pytest.raises(DeviceOutOfMemoryError, match="for a pass"):
+        with pytest.raises(UserError, match="for a pass"):
             attempt(100)
         return
     with caplog.at_level(logging.WARNING):
@@ -115,9 +133,62 @@ def test_a_pass_that_fits_nowhere_is_tried_twice_and_once_where_nothing_could_le
 
     manager.enter(Phase.TRAINING)
     for num_tries in (2, 3):
-        with pytest.raises(DeviceOutOfMemoryError, match="for a pass"):
-            Passes(manager, is_alone=True).run([_Sized(torch.empty(1))], run)
+        with pytest.raises(UserError, match="for a pass"):
+            passes_of(manager).run(PassKind.TRAINING, [rows_of(1)], run)
         assert len(tries) == num_tries
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one rank", "several ranks"])
+def test_a_pass_without_room_ends_with_its_phase_its_tokens_what_was_held_and_the_keys_to_change(monkeypatch, is_alone):
+    manager, device, _ = make_manager(160, monkeypatch)
+    manager.enter(Phase.LP_INFERENCE)
+    monkeypatch.setattr(passes_module, "_GIB", 1)
+    held = "params 40.00 GiB, optimizer 80.00 GiB on it (130 bytes for a pass, 40"
+    if is_alone:  # the optimizer was offloaded, and the pass was run again
+        held = "params 40.00 GiB on it (130 bytes for a pass, 120"
+    with pytest.raises(UserError) as raised:
+        passes_of(manager, is_alone=is_alone, logprob_chunk_size=None).run(
+            PassKind.REFERENCE, [rows_of(5, 3), rows_of(7, 1)], lambda _: device.run_pass(130)
+        )
+    assert str(raised.value) == (
+        "out of memory on the device in phase lp_inference, in a reference logprobs pass over micro-batches of up to "
+        f"14 tokens, with {held} are free); lower policy.logprob_batch_size, or set policy.logprob_chunk_size=1024, "
+        "or lower policy.max_total_sequence_length"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "changes", "advice"),
+    [
+        (PassKind.TRAINING, (5, 5), {}, "lower policy.train_micro_batch_size, or set policy.dtensor_cfg.activation_ch"),
+        (PassKind.TRAINING, (5,), {}, "set policy.dtensor_cfg.activation_checkpointing=true, or set policy.dtensor_"),
+        (PassKind.EVALUATION, (5, 5), {}, "lower policy.train_micro_batch_size, or lower policy.max_total_sequence_le"),
+        (PassKind.TEACHER, (5, 5), {}, "lower teacher.logprob_batch_size, or lower policy.max_total_sequence_length"),
+        (PassKind.LOGPROBS, (5, 5), {"sequence_packing": PACKED}, "lower policy.sequence_packing.logprob_mb_tokens, "),
+        (PassKind.TRAINING, (5, 5), {"dynamic_batching": PACKED}, "lower policy.dynamic_batching.train_mb_tokens, or"),
+    ],
+)
+def test_what_is_advised_against_a_lack_of_memory_is_about_that_kind_of_pass(
+    monkeypatch, kind, lengths, changes, advice
+):
+    manager, device, _ = make_manager(160, monkeypatch)
+    manager.enter(Phase.LP_INFERENCE)
+    passes = passes_of(manager, logprob_chunk_size=64, **changes)
+    with pytest.raises(UserError) as raised:
+        passes.run(kind, [rows_of(*lengths)], lambda _: device.run_pass(1000))
+    assert f"are free); {advice}" in str(raised.value)
+
+
+def test_a_pass_over_packed_rows_is_as_large_as_their_real_tokens(monkeypatch):
+    manager, device, _ = make_manager(160, monkeypatch)
+    passes = passes_of(manager, is_alone=False, sequence_packing=PACKED)
+    # 128 cells with padding, of which 30 are real; then 100 cells, all of them real.
+    for batch in (rows_of(16, *[2] * 7), rows_of(16, *[2] * 7), rows_of(50, 50)):
+        next_logprobs(manager)
+        num_tokens = int(batch.input_lengths.sum())
+        passes.run(PassKind.LOGPROBS, [batch], lambda _, num_bytes=num_tokens: device.run_pass(num_bytes))
+        places = manager.location("optimizer")
+    assert places is Placement.HOST  # it made way
 
 
 @pytest.mark.parametrize(("num_micro_batches", "first_with_states"), [(1, 0), (2, 0), (7, 0), (8, 1), (33, 1)])

@@ -27,13 +27,13 @@ from simulated_device import SimulatedDevice
 from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.models.families import DTENSOR
 from nemo_offload_rl.policy.backends.dtensor.stand_ins import LayerInputs, SteppedModel
 from nemo_offload_rl.policy.config import BatchingConfig
 from nemo_offload_rl.policy.interfaces import TokenStat
 from nemo_offload_rl.policy.settings import TokenFilter
-from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency import CpuDevice, ResidencyError
 
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -253,7 +253,7 @@ def test_a_device_for_one_whole_part_and_what_is_in_none_is_enough_and_a_byte_le
     with layerwise(path, keep_reference=True) as worker:
         results(worker, 1)  # states are made in the first update, by the optimizer
         worker.prepare_for_training()
-        with pytest.raises(DeviceOutOfMemoryError) if missing_bytes else nullcontext():
+        with pytest.raises(UserError, match="out of memory on the device") if missing_bytes else nullcontext():
             worker.train(make_batch(), NLL())
 
 
@@ -339,7 +339,7 @@ def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_
         worker.prepare_for_training()
         before = full_params(worker)
         hook = forward_hook_on_layer(worker, 1, runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(UserError, match="no memory"):
             worker.train(make_batch(), NLL())
         hook.remove()
         assert_equal(full_params(worker), before)
@@ -361,7 +361,7 @@ def test_memory_that_runs_out_before_any_layer_is_an_error_also_after_passes_ove
         worker.prepare_for_training()
         worker.get_logprobs(make_batch())
         monkeypatch.setattr(SteppedModel, "embed", runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(UserError, match="no memory"):
             worker.get_logprobs(make_batch())
         monkeypatch.undo()
         assert not worker.train(make_batch(), NLL()).is_skipped[0]

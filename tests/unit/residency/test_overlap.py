@@ -126,9 +126,9 @@ def test_room_is_what_is_free_less_the_work_seen_with_a_margin_and_a_reserve():
     gib = 1 << 30
     device = PeakDevice(free_bytes=10 * gib)
     work = WorkMemory(device)
-    work.begin(held_bytes=3 * gib)
+    work.begin(Phase.LP_INFERENCE, held_bytes=3 * gib)
     device.peak_bytes = 5 * gib
-    work.end(Phase.LP_INFERENCE)
+    work.end()
     assert work.has_room(Phase.LP_INFERENCE, int(6.7 * gib))
     assert not work.has_room(Phase.LP_INFERENCE, int(6.9 * gib))
     assert not work.has_room(Phase.TRAINING, 1)
@@ -141,9 +141,9 @@ def test_what_sending_weights_takes_is_counted_beside_all_that_was_there_when_it
     assert work.needed_bytes(Phase.REFIT) == 0
     for held_gib, allocated_gib, peak_gib in ((3, 4, 6), (9, 9, 10)):  # the most that was seen counts
         device.allocated_bytes = lambda allocated=allocated_gib: allocated * gib
-        work.begin(held_bytes=held_gib * gib)
+        work.begin(Phase.REFIT, held_bytes=held_gib * gib)
         device.peak_bytes = peak_gib * gib
-        work.end(Phase.REFIT)
+        work.end()
         assert work.needed_bytes(Phase.REFIT) == 2 * gib
 
 
@@ -152,10 +152,10 @@ def test_what_the_allocator_holds_for_passes_counts_as_needed_where_it_is_more_t
     device = PeakDevice(free_bytes=10 * gib)
     work = WorkMemory(device)
     for cached_gib, room_gib in ((0.5, 6.8), (4, 4.6), (1, 4.6)):  # the most that was seen counts
-        work.begin(held_bytes=3 * gib)
+        work.begin(Phase.TRAINING, held_bytes=3 * gib)
         device.peak_bytes = 5 * gib
         device.cached_for_work_bytes = lambda cached=cached_gib: int(cached * gib)
-        work.end(Phase.TRAINING)
+        work.end()
         assert work.room_bytes(Phase.TRAINING) == pytest.approx(room_gib * gib)
 
 

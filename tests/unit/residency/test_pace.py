@@ -8,7 +8,7 @@ from fake_cuda import FakeRuntime, make_cuda_device
 from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining, give_room
 from toy_training import assert_bitwise_equal
 
-from nemo_offload_rl.residency import HostAllowance, Phase, cuda_transfer, pieces
+from nemo_offload_rl.residency import HostAllowance, PassKind, Phase, cuda_transfer, pieces
 from nemo_offload_rl.residency.device import Copy
 
 RUNNING_PARTS = 2
@@ -190,7 +190,7 @@ def test_the_parts_storages_are_listed_once_from_an_update_to_the_next_pass(devi
     assert listed.issuperset(training.names)  # there was a pass
     training.step()
     listed.clear()
-    manager.expect_work(1)  # of an evaluation
+    manager.expect_work(PassKind.EVALUATION, 1)
     manager.enter(Phase.REFIT)
     assert listed.issuperset(training.names)
     manager.close()

@@ -297,7 +297,7 @@ def test_what_the_update_itself_takes_stays_free_and_parts_that_came_in_the_step
         training.optim_step()
     work = training.manager.work
     # The first step makes states that no account has charged; later ones take nothing but parts.
-    assert work._needed_bytes[Phase.OPTIM_STEP] <= PART_BYTES
+    assert work.needed_bytes(Phase.OPTIM_STEP) <= PART_BYTES
     training.backward()
     training.optim_step(lambda members: setattr(training.device, "extra_bytes", 4 * PART_BYTES))
     training.backward()

@@ -162,6 +162,10 @@ class BuiltModel:
         batch, rows = self.on_device(micro_batch)
         return self.module(batch.input_ids, rows, reader_of(batch)), batch
 
+    def num_tokens(self, micro_batch: TokenBatch) -> int:
+        """Tokens of a micro-batch that go through the model, of all ranks that share its rows."""
+        return micro_batch.num_tokens(packed=self._packs)
+
     def on_device[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Batch, ModelRows]:
         """A micro-batch of the host on the device, and what of it the model gets."""
         # Looked at where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.

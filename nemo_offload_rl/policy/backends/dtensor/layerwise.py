@@ -213,7 +213,7 @@ class LayerwisePasses:
         used_bytes = tokens = 0
         with self._present(0, following=1):
             for micro_batch in micro_batches:
-                num_tokens = micro_batch.input_ids.numel()
+                num_tokens = self._built.num_tokens(micro_batch)
                 if group and used_bytes + used_bytes * num_tokens // tokens > limit_bytes:
                     break
                 group.append(self._embedded(micro_batch))
@@ -225,7 +225,7 @@ class LayerwisePasses:
 
     def _begin(self, micro_batches: Sequence[TokenBatch]) -> None:
         """A pass begins."""
-        self._tokens = max((it.input_ids.numel() for it in micro_batches), default=0)
+        self._tokens = max(map(self._built.num_tokens, micro_batches), default=0)
         self._has_kept = False
 
     def _learn(self) -> None:

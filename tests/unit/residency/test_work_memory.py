@@ -1,0 +1,107 @@
+"""What passes need of the device beside state groups is measured exactly, whatever comes and goes meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_window import RoomyDevice
+from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
+
+from nemo_offload_rl.policy.passes import MANY_MICRO_BATCHES, TrainingPace
+from nemo_offload_rl.residency import PassKind, Phase, work_memory
+
+CAPACITY_PARTS = 3 * NUM_PARTS  # parameters and gradients take as much as the states of all parts
+
+
+class WorkingDevice(RoomyDevice):
+    """A device on which passes take memory beside the parts, and fail where it is not free."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.capacity_bytes = CAPACITY_PARTS * PART_BYTES
+
+    def drain_peak_bytes(self) -> int:
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.used_bytes()
+        return max(peak_bytes, self.used_bytes())
+
+    def work(self, num_bytes: int) -> None:
+        """Take this much beside all that is there, and release it."""
+        if num_bytes > self.free_bytes():
+            raise torch.OutOfMemoryError(f"{num_bytes} bytes for a pass, {self.free_bytes()} are free")
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes() + num_bytes)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """Gradients that stay, in TRAINING before the first update, with hardly any reserve."""
+    monkeypatch.setattr(work_memory, "RESERVE_BYTES", PART_BYTES // 10)
+    training = PartsTraining(WorkingDevice())
+    for parameter in training.parameters:
+        parameter.grad = torch.zeros(parameter.numel())
+    training.manager.enter(Phase.TRAINING)
+    return training
+
+
+def run_update(training: PartsTraining, num_bytes: int, num_micro_batches: int) -> int:
+    """One update of passes that take so many bytes; the parts that had come before the step."""
+    manager = training.manager
+    for state in manager._parts:  # copies out of the update before have ended, and nobody has looked
+        if state.is_leaving:
+            state._flight.transfer.wait_host()
+    manager.expect_work(PassKind.TRAINING, num_bytes)
+    manager.step_opened()
+    pace = TrainingPace(manager, num_micro_batches)
+    for index in range(num_micro_batches):
+        pace.before_micro_batch(index)
+        training.device.work(num_bytes)
+    num_parts = training.held_parts()
+    training.optim_step()
+    return num_parts
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, MANY_MICRO_BATCHES])
+def test_sizes_that_creep_up_find_room_and_no_need_is_measured_smaller_than_it_was(training, num_micro_batches):
+    size, came = 4.0 * PART_BYTES, []
+    for step in range(10):
+        size *= 1.09 if step > 2 else 1.0
+        came.append(run_update(training, int(size), num_micro_batches))
+        training.manager.enter(Phase.TRAINING)
+        assert training.manager.work.needed_bytes(Phase.TRAINING) == int(size)
+    assert max(came) > 0  # states came beside passes, so that there was something to leave
+
+
+def test_a_pass_without_backward_does_not_count_as_seen_for_one_with_backward(training):
+    small, large = 4 * PART_BYTES, 12 * PART_BYTES
+    for _ in range(3):
+        came = run_update(training, small, 1)
+    assert came > 0
+    # An evaluation of as many tokens as the next training pass, of a quarter of its memory.
+    training.manager.expect_work(PassKind.EVALUATION, large)
+    training.device.work(large // 4)
+    training.manager.release_finished()
+    assert run_update(training, small, 1) > 0
+    run_update(training, large, 1)
+    assert training.manager.work.needed_bytes(Phase.TRAINING) == large
+
+
+def test_the_first_pass_of_its_kind_finds_nothing_prefetched_beside_it(training):
+    for _ in range(3):
+        run_update(training, 4 * PART_BYTES, 1)
+    training.manager.settle()
+    training.manager.expect_work(PassKind.TRAINING, 4 * PART_BYTES)
+    training.manager.prefetch(Phase.OPTIM_STEP)
+    assert training.held_parts() > 0
+    training.manager.expect_work(PassKind.LOGPROBS, 1)
+    assert training.held_parts() == 0
+
+
+def test_state_that_comes_between_two_passes_is_no_part_of_what_either_needs(training):
+    for _ in range(2):
+        run_update(training, 4 * PART_BYTES, 1)
+    training.manager.settle()
+    training.manager.expect_work(PassKind.TRAINING, 4 * PART_BYTES)
+    training.device.work(4 * PART_BYTES)  # before anything comes
+    training.manager.prefetch(Phase.OPTIM_STEP)
+    assert training.held_parts() > 0
+    training.optim_step()
+    assert training.manager.work.needed_bytes(Phase.TRAINING) == 4 * PART_BYTES
