@@ -84,7 +84,8 @@ class PausingEngine(Protocol):
 
         Args:
             recompute_kv_cache: A refit meanwhile also drops the KV cache, which is then computed again with the new
-                weights; false goes on with what the old ones computed.
+                weights; false has responses under way go on with what the old ones computed. Requests that begin after
+                the pause never read that.
         """
         ...
 

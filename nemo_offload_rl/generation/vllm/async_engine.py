@@ -18,7 +18,12 @@ from nemo_offload_rl.generation.served_rollouts import ServedCall
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
-from nemo_offload_rl.generation.vllm.requests import check_prompts, completion_from_output, sampling_params
+from nemo_offload_rl.generation.vllm.requests import (
+    cache_salt,
+    check_prompts,
+    completion_from_output,
+    sampling_params,
+)
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ class AsyncVllmEngine(VllmEngineBase):
         can_sleep = arguments.get("enable_sleep_mode", False)
         super().__init__(settings, can_sleep, arguments["load_format"] != "dummy")
         self._request_ids = itertools.count()
+        self._served = ServedWeights()
         self._pausing = threading.Condition()  # of `_pause` and of what calls find of the engine's state
         self._pause: _Pause | None = None
         self._loop = asyncio.new_event_loop()
@@ -87,11 +93,21 @@ class AsyncVllmEngine(VllmEngineBase):
         """See `PausingEngine`."""
         with self._pausing:
             self._pause = _Pause(recompute_kv_cache)
-        self._wait(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+        async def hold() -> None:
+            self._served.runs.clear()
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+        self._wait(hold())
 
     def resume_generation(self) -> None:
         """See `PausingEngine`."""
-        self._wait(self._engine.resume_generation())
+
+        async def go_on() -> None:
+            await self._engine.resume_generation()
+            self._served.runs.set()
+
+        self._wait(go_on())
         with self._pausing:
             self._pause = None
             self._pausing.notify_all()
@@ -121,8 +137,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def finish_refit(self) -> None:
         """See `GenerationEngine`; the weights have the next version."""
         super().finish_refit()
-        if self._server is not None:
-            self._wait(self._server.new_weights())
+        self._served.version += 1
         self._open_gate()
 
     def endpoint_url(self) -> str:
@@ -162,7 +177,7 @@ class AsyncVllmEngine(VllmEngineBase):
     def _serve(self) -> HttpServer:
         from nemo_offload_rl.generation.vllm.http_server import HttpServer
 
-        server = HttpServer(self._engine, self._settings)
+        server = HttpServer(self._engine, self._settings, self._served)
         self._wait(server.start())
         return server
 
@@ -190,7 +205,8 @@ class AsyncVllmEngine(VllmEngineBase):
 
         params = sampling_params(sampling, num_samples, position)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        request = TokensPrompt(prompt_token_ids=list(prompt))
+        version = await self._served.next_version()
+        request = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=cache_salt(version))
         completions: list[Completion] = []
         async for output in self._engine.generate(request, params, f"request-{next(self._request_ids)}"):
             completions = [completion_from_output(sample) for sample in output.outputs]
@@ -217,13 +233,33 @@ class AsyncVllmEngine(VllmEngineBase):
     def _reset_prefix_cache(self) -> bool:
         recomputes = self._pause is not None and self._pause.recompute_kv_cache
         if self._pause is not None and not recomputes and self._engine.output_processor.has_unfinished_requests():
-            return True  # they go on with what they have
+            # These go on with the blocks that they have. No later request reads such a block: its salt is another.
+            return True
         return self._wait(self._engine.reset_prefix_cache(reset_running_requests=recomputes))
 
 
 @dataclass(frozen=True)
 class _Pause:
     recompute_kv_cache: bool
+
+
+class ServedWeights:
+    """Version of an engine's weights, for requests; used on the engine's event loop.
+
+    Attributes:
+        version: Number of refits so far.
+        runs: Cleared while the engine is paused for new weights.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    async def next_version(self) -> int:
+        """Version of a request that begins now; waits for the end of a pause, which brings the next version."""
+        await self.runs.wait()
+        return self.version
 
 
 async def _start(arguments: Any) -> AsyncLLM:

@@ -158,7 +158,7 @@ class RecordedChat(OpenAIServingChat):
                 "already; end the conversation, or raise policy.max_total_sequence_length",
                 status_code=HTTPStatus.BAD_REQUEST,
             )
-        return messages, [{"type": "token", "prompt_token_ids": token_ids}]
+        return messages, [{"type": "token", "prompt_token_ids": token_ids, "cache_salt": request.cache_salt}]
 
     async def chat_completion_full_generator(
         self, request: Any, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any

@@ -34,10 +34,13 @@ from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
+from nemo_offload_rl.generation.vllm.requests import cache_salt
 from nemo_offload_rl.utils.listening import is_loopback
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from nemo_offload_rl.generation.vllm.async_engine import ServedWeights
 
 RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"
@@ -75,18 +78,19 @@ class HttpServer:
     Args:
         llm: The engine.
         settings: Of the engine; `endpoint` is there.
+        served: Version of the engine's weights.
 
     Raises:
         ConfigError: The address cannot be listened on.
         DataError: There is no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: VllmSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: VllmSettings, served: ServedWeights) -> None:
         endpoint = settings.endpoint
         assert endpoint is not None
         self._listening = endpoint.listening
         self._uses_seeds = settings.per_request_seeds
-        self._version = 0
+        self._served = served
         self._is_open = False
         self._num_closings = 0
         self._works: set[asyncio.Task[Any]] = set()
@@ -161,10 +165,6 @@ class HttpServer:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
 
-    async def new_weights(self) -> None:
-        """The next answers have other weights."""
-        self._version += 1
-
     async def open_rollouts(self, rollouts: Mapping[str, SamplingSettings]) -> None:
         """Take calls of these rollouts."""
         self._rollouts |= {name: ServedRollout(sampling) for name, sampling in rollouts.items()}
@@ -189,14 +189,14 @@ class HttpServer:
             if not self._listening.admits(request.headers.get("Authorization")):
                 return self._error(401, "the token is missing or wrong: send `Authorization: Bearer TOKEN`")
             response = await call_next(request)
-            response.headers.setdefault(WEIGHT_VERSION_HEADER, str(self._version))
+            response.headers.setdefault(WEIGHT_VERSION_HEADER, str(self._served.version))
             return response
 
         @app.get("/health")
         async def health() -> Response:
             if not self._is_open:
                 return self._asleep()
-            return JSONResponse({"status": "ready", "weight_version": self._version})
+            return JSONResponse({"status": "ready", "weight_version": self._served.version})
 
         @app.get("/v1/models")
         @app.get("/rollouts/{rollout_id}/v1/models")
@@ -228,8 +228,15 @@ class HttpServer:
                 return self._error(400, problem)
             request._call = Call(rollout, request, uses_seeds=self._uses_seeds)
         num_closings = self._num_closings
-        version, headers = self._version, {WEIGHT_VERSION_HEADER: str(self._version)}
-        work = asyncio.create_task(self._chat.create_chat_completion(request, raw_request))
+        version, asked_salt = self._served.version, request.cache_salt
+
+        async def answered() -> Any:
+            nonlocal version
+            version = await self._served.next_version()
+            request.cache_salt = cache_salt(version, asked_salt)
+            return await self._chat.create_chat_completion(request, raw_request)
+
+        work = asyncio.create_task(answered())
         self._works.add(work)
         try:
             answer = await work
@@ -246,6 +253,7 @@ class HttpServer:
             self._works.discard(work)
         if num_closings != self._num_closings:  # closed, and vLLM has made an answer of its own of the abort
             return self._asleep()
+        headers = {WEIGHT_VERSION_HEADER: str(version)}
         if isinstance(answer, ErrorResponse):
             return JSONResponse(answer.model_dump(), status_code=answer.error.code, headers=headers)
         assert isinstance(answer, ChatCompletionResponse)
@@ -269,7 +277,7 @@ class HttpServer:
             503: "ServiceUnavailableError",
         }
         body = {"error": {"message": message, "type": kinds[status], "param": None, "code": status}}
-        return JSONResponse(body, status_code=status, headers={WEIGHT_VERSION_HEADER: str(self._version)})
+        return JSONResponse(body, status_code=status, headers={WEIGHT_VERSION_HEADER: str(self._served.version)})
 
 
 async def _events(content: dict[str, Any], counts: bool) -> AsyncIterator[str]:

@@ -31,6 +31,16 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
             )
 
 
+def cache_salt(weight_version: int, asked: str | None = None) -> str:
+    """Salt of a request's cached prefixes: requests share them only with those of the same weights.
+
+    Args:
+        weight_version: Of the weights that the request begins with.
+        asked: The client's own salt.
+    """
+    return f"weights {weight_version}" if asked is None else f"weights {weight_version} {asked}"
+
+
 def sampling_params(sampling: SamplingSettings, num_samples: int, position: int) -> SamplingParams:
     """Sampling parameters for vLLM of the prompt at `position` of its batch.
 

@@ -143,13 +143,15 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
     """With the KV cache that the old weights computed, or with one that the new ones compute again."""
     old, new = make_family("qwen3", 1), make_family("qwen3", 2)
     prompt, num_tokens = [5, 6, 7, 8], 300
+    shared = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0)).tolist()  # more than a block
     pause_s, num_old = 0.05, 0
     while not 2 <= num_old < num_tokens:  # until the pause is in the middle of the response
         send_weights(engine, checkpoint_tensors(old), 2**20)
+        engine.generate([[*shared, 1]], GREEDY)  # the prefix is cached
         engine.begin("generate", [prompt], replace(GREEDY, max_new_tokens=num_tokens))
         time.sleep(pause_s)
         engine.call("pause_generation", recomputes)
-        engine.begin("generate", [PROMPTS[0]], GREEDY)
+        engine.begin("generate", [[*shared, 2]], GREEDY)
         send_weights(engine, checkpoint_tensors(new), 2**20)
         engine.call("resume_generation")
         ((response,),), ((late,),) = engine.ended(), engine.ended()
@@ -164,8 +166,10 @@ def check_weights_in_flight(engine: EngineProcess, recomputes: bool) -> None:
     read = token_ids if recomputes else token_ids[first:]
     logits = new(torch.tensor([read]), past_key_values=past).logits[0, first if recomputes else 0 : -1]
     assert_close(logprobs[num_old:], logprobs_of(logits, response.token_ids[num_old:]))
-    logits = new(torch.tensor([PROMPTS[0] + late.token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
-    assert late.token_ids == logits.argmax(-1).tolist()
+    ((later,),) = engine.generate([[*shared, 3]], GREEDY)
+    for last, begun_later in ((2, late), (3, later)):
+        logits = new(torch.tensor([[*shared, last, *begun_later.token_ids]])).logits[0, len(shared) : -1]
+        assert_close(torch.tensor(begun_later.logprobs), logprobs_of(logits, begun_later.token_ids))
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: list[int]) -> torch.Tensor:

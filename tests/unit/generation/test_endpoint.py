@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from closeness import assert_close
 from engine_process import (
     TEMPLATE,
     TOKEN,
@@ -20,7 +22,7 @@ from engine_process import (
     engine_settings,
     send_weights,
 )
-from model_families import checkpoint_tensors, save_family_folder
+from model_families import checkpoint_tensors, make_family, save_family_folder
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.environments.agents import AgentTask
@@ -331,19 +333,32 @@ def test_what_is_being_answered_when_the_engine_goes_to_sleep_is_aborted(engine,
 def test_what_is_being_answered_while_the_engine_is_paused_for_new_weights_is_not_aborted(engine, model) -> None:
     process, _ = engine
     url = rollout(engine, "paused", SamplingSettings(max_new_tokens=200, temperature=1.0, seed=5))
+    # Longer than a block of the KV cache, of which the first call keeps some.
+    messages = [{"role": "system", "content": "Be brief. " * 15}, *HELLO[1:]]
+    new = make_family("qwen3", 7)
 
     async def pause_meanwhile() -> list[int]:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as chat:
-            calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json={"messages": HELLO}))]
+            asked = {"messages": messages}
+            calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json=asked))]
             await asyncio.sleep(0.1)
-            await asyncio.to_thread(process.call, "pause_generation", True)
-            calls.append(asyncio.create_task(chat.post(f"{url}/chat/completions", json={"messages": HELLO})))
-            await asyncio.to_thread(send_weights, process, checkpoint_tensors(model[1]), 2**20)
+            await asyncio.to_thread(process.call, "pause_generation", False)
+            calls.append(asyncio.create_task(chat.post(f"{url}/chat/completions", json={**asked, "max_tokens": 9})))
+            await asyncio.to_thread(send_weights, process, checkpoint_tensors(new), 2**20)
             await asyncio.to_thread(process.call, "resume_generation")
             return [answer.status_code for answer in await asyncio.gather(*calls)]
 
+    version = ask(url, messages).weight_version
     assert asyncio.run(pause_meanwhile()) == [200, 200]
-    assert len(taken(engine, "paused")) == 2
+    calls = taken(engine, "paused")
+    assert len(calls) == 3
+    late = min(calls, key=lambda call: len(call.completion.token_ids))
+    assert late.weight_version == version + 1
+    ids = [*late.prompt_token_ids, *late.completion.token_ids]
+    with torch.no_grad():
+        logits = new(torch.tensor([ids])).logits[0, len(late.prompt_token_ids) - 1 : -1]
+    by_new = logits.log_softmax(-1).gather(1, torch.tensor(late.completion.token_ids)[:, None])[:, 0]
+    assert_close(torch.tensor(late.completion.logprobs), by_new)
 
 
 def test_a_port_that_is_taken_is_refused_by_name(engine, model) -> None:
