@@ -49,6 +49,8 @@ def main() -> None:
             save_optimizer=True,
             save_consolidated=False,
             checkpoint_must_save_by=None,
+            grace_s=30,
+            save_at_end=True,
             async_save=sys.argv[3] == "1",
         )
     )
@@ -75,7 +77,7 @@ def train(policy: Policy, loader: ShuffledLoader[int], keeper: CheckpointKeeper,
     policy.prepare_for_training()
     for step in range(1, NUM_STEPS + 1):
         policy.train(make_batch(seed=step), NLL())
-        keeper.save(step, policy, loader, {"train": {"total_tokens": 0.0}, "val": {}})
+        keeper.save(step, policy, loader.state_dict(), {"train": {"total_tokens": 0.0}, "val": {}})
         keeper.poll()
         if step == 1:
             keeper.finish()

@@ -64,6 +64,8 @@ def live(
             save_optimizer=True,
             save_consolidated=False,
             checkpoint_must_save_by=None,
+            grace_s=30,
+            save_at_end=True,
             async_save=async_save,
         )
     )
@@ -84,7 +86,7 @@ def live(
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in weights_of(worker).values())).hexdigest()
         note(step=step, digest=digest)
         if keeper.is_due(step, is_last=False):
-            keeper.save(step, policy, loader, {"train": {"loss": loss, "total_tokens": 0.0}, "val": {}})
+            keeper.save(step, policy, loader.state_dict(), {"train": {"loss": loss, "total_tokens": 0.0}, "val": {}})
         keeper.poll()
     keeper.finish()
     stack.close()

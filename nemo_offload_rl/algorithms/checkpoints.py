@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_offload_rl.algorithms.folder_lock import FolderLock
-from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
 from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
@@ -77,6 +76,7 @@ class _Pending:
     target: Path
     record: dict[str, Any]
     checksums: dict[str, str]
+    prunes: bool
 
 
 class CheckpointKeeper:
@@ -87,16 +87,15 @@ class CheckpointKeeper:
         algorithm: That saves, and continues only its own checkpoints.
 
     Attributes:
-        deadline: Ends the run early, after a save. The run tells it when it begins and when each step has ended.
+        settings: See above.
     """
 
     def __init__(self, settings: CheckpointingConfig, algorithm: str = "") -> None:
-        self._settings = settings
+        self.settings = settings
         self._algorithm = algorithm
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
         self._lock: FolderLock | None = None
-        self.deadline = SaveDeadline(settings.checkpoint_must_save_by)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -105,7 +104,7 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: The folder cannot be written, or another run uses it.
         """
-        if not self._settings.enabled:
+        if not self.settings.enabled:
             yield
             return
         self._check_writable()
@@ -116,21 +115,31 @@ class CheckpointKeeper:
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether a checkpoint belongs to this step."""
-        is_last = is_last or self.deadline.reached
-        return self._settings.enabled and (step % self._settings.save_period == 0 or is_last)
+        return self.settings.enabled and (step % self.settings.save_period == 0 or is_last)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun that `finish` has not completed."""
+        return self._pending is not None
 
     @property
     def ranks_by_validation(self) -> bool:
         """Whether `metric_name` is one of validation."""
-        return (self._settings.metric_name or "").startswith("val:")
+        return (self.settings.metric_name or "").startswith("val:")
 
     @property
     def exports_weights(self) -> bool:
         """Whether a save also writes a Hugging Face folder, for which the policy's state comes to the devices."""
-        return self._settings.save_consolidated or not self._settings.save_optimizer
+        return self.settings.save_consolidated or not self.settings.save_optimizer
 
     def save(
-        self, step: int, policy: Policy, loader: BatchLoader[Any], metrics: Mapping[str, Mapping[str, float]]
+        self,
+        step: int,
+        policy: Policy,
+        loader: LoaderState,
+        metrics: Mapping[str, Mapping[str, float]],
+        *,
+        prunes: bool = True,
     ) -> None:
         """Save, then remove what `checkpoints_to_keep` does not name.
 
@@ -140,22 +149,23 @@ class CheckpointKeeper:
         Args:
             step: The step just done.
             policy: What to save.
-            loader: What gives out the training data.
+            loader: Where the training data stand.
             metrics: The step's metrics under `train`, `total_tokens` among them, and `val`.
+            prunes: False removes nothing.
 
         Raises:
             CheckpointError: The folder cannot be written; older checkpoints are as they were.
         """
         self.finish()
         self._check_held()
-        settings, target = self._settings, self._folder / f"step_{step}"
+        settings, target = self.settings, self._folder / f"step_{step}"
         record = {
             "format": FORMAT,
             "step": step,
             "metric_name": settings.metric_name,
             "metric": self._metric(metrics),
             "has_optimizer": settings.save_optimizer,
-            "loader": loader.state_dict(),
+            "loader": loader,
             "total_tokens": metrics["train"]["total_tokens"],
             "algorithm": self._algorithm,
         }
@@ -170,7 +180,7 @@ class CheckpointKeeper:
                 policy.start_save(partial / "policy", in_background=settings.async_save)
         except (OSError, CheckpointError) as error:
             self._give_up(target, error)
-        self._pending = _Pending(policy, target, record, checksums)
+        self._pending = _Pending(policy, target, record, checksums, prunes)
         if not settings.async_save:
             self.finish()
 
@@ -199,9 +209,15 @@ class CheckpointKeeper:
             replace_folder(pending.target)
         except (OSError, CheckpointError) as error:
             self._give_up(pending.target, error)
-        self._prune()
+        if pending.prunes:
+            self._prune()
 
     # -- going on
+
+    def newest_folder(self) -> Path | None:
+        """The newest checkpoint's folder, unread; None where there is none or checkpointing is off."""
+        steps = self._steps() if self.settings.enabled else []
+        return self._folder / f"step_{max(steps)}" if steps else None
 
     def newest(self) -> Checkpoint | None:
         """Where to go on: the newest checkpoint; None where there is none or checkpointing is off.
@@ -212,7 +228,7 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: It cannot be continued, or a folder is damaged or foreign, or nothing can be written.
         """
-        if not self._settings.enabled:
+        if not self.settings.enabled:
             return None
         self._check_writable()
         recover_folders(self._folder, "step_*")
@@ -255,9 +271,9 @@ class CheckpointKeeper:
     # -- inside
 
     def _metric(self, metrics: Mapping[str, Mapping[str, float]]) -> float | None:
-        if self._settings.metric_name is None:
+        if self.settings.metric_name is None:
             return None
-        prefix, _, name = self._settings.metric_name.partition(":")
+        prefix, _, name = self.settings.metric_name.partition(":")
         # Not there in a step without validation, or without a row of the data set that the metric is about.
         return metrics[prefix].get(name)
 
@@ -329,7 +345,7 @@ class CheckpointKeeper:
     def _prune(self) -> None:
         """Remove what `checkpoints_to_keep` does not name; a damaged checkpoint takes no place of a whole one."""
         finished = [entry for entry in self._finished() if not _wrong_sizes(entry)]
-        kept = checkpoints_to_keep(finished, self._settings)
+        kept = checkpoints_to_keep(finished, self.settings)
         for checkpoint in finished:
             if checkpoint.step in kept:
                 continue

@@ -8,7 +8,7 @@ driver scores and collates. An engine that dies is restarted while restarts are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -109,6 +109,14 @@ class RolloutEngine:
         if self._is_awake and self._colocated:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
+
+    def end(self) -> None:
+        """End the engines, after a handover under way has ended, however it ends."""
+        self._is_awake = False
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            wait([handover.engine_asleep, handover.policy_ready])
+        self._engine.shutdown()
 
     def restart(self, error: UserError) -> None:
         """Start the engine again after `error`, or raise it: see `Restart`."""

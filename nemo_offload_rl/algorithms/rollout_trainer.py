@@ -24,6 +24,7 @@ from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
 from nemo_offload_rl.algorithms.rollout_log import sample_lines
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
+from nemo_offload_rl.algorithms.run_end import RunEnd
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.errors import AgreementError
@@ -35,6 +36,8 @@ from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
 logger = logging.getLogger(__name__)
+
+_ROLLOUT_PHASES = ("generation", "exposed_generation", "reward", "validation")
 
 
 class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
@@ -80,6 +83,14 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         self._about_last_step: dict[str, Mapping[str, float]] = {}  # metrics under `train` and `val`
         self._about_data = overlong_metrics(parts.overlong_rows)  # until a step has been logged
         parts.memory.follow(self._timer.current)
+        self._end = RunEnd(
+            parts.checkpoints,
+            parts.policy,
+            run_logger.run_dir,
+            say=progress.note,
+            waits_for_rollouts=lambda: self._timer.current() in _ROLLOUT_PHASES,
+            free_devices=self._engine.end,
+        )
 
     def _bring_policy(self) -> object:
         """Have the policy enter the phase of what `_train` computes first."""
@@ -102,12 +113,15 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             last_step: Number of the last step, from 1.
             resume_from: Where to go on; None starts with the first step.
         """
-        settings, step, deadline = self._settings, 0, self._parts.checkpoints.deadline
-        deadline.start()
+        step = 0 if resume_from is None else resume_from.step
+        with self._end.watching(step, last_step):
+            self._run(step, last_step, resume_from)
+
+    def _run(self, step: int, last_step: int, resume_from: Checkpoint | None) -> None:
         if resume_from is not None:
             self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
-            step, self._total_tokens = resume_from.step, resume_from.total_tokens
-        elif settings.val_at_start:
+            self._total_tokens = resume_from.total_tokens
+        elif self._settings.val_at_start:
             accuracy = self.validate(0)["accuracy"]
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
             self._logger.commit()
@@ -117,11 +131,8 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
                 self._end_early(step)
                 break
             step += 1
-            self._parts.checkpoints.poll()
-            if deadline.reached and step < last_step:
-                self._progress.note(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+            if self._end.step_done(step, last_step):
                 break
-        self._parts.checkpoints.finish()
 
     def step(self, step: int, last_step: int) -> bool:
         """One step of the file header; False, and nothing is trained, where the data ended before the step was full."""
@@ -134,16 +145,16 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         about_step = self._train(step, groups)
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
+        self._end.trained(step, parts.loader.state_dict(), about_step)
         self._logger.log(step, about_step, "train")
         self._logger.log(step, self._about_data, "data")
         self._about_data = {}
         self._check_agreement(step, about_step)
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
         self._about_last_step = {"train": about_step, "val": validation}
-        parts.checkpoints.deadline.step_done()
         try:
-            if parts.checkpoints.is_due(step, is_last):
-                self._save(step)
+            if self._end.save_is_due(step, is_last):
+                self._save()
         finally:  # the metrics of the step are there to find the cause of a save that fails
             seconds = timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")
@@ -180,10 +191,12 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         """Train on all rows of `rollouts.collate`; each update has the conversations of as many rollouts."""
         policy, owners = self._parts.policy, rollouts.row_owners()
         if len(owners) == len(rollouts):
-            return policy.train(batch, loss)
+            with self._end.updating():
+                return policy.train(batch, loss)
         update_of_row = owners // policy.rows_per_update
         updates = [(update_of_row == number).nonzero()[:, 0] for number in range(int(update_of_row.max()) + 1)]
-        return policy.train(batch, loss, updates)
+        with self._end.updating():
+            return policy.train(batch, loss, updates)
 
     def _draw(self, step: int, draw: int, prompts: Sequence[Prompt], *, is_last: bool) -> RolloutBatch:
         """Rollouts of one generation batch of a step; after the last the handover to the policy starts."""
@@ -212,10 +225,10 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             self._about_last_step = {**self._about_last_step, "val": self.validate(step)}
             self._logger.commit()
         if checkpoints.is_due(step, True) and (is_ranked_anew or not checkpoints.is_due(step, False)):
-            self._save(step)
+            self._save()
 
     def _check_agreement(self, step: int, metrics: Mapping[str, float]) -> None:
-        """End a run whose engine and policy are two different models; the checkpoints that there are stay."""
+        """End a run whose engine and policy are two different models."""
         message = disagreement(
             step,
             metrics["token_mult_prob_error"],
@@ -223,15 +236,13 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             self._settings.max_token_mult_prob_error,
         )
         if message is not None:
-            self._parts.checkpoints.finish()
             raise AgreementError(message)
 
-    def _save(self, step: int) -> None:
-        parts = self._parts
+    def _save(self) -> None:
         with self._timer.phase("checkpoint"):
-            if parts.checkpoints.exports_weights:
+            if self._parts.checkpoints.exports_weights:
                 self._engine.sleep()
-            parts.checkpoints.save(step, parts.policy, parts.loader, self._about_last_step)
+            self._end.save(self._about_last_step["val"])
 
     def _validation_is_due(self, step: int, is_last: bool) -> bool:
         settings = self._settings

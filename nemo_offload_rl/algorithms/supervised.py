@@ -15,6 +15,7 @@ from typing import Protocol
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, update_metrics
+from nemo_offload_rl.algorithms.run_end import RunEnd
 from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
@@ -129,6 +130,7 @@ class SupervisedTrainer:
         self._total_tokens = 0.0
         self._about_data = overlong_metrics(parts.recipe.overlong_rows)  # until a step has been logged
         parts.memory.follow(self._timer.current)
+        self._end = RunEnd(parts.checkpoints, parts.policy, run_logger.run_dir, say=progress.note)
 
     def run(self, last_step: int, resume_from: Checkpoint | None) -> None:
         """Train until `last_step`.
@@ -137,8 +139,12 @@ class SupervisedTrainer:
             last_step: Number of the last step, from 1.
             resume_from: Where to go on; None starts with the first step.
         """
-        parts, step = self._parts, 0
-        parts.checkpoints.deadline.start()
+        step = 0 if resume_from is None else resume_from.step
+        with self._end.watching(step, last_step):
+            self._run(step, last_step, resume_from)
+
+    def _run(self, step: int, last_step: int, resume_from: Checkpoint | None) -> None:
+        parts = self._parts
         samples = list(parts.recipe.sample_lines(parts.num_samples_to_print))
         self._logger.log_samples(0, samples)
         for line in samples:
@@ -147,7 +153,7 @@ class SupervisedTrainer:
         self._timer.drain()
         if resume_from is not None:
             parts.checkpoints.load(resume_from, parts.policy, parts.loader)
-            step, self._total_tokens = resume_from.step, resume_from.total_tokens
+            self._total_tokens = resume_from.total_tokens
         elif self._settings.val_at_start:
             figures = parts.recipe.figures({}, self.validate(0))
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
@@ -156,11 +162,8 @@ class SupervisedTrainer:
         while step < last_step:
             step += 1
             self.step(step, is_last=step == last_step)
-            parts.checkpoints.poll()
-            if parts.checkpoints.deadline.reached and step < last_step:
-                self._progress.note(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+            if self._end.step_done(step, last_step):
                 break
-        parts.checkpoints.finish()
 
     def step(self, step: int, is_last: bool) -> None:
         """One step of the file header."""
@@ -172,21 +175,21 @@ class SupervisedTrainer:
         with timer.phase("training"):
             with timer.phase("enter"):
                 parts.policy.prepare_for_training()
-            result = parts.policy.train(batch, parts.recipe.loss)
+            with self._end.updating():
+                result = parts.policy.train(batch, parts.recipe.loss)
 
         about_step = update_metrics(result) | parts.recipe.data_metrics(batch, timer.seconds()["training"])
         self._total_tokens += about_step["num_tokens"]
         about_step["total_tokens"] = self._total_tokens
+        self._end.trained(step, parts.loader.state_dict(), about_step)
         self._logger.log(step, about_step, "train")
         self._logger.log(step, self._about_data, "data")
         self._about_data = {}
         validation = self.validate(step) if self._validation_is_due(step, is_last) else {}
-        parts.checkpoints.deadline.step_done()
         try:
-            if parts.checkpoints.is_due(step, is_last):
+            if self._end.save_is_due(step, is_last):
                 with timer.phase("checkpoint"):
-                    metrics = {"train": about_step, "val": validation}
-                    parts.checkpoints.save(step, parts.policy, parts.loader, metrics)
+                    self._end.save(validation)
         finally:  # the metrics of the step are there to find the cause of a save that fails
             seconds = timer.drain()
             self._logger.log(step, timing_metrics(seconds), "timing")

@@ -56,6 +56,10 @@ class LocalWorkerGroup:
         """What `start_all` returned."""
         return handle
 
+    def settle(self, timeout_s: float) -> bool:
+        """No call is under way."""
+        return True
+
     def pids(self) -> list[int]:
         """This process."""
         return [os.getpid()]

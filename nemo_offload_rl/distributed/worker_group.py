@@ -199,6 +199,14 @@ class RayWorkerGroup:
         """See `WorkerGroup`. What workers warned of meanwhile is logged here."""
         return self._values(dict(enumerate(self._collect(handle))))
 
+    def settle(self, timeout_s: float) -> bool:
+        """See `WorkerGroup`. A worker that has died runs nothing."""
+        refs = [ref for call in self._unfinished for ref in call.refs]
+        _, running = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        if not running:
+            self._unfinished.clear()
+        return not running
+
     def shutdown(self) -> None:
         """Let idle workers end by themselves, kill them all and wait until their processes are gone."""
         if not self._actors or not ray.is_initialized():

@@ -184,6 +184,10 @@ class WorkerGroup(Protocol):
         """Wait for a `start_all` and return the results by rank."""
         ...
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no worker runs a call that failed or was broken off; False if one still does after `timeout_s`."""
+        ...
+
     def pids(self) -> list[int]:
         """Process ids by rank, each on its own host."""
         ...

@@ -266,6 +266,15 @@ class Policy:
         shares = [{name: checksums[name] for name in names[rank::num_ranks]} for rank in range(num_ranks)]
         return _merged(self._group.run_each("damaged_files", [(folder, share) for share in shares]))
 
+    def save_problem(self) -> str | None:
+        """Why the state must not be saved, by the first rank that objects; see `PolicyWorker`."""
+        problems = self._group.run_all("save_problem")
+        return next((problem for problem in problems if problem is not None), None)
+
+    def settle(self, timeout_s: float) -> bool:
+        """See `WorkerGroup`."""
+        return self._group.settle(timeout_s)
+
     def load_checkpoint(self, path: Path) -> None:
         """Read what a save wrote."""
         self._group.run_all("load_checkpoint", path)

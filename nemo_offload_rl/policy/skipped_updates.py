@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_offload_rl.errors import NonFiniteGradientsError
 from nemo_offload_rl.policy.backends.base import StepResult
@@ -33,6 +33,17 @@ class SkippedUpdates:
         self._max_in_a_row = max_in_a_row
         self._groups = groups
         self._in_a_row = 0
+        self._since_save = [0, 0]  # applied, skipped
+
+    @property
+    def leave_nothing_to_save(self) -> bool:
+        """Whether there were updates since the last save, or since the start, and none was applied."""
+        num_applied, num_skipped = self._since_save
+        return bool(num_skipped) and not num_applied
+
+    def saved(self) -> None:
+        """The state is saved."""
+        self._since_save = [0, 0]
 
     def count(self, step: StepResult) -> None:
         """Take note of an update.
@@ -42,6 +53,7 @@ class SkippedUpdates:
         Raises:
             NonFiniteGradientsError: It is one too many.
         """
+        self._since_save[step.is_skipped] += 1
         if not step.is_skipped:
             self._in_a_row = 0
         elif not step.lowers_loss_scale:
@@ -67,16 +79,30 @@ class SkippedUpdates:
 
 
 @torch.no_grad()
-def parameters_not_finite(groups: Iterable[StateGroup]) -> list[str]:
-    """Names of parameters with a NaN or an infinity, as far as they are on the device."""
+def parameters_not_finite(
+    groups: Iterable[StateGroup], host_view: Callable[[Tensor], Tensor | None] = lambda tensor: None
+) -> list[str]:
+    """Names of parameters with a NaN or an infinity.
+
+    Args:
+        groups: All state.
+        host_view: What a tensor contains that is not on the device (`ResidencyManager.host_view`); None where it is.
+    """
+
+    def is_broken(tensor: Tensor) -> bool:
+        view = host_view(tensor)
+        values = local_tensor(tensor) if view is None else view
+        if not values.untyped_storage().nbytes():
+            return False
+        # A sum takes no memory. Where it overflows, each value is looked at.
+        return not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all()
+
     return [
         name
         for group in groups
         if row_of(group.name) in (PARAMS, BASE, PARAMS_PART)
         for name, tensor in group.tensors()
-        if isinstance(tensor, nn.Parameter)  # Megatron's flat buffers are listed too
-        and local_tensor(tensor).untyped_storage().nbytes()
-        and not torch.isfinite(local_tensor(tensor)).all()
+        if isinstance(tensor, nn.Parameter) and is_broken(tensor)  # Megatron's flat buffers are listed too
     ]
 
 

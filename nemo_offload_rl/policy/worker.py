@@ -35,7 +35,7 @@ from nemo_offload_rl.policy.micro_batches import in_rows_of, micro_batch_rows
 from nemo_offload_rl.policy.passes import Passes, TrainingPace, told_out_of_memory
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
-from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, warn_of_skipped
+from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, parameters_not_finite, warn_of_skipped
 from nemo_offload_rl.policy.teacher import Teacher
 from nemo_offload_rl.residency import (
     BASE,
@@ -101,6 +101,7 @@ class PolicyWorker:
         self._saver = CheckpointSaver(self.residency)
         self._passes = Passes(settings, self.residency, is_alone=self._backend.rank_info.world_size == 1)
         self._skipped = SkippedUpdates(settings.max_skipped_updates, self._backend.state_groups)
+        self._is_whole = True  # the state is that of the end of a call of `train`
         self._sender: BucketSender | None = None
         self._refit_group: NcclGroup | None = None
         self._sends_to_other_devices = False
@@ -186,6 +187,7 @@ class PolicyWorker:
             result.is_skipped.append(step.is_skipped)
             for name, value in metrics.items():
                 result.metrics.setdefault(name, []).append(value)
+        self._is_whole = True
         if not all(result.is_skipped):
             self._backend.advance_schedule()
         if self._backend.rank_info.rank == 0:
@@ -240,7 +242,9 @@ class PolicyWorker:
             self.residency.during(Phase.OPTIM_STEP),
             self.residency.writing_state(),
         ):
+            was_whole, self._is_whole = self._is_whole, False
             result = self._backend.optim_step(self.residency.streamed(before_refit=before_refit))
+            self._is_whole = result.is_skipped and was_whole
         self.residency.step_closed()
         self._skipped.count(result)
         return result
@@ -392,6 +396,16 @@ class PolicyWorker:
             CheckpointError: The folder cannot be made, or the save before this one failed.
         """
         self._saver.start(path, self._backend.stage_save, in_background)
+        self._skipped.saved()
+
+    def save_problem(self) -> str | None:
+        """Why this rank's state must not be saved, in any phase; None where it may be."""
+        if not self._is_whole:
+            return "an update broke off in the middle, or not all updates of the step were made"
+        if self._skipped.leave_nothing_to_save:
+            return "every update since the last save was skipped, because its gradients were not finite"
+        broken = parameters_not_finite(self._backend.state_groups(), self.residency.host_view)
+        return f"{len(broken)} parameters are not finite, {broken[0]} first" if broken else None
 
     def save_is_done(self) -> bool:
         """Whether `finish_save` would not wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from typing import NoReturn, TextIO
 from nemo_offload_rl.errors import UserError
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+_BY_SIGNAL = 128
 
 _OVERRIDES_HELP = """\
 overrides, applied in order:
@@ -61,11 +61,16 @@ def parse_launch_arguments(
     return LaunchArguments(config=parsed.config, overrides=tuple(parsed.overrides))
 
 
+class LastLine(str):
+    """A note of an exception that ends a run: where its results are and how to go on."""
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script and end the process.
 
     A `UserError` becomes one line on standard error and status 2, an interrupt the line `interrupted` and status 130,
-    SIGTERM the line `terminated` and status 143. Everything else is a bug and keeps its traceback and status 1.
+    another signal, such as SIGTERM, a line with its name and status 128 + its number. Everything else is a bug and
+    keeps its traceback and status 1. An error's notes of the class `LastLine` come last.
 
     Args:
         main: The script; what it returns is the exit status, None meaning 0.
@@ -73,14 +78,15 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     try:
         status = main()
     except UserError as error:
-        _last_line(f"error: {' '.join(str(error).split())}")
+        _end_with(f"error: {' '.join(str(error).split())}", error)
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        _last_line("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        _end_with("interrupted", error)
+        sys.exit(_BY_SIGNAL + signal.SIGINT)
     except SystemExit as left:
-        if left.code == EXIT_TERMINATED:
-            _last_line("terminated")
+        for number in signal.Signals:
+            if left.code == _BY_SIGNAL + number:
+                _end_with(f"ended by {number.name}", left)
         raise
     sys.exit(status)
 
@@ -103,7 +109,8 @@ class _StandardErrorHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
-def _last_line(text: str) -> None:
+def _end_with(reason: str, error: BaseException) -> None:
+    last_lines = [note for note in getattr(error, "__notes__", ()) if isinstance(note, LastLine)]
     sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write("".join(f"{line}\n" for line in (reason, *last_lines)))
     sys.stderr.flush()

@@ -177,7 +177,23 @@ class CheckpointingConfig:
         str | None,
         doc(
             "For machines with a time limit: days:hours:minutes:seconds after the first step begins, such as "
-            "00:03:45:00. The run saves and ends before a step that could end later; when started again, it "
-            "continues. null for no limit."
+            "00:03:45:00. The run saves and ends before a step that could end later, or its save: as long as the "
+            "longest until now, and `grace_s`. When started again, it continues. null for no limit."
+        ),
+    ]
+    grace_s: Annotated[
+        float,
+        doc(
+            "Seconds for the step under way when SIGTERM, SIGINT, SIGHUP or SIGUSR1 stops the run. A step that takes "
+            "longer is broken off where it only generates or scores, and the step before it is saved. Also for workers "
+            "that still compute when an error ends the run.",
+            ge=0,
+        ),
+    ]
+    save_at_end: Annotated[
+        bool,
+        doc(
+            "Save the last finished step whenever the run ends early: by a signal, or by an error that leaves the "
+            "policy's workers alive."
         ),
     ]

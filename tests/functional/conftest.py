@@ -174,11 +174,11 @@ class RunningGrpo:
             time.sleep(0.005)
 
     def wait(self, timeout_s: float) -> tuple[int, str, list[psutil.Process]]:
-        """Exit status, last line on standard error, and the children that live on."""
+        """Exit status, the line on standard error that says why (the last but one), and children that live on."""
         done = self.script.wait(timeout_s)
         self._look()
         _, alive = psutil.wait_procs(self.children, timeout=5)
-        return done.status, done.stderr.splitlines()[-1], alive
+        return done.status, done.stderr.splitlines()[-2], alive
 
     def _look(self) -> None:
         self.children |= ray_workers() - self.before

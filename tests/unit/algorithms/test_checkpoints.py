@@ -77,6 +77,8 @@ def make_settings(folder: Path, **changes) -> CheckpointingConfig:
         save_consolidated=False,
         async_save=False,
         checkpoint_must_save_by=None,
+        grace_s=30,
+        save_at_end=True,
     )
     return replace(defaults, **changes)
 
@@ -90,7 +92,7 @@ def save(keeper: CheckpointKeeper, step: int, accuracy: float | None, policy: Fi
     keeper.save(
         step,
         policy or FilePolicy(),
-        make_loader(),
+        make_loader().state_dict(),
         {"train": {"reward_mean": 0.5, "loss": step, "total_tokens": 7.0 * step}, "val": val},
     )
 
@@ -195,7 +197,9 @@ def test_the_newest_checkpoint_is_found_by_number_and_loads_policy_and_loader(tm
     loader = make_loader()
     next(loader)
     for step in (20, 100):
-        keeper.save(step, FilePolicy(), loader, {"train": {"total_tokens": 0.0}, "val": {"accuracy": 0.25}})
+        keeper.save(
+            step, FilePolicy(), loader.state_dict(), {"train": {"total_tokens": 0.0}, "val": {"accuracy": 0.25}}
+        )
     newest = keeper.newest()
     assert newest is not None
     assert (newest.step, newest.metric, newest.folder) == (100, 0.25, tmp_path / "step_100")
@@ -213,7 +217,7 @@ def test_another_mixture_of_the_same_data_sets_is_gone_on_with_and_a_warning(tmp
         return ShuffledLoader(range(10), batch_size=2, shuffle=True, seed=3, parts=parts)
 
     keeper = CheckpointKeeper(make_settings(tmp_path))
-    keeper.save(1, FilePolicy(), mixture(0.5, 0.5), {"train": {"total_tokens": 0.0}, "val": {}})
+    keeper.save(1, FilePolicy(), mixture(0.5, 0.5).state_dict(), {"train": {"total_tokens": 0.0}, "val": {}})
     for weights, is_warned in (((0.5, 0.5), False), ((0.9, 0.1), True)):
         newest, last_step = resume_point(keeper, mixture(*weights), 3, "sft")
         assert (newest.step, last_step) == (1, 3)

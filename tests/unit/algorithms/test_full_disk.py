@@ -62,6 +62,8 @@ def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_w
         save_consolidated=False,
         async_save=False,
         checkpoint_must_save_by=None,
+        grace_s=30,
+        save_at_end=True,
     )
     newest = CheckpointKeeper(settings).newest()  # every file has its size
     assert newest is not None and newest.step == 1

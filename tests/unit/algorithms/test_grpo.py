@@ -169,7 +169,7 @@ def test_a_run_with_top_p_and_an_engine_that_rounds_like_bfloat16_agrees_in_20_s
     assert num_outside
 
 
-def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkpoint_stays(tmp_path, model):
+def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_step_is_saved(tmp_path, model):
     keys = ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.async_save=true")
     run = local_grpo(tmp_path, model, [MIXED] * 8, *keys, "grpo.max_num_steps=1")
     run.run()
@@ -180,12 +180,12 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_last_checkp
     assert "\n" not in str(caught.value)
     assert "look at weights that were imported wrongly" in str(caught.value)
     assert run.metrics()[2]["train/token_mult_prob_error"] > 1.5
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_1"]
-    keys = (*keys, "grpo.max_num_steps=2", "grpo.max_token_mult_prob_error=null")
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_1", "step_2"]
+    keys = (*keys, "grpo.max_num_steps=3", "grpo.max_token_mult_prob_error=null")
     lenient = local_grpo(tmp_path, model, [MIXED] * 8, *keys)
     lenient.engine.temperature_error = 3.0
     lenient.run()
-    assert (tmp_path / "checkpoints" / "step_2").is_dir()
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,354 @@
+"""How a run ends: what stops it, what is saved then, its last line and its exit status.
+
+A run ends after its last step, at `checkpointing.checkpoint_must_save_by`, by an error, or by one of `STOP_SIGNALS`.
+Every end completes a save under way and saves the last finished step, unless that is on disk already, a key says no, or
+the state cannot be saved:
+
+| when the run ends | the policy's state | saved |
+|---|---|---|
+| before the first step has ended | that of the start | nothing |
+| between steps; while rollouts are generated and scored; in passes without an update | the last finished step's | it |
+| from the first update of a step to the last | partly updated | nothing, if an error broke it off |
+| after the last update of a step, validation among it | this step's | it |
+
+A signal never breaks off an update or a save: it waits for their end.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
+from nemo_offload_rl.data.loader import LoaderState
+from nemo_offload_rl.errors import CheckpointError, UserError
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.utils.cli import LastLine
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+# `timeout`, srun and a shell's trap may each pass the same signal on.
+_REPEAT_S = 1.0
+_NUDGE_S = 0.2
+
+
+class StopSignals:
+    """Hears signals that ask the run to stop, for a `with` block of the main thread.
+
+    The first one is only noted, so that the step under way can end. Once `grace_s` have passed, what the main thread
+    does is broken off with `KeyboardInterrupt` as soon as `may_break_off` permits. A second signal raises it at once.
+    A signal that the process was started to ignore, as under `nohup`, stays ignored.
+
+    Args:
+        grace_s: Seconds for the step under way.
+        may_break_off: Asked in the main thread, between two of its instructions.
+
+    Attributes:
+        received: The signal that stops the run; None while there is none.
+        is_urgent: A second signal has come.
+        grace_is_over: The step under way is not waited for any more.
+    """
+
+    def __init__(self, grace_s: float, may_break_off: Callable[[], bool]) -> None:
+        self._grace_s = grace_s
+        self._may_break_off = may_break_off
+        self._received_s = 0.0
+        self._is_nudge = False
+        self._is_ending = False
+        self._wakes: SimpleQueue[bool] = SimpleQueue()  # its `put` may be called in a signal handler
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._thread = threading.Thread(target=self._count_down, name="grace", daemon=True)
+        self.received: signal.Signals | None = None
+        self.is_urgent = False
+        self.grace_is_over = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._thread.start()
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self.begin_ending()
+
+    def begin_ending(self) -> None:
+        """The step under way has ended or was broken off: from here on only a second signal breaks off anything."""
+        self._is_ending = True
+        self._wakes.put(True)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_nudge:
+            self._is_nudge = False
+            if not self._is_ending and self._may_break_off():
+                raise KeyboardInterrupt
+        elif self.received is None:
+            self.received, self._received_s = signal.Signals(number), time.monotonic()
+            self._wakes.put(False)
+        elif time.monotonic() - self._received_s > _REPEAT_S:
+            self.is_urgent = True
+            raise KeyboardInterrupt
+
+    def _count_down(self) -> None:
+        if self._wakes.get():
+            return
+        assert self.received is not None
+        logger.warning(
+            "%s: the run saves and ends after this step, or without it once %g s have passed "
+            "(checkpointing.grace_s); a second signal ends it at once",
+            self.received.name,
+            self._grace_s,
+        )
+        wait_s, main_thread = self._grace_s, threading.main_thread().ident
+        assert main_thread is not None
+        while True:
+            try:
+                self._wakes.get(timeout=wait_s)
+                return
+            except Empty:
+                self.grace_is_over, wait_s = True, _NUDGE_S
+                self._is_nudge = True
+                signal.pthread_kill(main_thread, self.received)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A step whose last update has been made: what a checkpoint of it records."""
+
+    step: int
+    loader: LoaderState
+    metrics: Mapping[str, Mapping[str, float]]
+
+
+class RunEnd:
+    """Decides how a run of training ends. The loop runs inside `watching`, and tells how far each step is.
+
+    Args:
+        checkpoints: Saves, as the keys `checkpointing.*` say.
+        policy: What is saved.
+        run_dir: Where metrics are, for the last line.
+        say: Shows a line to a person.
+        waits_for_rollouts: Whether the main thread generates or scores rollouts now, which may be broken off.
+        free_devices: Called before weights are exported in the middle of a step: ends the engines.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointKeeper,
+        policy: Policy,
+        run_dir: Path,
+        *,
+        say: Callable[[str], object],
+        waits_for_rollouts: Callable[[], bool] = lambda: False,
+        free_devices: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._settings = checkpoints.settings
+        self._policy = policy
+        self._run_dir = run_dir
+        self._say = say
+        self._waits_for_rollouts = waits_for_rollouts
+        self._free_devices = free_devices
+        self._signals = StopSignals(self._settings.grace_s, self._may_break_off)
+        self._deadline = SaveDeadline(self._settings.checkpoint_must_save_by, self._settings.grace_s)
+        self._finished: _Finished | None = None
+        self._saved_step = 0  # on disk
+        self._begun_step = 0  # its save has begun, and may have ended
+        self._is_between = False  # the updates of a step have been made, which `trained` has not told yet
+        self._is_saving = False
+        self._is_stopping = False
+
+    # -- what the loop tells
+
+    @contextmanager
+    def watching(self, step: int, last_step: int) -> Iterator[None]:
+        """The loop; its end saves what is not saved, and raises what gives the process its exit status.
+
+        Args:
+            step: Done already, and on disk.
+            last_step: The run's last.
+
+        Raises:
+            KeyboardInterrupt: SIGINT has stopped the run.
+            SystemExit: Another signal has, with status 128 + its number.
+        """
+        self._saved_step = self._begun_step = step
+        self._deadline.start()
+        with self._signals:
+            try:
+                yield
+            except BaseException as error:
+                self._end(error)
+                raise
+            self._end(None)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The policy's updates of a step. Afterwards its state is that of the step which `trained` tells."""
+        if self._signals.grace_is_over:
+            raise KeyboardInterrupt
+        yield  # where it raises, the workers know whether they have updated anything
+        self._finished, self._is_between = None, True
+
+    def trained(self, step: int, loader: LoaderState, metrics: Mapping[str, float]) -> None:
+        """The updates of a step have been made.
+
+        Args:
+            step: Its number.
+            loader: Where the data stand.
+            metrics: Of its training, `total_tokens` among them.
+        """
+        self._finished = _Finished(step, loader, {"train": metrics, "val": {}})
+        self._is_between = False
+
+    def save_is_due(self, step: int, is_last: bool) -> bool:
+        """Whether a checkpoint belongs to this step; asked once a step, when all but its save is done."""
+        self._deadline.step_done()
+        return self._checkpoints.is_due(step, is_last or self._deadline.reached)
+
+    def save(self, validation: Mapping[str, float], *, prunes: bool = True) -> None:
+        """Save the step that was trained last, with the metrics of its validation; not if `save_problem` objects.
+
+        Raises:
+            CheckpointError: It cannot be written, or the save before it could not.
+        """
+        finished = self._finished
+        assert finished is not None, "no step was trained"
+        problem = self._policy.save_problem()
+        if problem is not None:
+            logger.warning("step %d is not saved: %s", finished.step, problem)
+            return
+        metrics = {**finished.metrics, "val": validation}
+        with self._saving():
+            self._begun_step = finished.step
+            self._checkpoints.save(finished.step, self._policy, finished.loader, metrics, prunes=prunes)
+
+    def step_done(self, step: int, last_step: int) -> bool:
+        """Complete a save that has been written by now; whether the run ends with this step.
+
+        Raises:
+            CheckpointError: The save could not be written.
+        """
+        with self._saving():
+            self._checkpoints.poll()
+        if step >= last_step:
+            return True
+        if self._deadline.reached and self._signals.received is None:
+            self._say(f"ended after step {step} of {last_step}: checkpointing.checkpoint_must_save_by")
+        self._is_stopping = self._deadline.reached or self._signals.received is not None
+        return self._is_stopping
+
+    # -- inside
+
+    def _may_break_off(self) -> bool:
+        if self._is_saving or self._is_between:
+            return False
+        return self._unsaved is None or self._waits_for_rollouts()
+
+    @property
+    def _unsaved(self) -> _Finished | None:
+        finished = self._finished
+        return None if finished is None or finished.step <= self._begun_step else finished
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A call that begins or ends saves; no signal but a second one breaks it off."""
+        self._is_saving = True
+        try:
+            with self._deadline.saving():
+                yield
+        except CheckpointError:
+            self._begun_step = self._saved_step
+            raise
+        finally:
+            self._is_saving = False
+        if not self._checkpoints.is_saving:
+            self._saved_step = self._begun_step
+            self._deadline.save_ended()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Save what is left, and tell it; where a signal stops the run, raise what gives the process its status."""
+        self._signals.begin_ending()
+        try:
+            trouble = "a second signal came" if self._signals.is_urgent else self._save_what_is_left(error)
+        except KeyboardInterrupt:
+            trouble = "a second signal came"
+        line = self._last_line(trouble, is_complete=error is None and not self._is_stopping)
+        received = self._signals.received
+        if received is None or (error is None and not self._is_stopping):
+            is_stopped = False
+        else:
+            is_stopped = error is None or isinstance(error, UserError | KeyboardInterrupt)
+        if is_stopped:
+            assert received is not None
+            if isinstance(error, UserError):
+                logger.warning("after %s: %s", received.name, error)
+            _raise_stopped(received, line, error)
+        if error is None:
+            self._say(line)
+        else:
+            error.add_note(LastLine(line))
+
+    def _save_what_is_left(self, error: BaseException | None) -> str | None:
+        """Complete the save under way and save the last finished step; the reason where one of them is not on disk."""
+        if isinstance(error, CheckpointError):
+            return "the save failed" if self._unsaved else None
+        if not self._checkpoints.is_saving and (self._unsaved is None or not self._settings.enabled):
+            return None
+        if not self._policy.settle(self._settings.grace_s):
+            return f"a worker has not answered for {self._settings.grace_s:g} s (checkpointing.grace_s)"
+        try:
+            with self._saving():
+                self._checkpoints.finish()
+            if self._unsaved is None or not self._settings.save_at_end:
+                return None
+            problem = self._policy.save_problem()
+            if problem is not None:
+                return problem
+            logger.info("saving step %d", self._unsaved.step)
+            if self._checkpoints.exports_weights:
+                self._free_devices()
+            self.save({}, prunes=False)
+            with self._saving():
+                self._checkpoints.finish()
+        except UserError as failed:  # a worker has died, or the disk is full
+            return str(failed)
+        return None
+
+    def _last_line(self, trouble: str | None, *, is_complete: bool) -> str:
+        unsaved, parts = self._unsaved, []
+        if unsaved is not None:
+            reason = trouble or ("checkpointing.save_at_end" if self._settings.enabled else "checkpointing.enabled")
+            reason = reason if trouble else f"{reason} is false"
+            parts.append(f"steps {self._saved_step + 1} to {unsaved.step} are not saved: {reason}")
+        elif trouble is not None:
+            parts.append(trouble)
+        newest = self._checkpoints.newest_folder()
+        if newest is not None and (is_complete or not self._settings.save_optimizer):
+            parts.append(f"the last checkpoint is {newest}")
+        elif newest is not None:
+            parts.append(f"start the same command again to go on from {newest}")
+        parts.append(f"metrics are in {self._run_dir}")
+        parts.append(f"for a report, python -m nemo_offload_rl.report {self._run_dir}")
+        return "; ".join(parts)
+
+
+def _raise_stopped(received: signal.Signals, line: str, cause: BaseException | None) -> NoReturn:
+    stopped = KeyboardInterrupt() if received is signal.SIGINT else SystemExit(128 + received)
+    stopped.add_note(LastLine(line))
+    raise stopped from cause
