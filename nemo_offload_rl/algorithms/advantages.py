@@ -33,7 +33,8 @@ def shape_rewards(
 ) -> Tensor:
     """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
 
-    With `stop_properly_penalty_coef` the rewards of responses that were cut are multiplied by it instead (ProRLv2).
+    With `stop_properly_penalty_coef` the rewards of responses that were cut are multiplied by it instead (ProRLv2),
+    where that does not raise them: a negative reward stays as it is.
 
     The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:
     `overlong_buffer_penalty` at `max_response_length`, more beyond it.
@@ -47,7 +48,7 @@ def shape_rewards(
     if not settings.enabled:
         return rewards
     if settings.stop_properly_penalty_coef is not None:
-        return torch.where(truncated, rewards * settings.stop_properly_penalty_coef, rewards)
+        return torch.where(truncated, torch.minimum(rewards, rewards * settings.stop_properly_penalty_coef), rewards)
     free_tokens = settings.max_response_length - settings.overlong_buffer_length
     share = (response_lengths.to(torch.float32) - free_tokens) / settings.overlong_buffer_length
     return rewards - settings.overlong_buffer_penalty * share.clamp(min=0.0)

@@ -127,6 +127,20 @@ class CheckpointKeeper:
         """Whether `metric_name` is one of validation."""
         return (self.settings.metric_name or "").startswith("val:")
 
+    def warn_of_unranked(self, val_period: int) -> None:
+        """Warn if the metric is one of validation and some steps are saved without it: these go first."""
+        settings = self._settings
+        ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
+        if ranks and val_period and settings.save_period % val_period:
+            logger.warning(
+                "checkpoints come every %d steps and validations every %d: those without a validation have no %s, and "
+                "are the first that checkpointing.keep_top_k removes; make checkpointing.save_period a multiple of "
+                "val_period to rank all",
+                settings.save_period,
+                val_period,
+                settings.metric_name,
+            )
+
     @property
     def exports_weights(self) -> bool:
         """Whether a save also writes a Hugging Face folder, for which the policy's state comes to the devices."""

@@ -22,7 +22,8 @@ class RewardShapingConfig:
         float | None,
         doc(
             "Instead multiply the reward of responses truncated at a token limit by this (ProRLv2): 0 removes the "
-            "reward, 1 keeps it; the other keys are then ignored. null or omitted: the soft length penalty.",
+            "reward, 1 keeps it; the other keys are then ignored. Negative rewards are not changed, since truncation "
+            "would raise them (NeMo-RL multiplies them too). null or omitted: the soft length penalty.",
             ge=0,
             le=1,
         ),

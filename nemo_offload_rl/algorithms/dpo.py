@@ -135,13 +135,8 @@ class DpoRecipe:
     def validation_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         return dict(means)
 
-    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
-        shown: dict[str, str] = {}
-        for prefix, metrics in (("", train), ("held-out ", validation)):
-            if metrics:
-                shown[f"{prefix}loss"] = f"{metrics['loss']:.4f}"
-                shown[f"{prefix}accuracy"] = f"{metrics['accuracy']:.1%}"
-        return shown
+    def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        return {"loss": f"{metrics['loss']:.4f}", "accuracy": f"{metrics['accuracy']:.1%}"}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
         for pair in (self._pairs.validation or self._pairs.train)[:num_samples]:

@@ -118,14 +118,14 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             self._run(step, last_step, resume_from)
 
     def _run(self, step: int, last_step: int, resume_from: Checkpoint | None) -> None:
+        self._parts.checkpoints.warn_of_unranked(self._settings.val_period)
         if resume_from is not None:
             self._parts.checkpoints.load(resume_from, self._parts.policy, self._parts.loader)
             self._total_tokens = resume_from.total_tokens
         elif self._settings.val_at_start:
-            accuracy = self.validate(0)["accuracy"]
+            self.validate(0)
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
             self._logger.commit()
-            self._progress.note(f"held-out accuracy before training: {accuracy:.1%}")
         while step < last_step and self._parts.loader.num_batches_left:
             if not self.step(step + 1, last_step):
                 self._end_early(step)
@@ -162,9 +162,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.commit()
         figures = {shown: f"{about_step[name]:.3f}" for shown, name in self.shown.items() if name in about_step}
-        if validation:
-            figures["accuracy"] = f"{validation['accuracy']:.1%}"
-        self._progress.step_done(step, figures, seconds)
+        self._progress.step_done(step, figures | _accuracy(about_step), seconds)
         return True
 
     def validate(self, step: int) -> dict[str, float]:
@@ -179,6 +177,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         rollouts = RolloutBatch.concatenate(batches)
         metrics = validation_metrics(rollouts)
         self._logger.log(step, metrics, "validation")
+        self._progress.validated(step, _accuracy(metrics))
         samples = sample_lines(rollouts, self._parts.num_samples_to_print)
         self._logger.log_samples(step, samples)
         for line in samples:
@@ -248,3 +247,8 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         settings = self._settings
         periodic = settings.val_period > 0 and step % settings.val_period == 0
         return bool(self._parts.validation_prompts) and (periodic or (is_last and settings.val_at_end))
+
+
+def _accuracy(metrics: Mapping[str, float]) -> dict[str, str]:
+    """For a person; nothing where no rollout has a score."""
+    return {"accuracy": f"{metrics['accuracy']:.1%}"} if "accuracy" in metrics else {}

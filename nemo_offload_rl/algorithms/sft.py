@@ -78,9 +78,8 @@ class SftRecipe:
         perplexity = math.exp(min(means["loss"], 80.0))
         return {"loss": means["loss"], "perplexity": perplexity, "token_accuracy": means["token_accuracy"]}
 
-    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
-        shown = {"loss": train, "held-out loss": validation}
-        return {name: f"{metrics['loss']:.4f}" for name, metrics in shown.items() if metrics}
+    def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        return {"loss": f"{metrics['loss']:.4f}"}
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
         for example in (self.examples.validation or self.examples.train)[:num_samples]:

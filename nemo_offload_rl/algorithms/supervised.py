@@ -88,8 +88,8 @@ class Recipe(Protocol):
         """What a validation reports, from the means over its batches."""
         ...
 
-    def figures(self, train: Mapping[str, float], validation: Mapping[str, float]) -> dict[str, str]:
-        """What a person sees of a step, by name; `validation` is empty where there was none."""
+    def figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """What a person sees of the metrics of a step, or of a validation, by name."""
         ...
 
     def sample_lines(self, num_samples: int) -> Iterator[str]:
@@ -145,6 +145,7 @@ class SupervisedTrainer:
 
     def _run(self, step: int, last_step: int, resume_from: Checkpoint | None) -> None:
         parts = self._parts
+        parts.checkpoints.warn_of_unranked(self._settings.val_period)
         samples = list(parts.recipe.sample_lines(parts.num_samples_to_print))
         self._logger.log_samples(0, samples)
         for line in samples:
@@ -155,10 +156,9 @@ class SupervisedTrainer:
             parts.checkpoints.load(resume_from, parts.policy, parts.loader)
             self._total_tokens = resume_from.total_tokens
         elif self._settings.val_at_start:
-            figures = parts.recipe.figures({}, self.validate(0))
+            self.validate(0)
             self._logger.log(0, timing_metrics(self._timer.drain()), "timing")
             self._logger.commit()
-            self._progress.note("before training: " + "  ".join(f"{name} {text}" for name, text in figures.items()))
         while step < last_step:
             step += 1
             self.step(step, is_last=step == last_step)
@@ -196,7 +196,7 @@ class SupervisedTrainer:
             self._logger.log(step, parts.memory.drain(step + 1), "memory")
         self._logger.log(step, residency_metrics(parts.policy.residency_reports()), "residency")
         self._logger.commit()
-        self._progress.step_done(step, parts.recipe.figures(about_step, validation), seconds)
+        self._progress.step_done(step, parts.recipe.figures(about_step), seconds)
 
     def validate(self, step: int) -> dict[str, float]:
         """Means over the validation data under the present weights, and of each data set; logs and returns them."""
@@ -217,6 +217,7 @@ class SupervisedTrainer:
                 about_set = recipe.validation_metrics(mean.values())
                 metrics |= {f"{metric}/{name}": value for metric, value in about_set.items()}
         self._logger.log(step, metrics, "validation")
+        self._progress.validated(step, recipe.figures(metrics))
         return metrics
 
     def _complete(self, batch: TrainBatch, items: Sequence[int], *, validation: bool) -> TrainBatch:

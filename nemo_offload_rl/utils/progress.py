@@ -40,7 +40,7 @@ class RunProgress:
         self._num_steps = num_steps
         self._first_step = first_step
         self._began = clock()
-        self._figures: dict[str, str] = {}
+        self._about_validation = ""
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -69,17 +69,23 @@ class RunProgress:
 
         Args:
             step: Its number, from 1.
-            figures: What to show of it, by name. One that later steps do not give, such as the accuracy of a
-                validation, stays in sight.
+            figures: What to show of it, by name; after them stand those of the last validation.
             seconds: What the step's `PhaseTimer.drain` gave.
         """
-        self._figures |= figures
-        text = "  ".join(f"{name} {value}" for name, value in self._figures.items())
+        parts = [f"{name} {value}" for name, value in figures.items()]
+        text = "  ".join([*parts, self._about_validation] if self._about_validation else parts)
         if self._bar is None:
             self._write_line(step, text, seconds)
             return
         self.note(step_summary(step, text, seconds))
         self._bar.update(self._task, completed=step, figures=text)
+
+    def validated(self, step: int, figures: Mapping[str, str]) -> None:
+        """Show the figures of a validation with its step, 0 for one before training, until the next one."""
+        listed = ", ".join(f"{name} {value}" for name, value in figures.items())
+        self._about_validation = f"held-out {listed} (step {step})" if listed else ""
+        if step == 0 and listed:
+            self.note(f"before training: held-out {listed}")
 
     def note(self, text: str) -> None:
         """Show one line of text, such as a validation's result, without disturbing the bar."""

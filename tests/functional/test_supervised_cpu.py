@@ -77,7 +77,9 @@ def test_sft_on_two_workers_equals_sft_on_one(folder, sft_output):
 def test_a_person_sees_what_is_learned_and_each_step(sft_output):
     assert re.search(r"^  learns what is in \[\[ \]\]: 'count to \d+:>\[\[0.*<\|im_end\|>\]\]'$", sft_output, re.M)
     assert re.search(r"^before training: held-out loss \d\.\d{4}$", sft_output, re.M)
-    assert re.search(r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4}  \S+ s \(.*\)  0 s left$", sft_output, re.M)
+    assert re.search(
+        r"^step 4/4  loss \d\.\d{4}  held-out loss \d\.\d{4} \(step 4\)  \S+ s \(.*\)  0 s left$", sft_output, re.M
+    )
 
 
 def test_dpo_with_packing_on_two_workers_and_a_reference_on_disk_that_goes_on_with_one_equals_dpo_on_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -100,6 +101,15 @@ def checkpoint_metric_is_measured(cfg: RunConfig) -> str | None:
         return (
             f"checkpointing.metric_name is {name}, but {algorithm}.val_period is 0 and nothing is validated; set a "
             "period, or a train: metric, or null"
+        )
+    save_period, val_period, num_steps = checkpointing.save_period, section.val_period, section.max_num_steps
+    saved_and_validated = math.lcm(save_period, val_period) <= num_steps or num_steps % val_period == 0
+    if name.startswith("val:") and not saved_and_validated and not section.val_at_end:
+        return (
+            f"checkpointing.metric_name is {name}, but none of the {num_steps} steps has both a checkpoint "
+            f"(save_period={save_period}) and a validation ({algorithm}.val_period={val_period}), so nothing could be "
+            f"ranked; make save_period a multiple of val_period, set {algorithm}.val_at_end, "
+            "or rank by a train: metric or null"
         )
     return None
 

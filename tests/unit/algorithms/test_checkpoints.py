@@ -128,6 +128,16 @@ def test_a_lesser_metric_is_better_when_told_so_and_an_unmeasured_one_is_the_wor
     assert kept(tmp_path / "val") == {"step_10", "step_40"}
 
 
+@pytest.mark.parametrize(("val_period", "is_warned"), [(10, False), (5, False), (20, True), (3, True)])
+def test_saves_without_the_validation_that_ranks_them_are_told_of_at_the_start(tmp_path, caplog, val_period, is_warned):
+    CheckpointKeeper(make_settings(tmp_path)).warn_of_unranked(val_period)  # saves every 10 steps
+    assert [f"validations every {val_period}" in message for message in caplog.messages] == [True] * is_warned
+    caplog.clear()
+    CheckpointKeeper(make_settings(tmp_path, metric_name="train:loss")).warn_of_unranked(val_period)
+    CheckpointKeeper(make_settings(tmp_path, keep_top_k=None)).warn_of_unranked(val_period)
+    assert not caplog.messages
+
+
 METRICS = st.none() | st.just(math.nan) | st.sampled_from([0.0, 0.5, -1.0]) | st.floats()
 
 

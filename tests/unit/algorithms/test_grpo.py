@@ -240,6 +240,9 @@ def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_on
         name.removeprefix("validation/"): value for name, value in records[3].items() if "validation/" in name
     }
     assert validation == pytest.approx(validation_again(run))
+    shown = [line for line in run.shown.splitlines() if line.startswith("step ")]
+    assert [f"accuracy {records[step]['train/accuracy']:.1%}  " in shown[step - 1] for step in records] == [True] * 3
+    assert ["held-out accuracy 50.0% (step 3)" in line for line in shown] == [False, False, True]
     documented_names = documented("In every step of training", "In every validation", "Only with certain keys")
     assert without_match(records[3], documented_names) == set()
     grpo, loss = run.config.grpo, run.config.loss_fn

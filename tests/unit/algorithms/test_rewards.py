@@ -73,8 +73,9 @@ def test_the_length_penalty_is_nemo_rls_formula_below_and_beyond_the_limit(lengt
 def test_the_reward_of_a_cut_response_is_scaled_in_place_of_the_length_penalty_as_in_prorl_v2(coefficient):
     settings = replace(shaping(), stop_properly_penalty_coef=coefficient)
     rewards, truncated = torch.tensor([1.0, 1.0, -2.0]), torch.tensor([True, False, True])
-    # apply_reward_shaping: torch.where(truncated, rewards * stop_properly_penalty_coef, rewards), and no more.
-    expected = [coefficient, 1.0, -2.0 * coefficient]
+    # apply_reward_shaping: torch.where(truncated, rewards * stop_properly_penalty_coef, rewards), and no more; but a
+    # penalty never makes a cut response better than one that ended.
+    expected = [coefficient, 1.0, -2.0]
     shaped = shape_rewards(rewards, torch.tensor([99, 99, 99]), truncated, settings)
     torch.testing.assert_close(shaped, torch.tensor(expected))
     off = replace(settings, enabled=False)

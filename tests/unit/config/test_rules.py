@@ -362,6 +362,16 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "checkpoint_metric_is_measured": [
         (["checkpointing.enabled=true", "checkpointing.metric_name=accuracy"], "write train:NAME or val:NAME"),
         (["checkpointing.enabled=true", "grpo.val_period=0"], "nothing is validated"),
+        (
+            [
+                "checkpointing.enabled=true",
+                "checkpointing.save_period=3",
+                "grpo.val_period=7",
+                "grpo.val_at_end=false",
+                "grpo.max_num_steps=20",
+            ],
+            "none of the 20 steps has both a checkpoint (save_period=3) and a validation (grpo.val_period=7)",
+        ),
         (["checkpointing.enabled=true", "checkpointing.metric_name=val:accurac"], "did you mean val:accuracy?"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:reward"], "did you mean val:reward?"),
         (["checkpointing.enabled=true", "checkpointing.metric_name=train:pass_at_3"], "did you mean train:pass_at_"),

@@ -28,7 +28,24 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     lines = stream.getvalue().splitlines()
     assert lines == [
         "step 1/10  reward 0.500  accuracy 25.0%  4.0 s (generation 50%, training 25%, other 25%)  36 s left",
-        "step 2/10  reward 0.750  accuracy 25.0%  4.0 s (generation 50%, training 25%, other 25%)  32 s left",
+        "step 2/10  reward 0.750  4.0 s (generation 50%, training 25%, other 25%)  32 s left",
+    ]
+
+
+def test_what_a_validation_found_stands_with_its_step_until_the_next_one() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with RunProgress(10, console=Console(file=stream), clock=clock) as progress:
+        progress.validated(0, {"loss": "2.0", "accuracy": "1.0%"})
+        progress.step_done(1, {"accuracy": "3.0%"}, SECONDS)
+        progress.validated(2, {"accuracy": "100.0%"})
+        progress.step_done(2, {"accuracy": "4.0%"}, SECONDS)
+        progress.step_done(3, {"accuracy": "5.0%"}, SECONDS)
+    shown = [line.partition("  4.0 s")[0] for line in stream.getvalue().splitlines()]
+    assert shown == [
+        "before training: held-out loss 2.0, accuracy 1.0%",
+        "step 1/10  accuracy 3.0%  held-out loss 2.0, accuracy 1.0% (step 0)",
+        "step 2/10  accuracy 4.0%  held-out accuracy 100.0% (step 2)",
+        "step 3/10  accuracy 5.0%  held-out accuracy 100.0% (step 2)",
     ]
 
 
