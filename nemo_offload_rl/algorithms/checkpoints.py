@@ -129,7 +129,7 @@ class CheckpointKeeper:
 
     def warn_of_unranked(self, val_period: int) -> None:
         """Warn if the metric is one of validation and some steps are saved without it: these go first."""
-        settings = self._settings
+        settings = self.settings
         ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
         if ranks and val_period and settings.save_period % val_period:
             logger.warning(
