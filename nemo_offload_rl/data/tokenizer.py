@@ -34,7 +34,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
             f"no tokenizer can be loaded from {settings.name} ({str(error).splitlines()[0]}); set "
             f"policy.tokenizer.name to a folder with tokenizer.json and tokenizer_config.json, or to a model on the hub"
         ) from error
-    if (template := _template_text(settings.chat_template)) is not None:
+    if (template := template_text(settings.chat_template)) is not None:
         tokenizer.chat_template = template
     if tokenizer.chat_template is None:
         raise DataError(
@@ -48,7 +48,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _template_text(given: str | None) -> str | None:
+def template_text(given: str | None) -> str | None:
     """What `policy.tokenizer.chat_template` means: a template's text; None for the tokenizer's own."""
     if given is None or given.lower() == "default":
         return None

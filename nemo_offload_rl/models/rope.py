@@ -65,6 +65,29 @@ def unchanged_length(config: Mapping[str, Any]) -> int:
     return int(config.get(key) or rope_settings(config).get(key) or 0) if rope_type(config) in _LONG else 0
 
 
+def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys by which readers of before transformers 5 know what `rope_parameters` says; {} where it says nothing.
+
+    Where layer types have settings of their own, those readers take the base and the scaling for full attention, and
+    `rope_local_base_freq` for layers with a window.
+    """
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping) or not given:
+        return {}
+    rope, found = given.get("full_attention", given), dict[str, Any]()
+    if "rope_theta" not in rope:
+        return {}
+    if "sliding_attention" in given:
+        found["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    kind = rope_type({"rope_parameters": rope})
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if kind in _LONG:  # transformers 4 refuses any other key there
+        scaling = {"type": kind, **{key: scaling[key] for key in ("short_factor", "long_factor")}}
+    return {**found, "rope_theta": rope["rope_theta"], "rope_scaling": None if kind == "default" else scaling}
+
+
 def has_rotary_base(rope_parameters: object) -> bool:
     """Whether settings that replace a model's own have the base of its frequencies."""
     return isinstance(rope_parameters, Mapping) and rope_parameters.get("rope_theta") is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
@@ -15,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nemo_offload_rl.data.config import TokenizerConfig
-from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.models.rope import has_rotary_base
+from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import TOKENIZER_FILES, find_file
@@ -25,7 +26,9 @@ from nemo_offload_rl.policy.checkpointing import written_whole
 from nemo_offload_rl.policy.settings import PolicySettings
 
 MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as the hub's own writer has it
-_TEMPLATE_FILE, _TEMPLATE_KEY = "chat_template.jinja", "chat_template"
+_TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_EXTRA_LAYERS = "num_nextn_predict_layers"
+_TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
 
 
 def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
@@ -74,11 +77,34 @@ def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: 
                     files.add(own_name, part.to("cpu", copy=True).contiguous())
         if is_writer:
             files.close()
-            config = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
-            config.save_pretrained(folder)
+            export_config(config, dtype, files.names, folder)
             if (generation := find_file(settings.model_name, "generation_config.json")) is not None:
-                shutil.copy(generation, folder)
+                shutil.copyfile(generation, folder / generation.name)
             export_tokenizer(settings.tokenizer, folder)
+
+
+def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folder: Path) -> None:
+    """Write config.json for readers with transformers 5 and for those of before: each key under both of its names.
+
+    Without the older names, `transformers` 4 reads `rope_theta` as 10000 without a word.
+
+    Args:
+        config: The model's Hugging Face config.
+        dtype: Of the weights beside it.
+        weights: Their names. Layers for predicting several tokens are not trained, so the file does not promise them.
+        folder: Where the file goes.
+    """
+    name = str(dtype).removeprefix("torch.")
+    changed = {**config.to_dict(), "dtype": name}
+    if changed.get(_EXTRA_LAYERS) and not any(f"layers.{config.num_hidden_layers}." in weight for weight in weights):
+        changed[_EXTRA_LAYERS] = 0
+    config = type(config).from_dict(changed)
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    other_names = {old: written[new] for old, new in config.attribute_map.items() if new in written}
+    older = {"torch_dtype": name, **other_names, **older_rope_keys(written)}
+    path.write_text(json.dumps({**older, **written}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class _WeightWriter:
@@ -98,6 +124,11 @@ class _WeightWriter:
         self._tensors[name] = tensor
         self._total_bytes += tensor.nbytes
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, complete after `close`."""
+        return [name for names in self._names for name in names]
+
     def close(self) -> None:
         """Write the rest, give the files their names, and write the index if there are several."""
         self._write()
@@ -113,7 +144,11 @@ class _WeightWriter:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def _write(self) -> None:
-        save_file(self._tensors, self._unnamed(len(self._names)), metadata={"format": "pt"})
+        path = self._unnamed(len(self._names))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors writes a temporary file that its user alone may read, and renames it
         self._names.append(list(self._tensors))
         self._tensors = {}
 
@@ -123,6 +158,8 @@ class _WeightWriter:
 
 def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:
     """Write the tokenizer that the run uses: its own files as they are, with the run's chat template.
+
+    All of its named templates are written, unless `settings` replaces them: the run then used that one for everything.
 
     Args:
         settings: `name` is a folder or a hub's name.
@@ -134,11 +171,16 @@ def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:
     tokenizer = load_tokenizer(settings)
     for name in sorted({*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}):
         if (file := find_file(settings.name, name)) is not None:
-            shutil.copy(file, folder / name)
-    if settings.chat_template is None:
+            shutil.copyfile(file, folder / name)
+    if (own_template := template_text(settings.chat_template)) is None:
+        config_file = find_file(settings.name, _TOKENIZER_CONFIG)
+        templates = [] if config_file is None else (config_file.parent / _TEMPLATES_FOLDER).glob("*.jinja")
+        for template in templates:
+            (folder / _TEMPLATES_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / _TEMPLATES_FOLDER / template.name)
         return
-    (folder / _TEMPLATE_FILE).write_text(str(tokenizer.chat_template), encoding="utf-8")
-    config_file = folder / "tokenizer_config.json"
+    (folder / _TEMPLATE_FILE).write_text(own_template, encoding="utf-8")
+    config_file = folder / _TOKENIZER_CONFIG
     if config_file.is_file():
         config = json.loads(config_file.read_text(encoding="utf-8"))
         config.pop(_TEMPLATE_KEY, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from hub_cache import fill_hub_cache
 from policy_cases import assert_equal, full_params, one_rank_worker, save_family
 from tiny_models import make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.policy.backends import hf_folder
 from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.policy.backends.hf_folder import export_config, export_tokenizer, load_config
 
 CHAT = [{"role": "user", "content": "2+3="}]
 
@@ -77,6 +79,104 @@ def test_the_tokenizer_and_the_chat_template_of_the_run_are_exported(folder: Pat
         assert found.get_vocab() == used.get_vocab()
         assert "<mine>" in found.get_vocab()
         assert prompt_of(found) == prompt_of(used) == "[2+3=]"
+
+
+def test_every_named_chat_template_is_exported_unless_the_run_replaces_them(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    named = {"default": "D{{ messages[0]['content'] }}", "tool_use": "T{{ messages[0]['content'] }}"}
+    tokenizer.chat_template = named
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for own, expected in ((None, named), ("default", named), ("R{{ messages }}", "R{{ messages }}")):
+        to = tmp_path / str(own)
+        to.mkdir()
+        settings = TokenizerConfig(name=str(tmp_path / "tokenizer"), chat_template=own, chat_template_kwargs=None)
+        export_tokenizer(settings, to)
+        assert AutoTokenizer.from_pretrained(to).chat_template == expected
+
+
+def read_by_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys that its configs know, and transformers 5 has under other names; its defaults are not repeated here."""
+    names = ("rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor", "torch_dtype")
+    return {name: config[name] for name in (*names, "num_experts", "num_local_experts") if config.get(name) is not None}
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+PUBLISHED = {
+    "qwen3": {"rope_theta": 1000000.0, "rope_scaling": None},
+    "llama": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0} | {"high_freq_factor": 4.0},
+    },
+    "qwen3_moe": {"rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {"rope_theta": 1000000.0, "num_local_experts": 4},
+    "glm4": {"rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+    "gemma3_text": {
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 7000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "phi3": {
+        "rope_theta": 10000.0,
+        "rope_scaling": LONG,
+        "original_max_position_embeddings": 4096,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+    },
+    "olmo3": {"rope_theta": 500000.0, "rope_scaling": YARN},
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_readers_on_transformers_4_and_5_find_in_an_export_what_was_published(tmp_path: Path, model_type: str) -> None:
+    published = {"model_type": model_type, "torch_dtype": "bfloat16", **PUBLISHED[model_type]}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = load_config(str(tmp_path), {})
+    (tmp_path / "hf").mkdir()
+    export_config(config, torch.bfloat16, [], tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    expected = read_by_transformers_4(published)
+    assert {name: written.get(name) for name in expected} == expected
+    assert written["dtype"] == "bfloat16" and "rope_parameters" in written
+    again = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert again.rope_parameters == config.rope_parameters
+    # A model that transformers 5 has saved has no older names, and its export has them all the same.
+    (tmp_path / "saved").mkdir()
+    again.save_pretrained(tmp_path / "saved")
+    (tmp_path / "second").mkdir()
+    export_config(load_config(str(tmp_path / "saved"), {}), torch.bfloat16, [], tmp_path / "second")
+    assert json.loads((tmp_path / "second" / "config.json").read_text()) == written
+
+
+def test_an_export_promises_no_layers_that_it_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}))
+    config = load_config(str(tmp_path), {})
+    for names, expected in (([], 0), (["model.layers.61.eh_proj.weight"], 1)):
+        export_config(config, torch.bfloat16, names, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == expected
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_every_file_of_an_export_can_be_read_as_the_umask_says(tmp_path: Path, umask: int) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    make_tokenizer().save_pretrained(tokenizer)
+    for path in tokenizer.iterdir():
+        path.chmod(0o600)
+    before = os.umask(umask)
+    try:
+        to = tmp_path / "hf"
+        to.mkdir()
+        export_tokenizer(TokenizerConfig(name=str(tokenizer), chat_template=None, chat_template_kwargs=None), to)
+        writer = hf_folder._WeightWriter(to)
+        writer.add("weight", torch.zeros(2))
+        writer.close()
+        export_config(Qwen3Config(), torch.bfloat16, writer.names, to)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in to.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= modes.keys()
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
 
 
 def test_weights_are_written_file_by_file_as_the_files_fill(
