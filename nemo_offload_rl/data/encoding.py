@@ -1,6 +1,7 @@
 """From messages to token ids, and which of them the assistant wrote.
 
-The chat template alone says what is whose. Where it marks the assistant's text (`{% generation %}`), that is taken.
+The chat template alone says what is whose. Where it marks the assistant's text (`{% generation %}`), that is taken; the
+message of a mark is the assistant's that the template has read last.
 Otherwise the conversation is rendered up to each turn of the assistant, with the generation prompt, and up to the
 turn's end: what lies between is the turn. That holds only where the shorter rendering is the beginning of the longer
 one, which is checked; a template that shows a turn differently once others follow is refused.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,11 @@ from nemo_offload_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BEGINS_MARK = re.compile(r"(\{%[-+]?\s*generation\s*)([-+]?)%\}")
+_ENDS_MARK = re.compile(r"\{%([-+]?)(\s*endgeneration\s*[-+]?%\})")
+# In the mark, in blocks as its own tags are, so that a template's white space stays as it is.
+_SHOWN_BEGIN = r"\1%}{% if true %}{{ mark_begins }}{% endif \2%}"
+_SHOWN_END = r"{%\1 if true %}{{ mark_ends() }}{% endif %}{%\2"
 
 
 def render(
@@ -107,50 +113,51 @@ class ChatEncoder:
             return with_tools.encode(messages, origin, num_given=num_given)
         self._check_tools(messages, origin)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        skipped = sum(index < num_given for index in turns)
-        counted = turns[-1:] if self.last_turn_only else turns[skipped:]
-        if self.loss_span == "response" and _MARKS_GENERATION.search(str(self.tokenizer.chat_template)):
-            token_ids, mask = self._marked(messages, origin, num_skipped=len(turns) - len(counted))
+        counted = turns[-1:] if self.last_turn_only else [index for index in turns if index >= num_given]
+        whole = self._render(messages, origin, add_generation_prompt=False)
+        if self.loss_span == "response" and _BEGINS_MARK.search(str(self.tokenizer.chat_template)):
+            spans = self._marked(messages, whole, counted, origin)
         else:
-            token_ids, mask = self._measured(messages, origin, counted)
+            spans = list(self._measured(messages, whole, counted, origin))
+        token_ids, begins = self._tokenize(whole, [begin for begin, _ in spans])
+        mask = np.zeros(len(begins), dtype=bool)
+        for begin, end in spans:
+            # A token that begins before the turn was read by the assistant, not written.
+            mask |= (begins >= begin) & (begins < end)
         token_ids, mask = self._with_ends(token_ids, mask, ends_counted=counted[-1:] == [len(messages) - 1])
         mask[0] = False  # the first token has no logprob
         if not mask.any():
             raise DataError(f"{origin}: no token is the assistant's, so there is nothing to learn; take the row out")
         return Example(token_ids=token_ids, token_mask=mask)
 
-    def _marked(self, messages: Sequence[Message], origin: str, *, num_skipped: int) -> tuple[np.ndarray, np.ndarray]:
-        """By the template's own marks; the first `num_skipped` turns are not counted."""
-        import jinja2
-
-        try:
-            rendered: Any = self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **self.chat_template_kwargs,
+    def _marked(
+        self, messages: Sequence[Message], whole: str, counted: Sequence[int], origin: str
+    ) -> list[tuple[int, int]]:
+        """Where in `whole` the template's own marks of the counted turns begin and end."""
+        watch = _Watch()
+        template = _BEGINS_MARK.sub(_SHOWN_BEGIN, self.tokenizer.get_chat_template(None, self._tools))
+        kwargs = {
+            **self.chat_template_kwargs,
+            "chat_template": _ENDS_MARK.sub(_SHOWN_END, template),
+            "mark_begins": watch.begins,
+            "mark_ends": watch.ends,
+        }
+        watched = [_Watched(message, index, watch) for index, message in enumerate(messages)]
+        shown = render(self.tokenizer, watched, origin, add_generation_prompt=False, kwargs=kwargs)
+        text, spans, begin = "", [], 0
+        for piece in watch.pieces(shown):
+            if piece == watch.begins:
+                begin = len(text)
+            elif piece.startswith(watch.end):
+                spans.append((int(piece.removeprefix(watch.end)), begin, len(text)))
+            else:
+                text += piece
+        if text != whole:
+            raise DataError(
+                f"{origin}: the chat template changes what stands in {{% generation %}} later, so the "
+                "assistant's part cannot be told; set policy.tokenizer.chat_template to one that writes it as it is"
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise _template_error(origin, error) from error
-        mask = np.array(rendered["assistant_masks"], dtype=bool)
-        begins = np.flatnonzero(np.diff(np.concatenate(([False], mask)).astype(np.int8)) == 1)
-        if num_skipped and num_skipped < len(begins):
-            mask[: begins[num_skipped]] = False
-        return np.array(rendered["input_ids"], dtype=np.int32), mask
-
-    def _measured(
-        self, messages: Sequence[Message], origin: str, counted: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """By rendering up to each counted turn and up to its end."""
-        whole = self._render(messages, origin, add_generation_prompt=False)
-        spans = list(self._spans(messages, whole, counted, origin))
-        token_ids, begins = self._tokenize(whole, [begin for begin, _ in spans])
-        mask = np.zeros(len(begins), dtype=bool)
-        for begin, end in spans:
-            # A token that begins before the turn was read by the assistant, not written.
-            mask |= (begins >= begin) & (begins < end)
-        return token_ids, mask
+        return [(begin, end) for turn, begin, end in spans if turn in counted]
 
     def _tokenize(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids of a text, and where in it each begins.
@@ -176,10 +183,10 @@ class ChatEncoder:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [(start + begin, start + end) for begin, end in encoded["offset_mapping"]]
 
-    def _spans(
+    def _measured(
         self, messages: Sequence[Message], whole: str, counted: Sequence[int], origin: str
     ) -> Iterator[tuple[int, int]]:
-        """Where in `whole` each counted turn begins and ends, as `loss_span` says."""
+        """Where in `whole` each counted turn begins and ends, as `loss_span` says, by rendering up to both."""
         for turn in counted:
             before = self._render(messages[:turn], origin, add_generation_prompt=self.loss_span != "message")
             is_last = turn == len(messages) - 1
@@ -214,10 +221,13 @@ class ChatEncoder:
             token_ids, mask = np.append(token_ids, np.int32(eos)), np.append(mask, True)
         return token_ids, mask
 
+    @property
+    def _tools(self) -> Any:
+        return self.chat_template_kwargs.get("tools")
+
     def _check_tools(self, messages: Sequence[Message], origin: str) -> None:
-        tools = self.chat_template_kwargs.get("tools")
-        if tools is not None or any("tool_calls" in message for message in messages):
-            check_shown(self._render(messages, origin, add_generation_prompt=False), messages, tools, origin)
+        if self._tools is not None or any("tool_calls" in message for message in messages):
+            check_shown(self._render(messages, origin, add_generation_prompt=False), messages, self._tools, origin)
 
     def _render(self, messages: Sequence[Message], origin: str, *, add_generation_prompt: bool) -> str:
         return render(
@@ -227,6 +237,46 @@ class ChatEncoder:
             add_generation_prompt=add_generation_prompt,
             kwargs=self.chat_template_kwargs,
         )
+
+
+class _Watch:
+    """Shows in a rendered text where marks are, each with the number of the message that it is about.
+
+    That is the last message of the assistant of which the template has read something else than the role.
+    """
+
+    def __init__(self) -> None:
+        self._secret = uuid.uuid4().hex  # occurs in no text
+        self._last_read = -1
+        self.begins, self.end = f"{self._secret}(", f"{self._secret})"
+
+    def saw(self, index: int, role: object, key: object) -> None:
+        if role == "assistant" and key != "role":
+            self._last_read = index
+
+    def ends(self) -> str:
+        return f"{self.end}{self._last_read};"
+
+    def pieces(self, shown: str) -> Iterator[str]:
+        """Text, and marks as `begins`, and as `end` and the number."""
+        for piece in re.split(rf"({self._secret}(?:\(|\)-?\d+;))", shown):
+            yield piece.removesuffix(";") if piece.startswith(self.end) else piece
+
+
+class _Watched(dict[str, Any]):
+    """A message that tells a watch what is read of it."""
+
+    def __init__(self, message: Message, index: int, watch: _Watch) -> None:
+        super().__init__(message)
+        self._index, self._watch = index, watch
+
+    def __getitem__(self, key: str) -> Any:
+        self._watch.saw(self._index, super().get("role"), key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._watch.saw(self._index, super().get("role"), key)
+        return super().get(key, default)
 
 
 def _template_error(origin: str, error: Exception) -> DataError:

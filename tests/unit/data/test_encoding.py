@@ -101,6 +101,58 @@ def test_turns_that_are_given_do_not_count(template):
     assert "[[ bye <|im_end|>]]" in text
 
 
+# Calls of tools have no mark, and what was thought has one of its own.
+MARKS_TEXTS_ONLY = (
+    "{% for m in messages %}<{{ m.role }}>\n"
+    "    {%- if m.tool_calls %}{{ m.tool_calls | tojson }}\n"
+    "    {%- elif m.role == 'assistant' %}\n"
+    "        {%- generation -%}\n  ({{ m.thought or '' }})\n {%- endgeneration %} \n"
+    "        {% generation %}\n{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "    {%- else %}{{ m.content }}{% endif %}\n"
+    "{% endfor %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_A_CALL = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two", "thought": "easy"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def test_marks_belong_to_the_turn_that_they_stand_in_though_other_turns_have_none_or_several():
+    encoder = make_encoder(MARKS_TEXTS_ONLY, add_bos=False)
+    plain = encoder.tokenizer.apply_chat_template(WITH_A_CALL, tokenize=False)
+    marked = encoder.tokenizer.apply_chat_template(
+        WITH_A_CALL, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    whole = encoder.encode(WITH_A_CALL, "x")
+    assert encoder.tokenizer.decode(whole.token_ids) == plain
+    assert whole.token_ids.tolist() == marked["input_ids"]
+    assert whole.token_mask.tolist() == [bool(mark) for mark in marked["assistant_masks"]]
+    texts = shown(MARKS_TEXTS_ONLY, WITH_A_CALL).replace("]][[", "")
+    assert [piece.partition("]]")[0] for piece in texts.split("[[")[1:]] == [
+        "(easy)", "two<|im_end|>", "()", "yes<|im_end|>",
+    ]  # fmt: skip
+    # The turns before are a call without a mark, and one of two marks.
+    for changes in ({"last_turn_only": True}, {"num_given": 5}, {"num_given": 4}):
+        found = shown(MARKS_TEXTS_ONLY, WITH_A_CALL, **changes)
+        assert [piece.partition("]]")[0] for piece in found.split("[[")[1:]] == ["()", "yes<|im_end|>"]
+
+
+def test_a_last_turn_without_a_mark_is_nothing_to_learn_and_no_earlier_turn_takes_its_place():
+    with pytest.raises(DataError, match="no token is the assistant's"):
+        shown(MARKS_TEXTS_ONLY, [*WITH_A_CALL, WITH_A_CALL[1]], last_turn_only=True)
+
+
+def test_a_template_that_changes_what_it_has_marked_is_refused():
+    template = "{% set all %}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(DataError, match=r"changes what stands in \{% generation %\} later"):
+        shown(template + "{% endset %}{{ all[1:] }}")
+
+
 def test_the_text_is_tokenized_as_the_engine_will_read_it():
     encoder = make_encoder(CHATML)
     prompt = encoder.tokenizer.apply_chat_template(TWO_TURNS[:2], tokenize=False, add_generation_prompt=True)
