@@ -33,11 +33,9 @@ from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
 from nemo_offload_rl.data.loader import LoaderState
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.utils.cli import LastLine
+from nemo_offload_rl.utils.cli import STOP_SIGNALS, LastLine
 
 logger = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # `timeout`, srun and a shell's trap may each pass the same signal on.
 _REPEAT_S = 1.0
@@ -311,7 +309,7 @@ class RunEnd:
         if not self._checkpoints.is_saving and (self._unsaved is None or not self._settings.enabled):
             return None
         if not self._policy.settle(self._settings.grace_s):
-            return f"a worker has not answered for {self._settings.grace_s:g} s (checkpointing.grace_s)"
+            return f"a policy worker has died, or not answered for {self._settings.grace_s:g} s (checkpointing.grace_s)"
         try:
             with self._saving():
                 self._checkpoints.finish()

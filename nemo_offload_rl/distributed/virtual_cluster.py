@@ -28,12 +28,14 @@ from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.ray_memory import as_started_here
+from nemo_offload_rl.utils.cli import STOP_SIGNALS
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
 _CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _DAEMON_END_S = 1.0
+_SHUTDOWN_S = 60.0
 _ANSWER_TIMEOUT_S = 10.0
 
 
@@ -142,7 +144,9 @@ def cluster_session(
 ) -> Iterator[VirtualCluster]:
     """A cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
-    SIGTERM ends the block like Ctrl-C does, with exit status 143. Ray is left running if it ran before.
+    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A Ray that was
+    started here, with its workers, hears none of the four: a terminal and batch systems send them to all processes of a
+    job, and its end is the driver's to decide. Ray is left running if it ran before.
 
     Args:
         settings: How many devices on how many hosts.
@@ -160,10 +164,11 @@ def cluster_session(
     try:
         if started_here:
             others = set(psutil.Process().children())
-            _init_ray(settings, log_to_driver)
+            with _stop_signals_blocked():  # children inherit that
+                _init_ray(settings, log_to_driver)
             daemons = [child for child in psutil.Process().children() if child not in others]
         # Inside, because ray.init installs a handler of its own, under which the driver aborts.
-        with _sigterm_as_exit():
+        with _signals_as_exit():
             cluster = VirtualCluster(settings, num_colocated_groups)
             yield cluster
     finally:
@@ -174,7 +179,7 @@ def cluster_session(
                 if cluster is not None:
                     cluster.shutdown()
                 if started_here:
-                    ray.shutdown()
+                    _shut_ray_down(daemons)
 
 
 def _refuse_expandable_segments() -> None:
@@ -227,7 +232,17 @@ def _check_answers(address: str) -> None:
 
 
 @contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
+def _stop_signals_blocked() -> Iterator[None]:
+    """Signals of `STOP_SIGNALS` wait for the end of the block; processes and threads made in it never hear them."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -238,7 +253,10 @@ def _sigterm_as_exit() -> Iterator[None]:
         status.append(128 + signum)
         raise SystemExit(status[0])
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    numbers = [number for number in STOP_SIGNALS if number != signal.SIGINT]
+    # Under `nohup` SIGHUP is ignored, and stays so.
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     except SystemExit:
@@ -247,14 +265,27 @@ def _sigterm_as_exit() -> Iterator[None]:
             raise SystemExit(status[0]) from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _shut_ray_down(daemons: list[psutil.Process]) -> None:
+    """Shut Ray down. It asks its daemons in turn with SIGTERM, which they do not hear, and kills each a second later.
+
+    Here the first one that has ended takes the others along.
+    """
+
+    def kill_all(ended: psutil.Process) -> None:
+        for daemon in daemons:
+            with suppress(psutil.NoSuchProcess):
+                daemon.kill()
+
+    threading.Thread(target=psutil.wait_procs, args=(daemons, _SHUTDOWN_S, kill_all), daemon=True).start()
+    ray.shutdown()
 
 
 def _any_ended(daemons: list[psutil.Process]) -> bool:
-    """Whether Ray's daemons end too: `timeout` and batch systems send their signal to all processes of a job.
-
-    Some end at once, others then wait for each other for minutes.
-    """
+    """Whether one of Ray's daemons has been killed; others then wait for each other for minutes."""
     ended, _ = psutil.wait_procs(daemons, timeout=_DAEMON_END_S)
     return bool(ended)
 
@@ -284,7 +315,7 @@ def _deaf_to_stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -200,12 +200,12 @@ class RayWorkerGroup:
         return self._values(dict(enumerate(self._collect(handle))))
 
     def settle(self, timeout_s: float) -> bool:
-        """See `WorkerGroup`. A worker that has died runs nothing."""
+        """See `WorkerGroup`; False too if a worker has died."""
         refs = [ref for call in self._unfinished for ref in call.refs]
         _, running = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         if not running:
             self._unfinished.clear()
-        return not running
+        return not running and not any(isinstance(error, WorkerDiedError) for error in self._raised)
 
     def shutdown(self) -> None:
         """Let idle workers end by themselves, kill them all and wait until their processes are gone."""

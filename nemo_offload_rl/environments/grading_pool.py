@@ -267,7 +267,8 @@ def keep(descriptor: int, pool: int) -> None:
         descriptor: The worker's end of its pipe.
         pool: Process id of the pool.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the driver's to handle, which all end with
+    # These are the driver's to handle, and all end with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: None)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = os.getpid()

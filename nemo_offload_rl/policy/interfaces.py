@@ -185,7 +185,10 @@ class WorkerGroup(Protocol):
         ...
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no worker runs a call that failed or was broken off; False if one still does after `timeout_s`."""
+        """Wait until no worker runs a call that failed or was broken off; whether all can take further calls.
+
+        False if a worker still runs one after `timeout_s`.
+        """
         ...
 
     def pids(self) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -15,6 +17,9 @@ from nemo_offload_rl.errors import UserError
 
 EXIT_USER_ERROR = 2
 _BY_SIGNAL = 128
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ask a run to end. `run_end.py` has it save first."""
 
 _OVERRIDES_HELP = """\
 overrides, applied in order:
@@ -77,6 +82,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         status = main()
+        _flush()
     except UserError as error:
         _end_with(f"error: {' '.join(str(error).split())}", error)
         sys.exit(EXIT_USER_ERROR)
@@ -108,9 +114,21 @@ class _StandardErrorHandler(logging.StreamHandler[TextIO]):
         self.stream = sys.stderr
         super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing is left to tell that standard error is gone or full."""
+
 
 def _end_with(reason: str, error: BaseException) -> None:
     last_lines = [note for note in getattr(error, "__notes__", ()) if isinstance(note, LastLine)]
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in (reason, *last_lines)))
-    sys.stderr.flush()
+    _flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"{line}\n" for line in (reason, *last_lines)))
+        sys.stderr.flush()
+
+
+def _flush() -> None:
+    """Flush standard output. Where that fails, Python would do it again and give the process another status."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

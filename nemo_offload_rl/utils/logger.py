@@ -6,6 +6,9 @@
 2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
    metrics.jsonl and to the others. `log_samples` writes validation samples as text.
 3. `close` writes what is still open. Used as a context manager this also happens after an error.
+
+Once a `RunLogger` is open, nothing that it writes to ends the run: a failure is one warning. Lines of metrics that a
+full disk refused are written as soon as there is room again.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ class RunLogger:
         self.run_dir = Path(settings.log_dir)
         if settings.numbered_runs:
             self.run_dir, resume_after = self._next_folder(), None
+        self._is_refused = False
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
         record = _run_record()
@@ -76,7 +80,7 @@ class RunLogger:
                 _rename_older(self.run_dir / METRICS_FILE)
             else:
                 _set_later_aside(self.run_dir / METRICS_FILE, resume_after)
-            self._file = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+            self._lines = _Lines(self.run_dir / METRICS_FILE)
             (self.run_dir / "config.yaml").write_text(
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
@@ -122,9 +126,8 @@ class RunLogger:
             _LOG.warning("step %d: %s", step, ", ".join(not_finite))
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with self._writing():
-            self._file.write(json.dumps({"step": step, **finite}) + "\n")
-            self._file.flush()
+        with self._trying():
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
         for sink in self._sinks:
             sink.write(step, metrics)
 
@@ -139,7 +142,7 @@ class RunLogger:
         if not lines:
             return
         folder = self.run_dir / SAMPLES_FOLDER
-        with self._writing():
+        with self._trying():
             folder.mkdir(exist_ok=True)
             (folder / f"step_{step}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         for sink in self._sinks:
@@ -153,34 +156,29 @@ class RunLogger:
             records: One each.
         """
         folder = self.run_dir / ROLLOUTS_FOLDER
-        with self._writing():
+        with self._trying():
             folder.mkdir(exist_ok=True)
             with (folder / f"step_{step}.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
 
     def close(self) -> None:
         """Commit and close everything; safe to call twice."""
-        if self._file.closed:
+        if self._lines.is_closed:
             return
         try:
             self.commit()
         finally:
-            # What could not be written is still in the file's buffer, and closing it would try again.
-            with suppress(OSError):
-                self._file.close()
+            num_lost = self._lines.close()
+            if num_lost:
+                _LOG.warning("%d lines of %s were never written", num_lost, self.run_dir / METRICS_FILE)
             for sink in self._sinks:
                 sink.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        # The error that ends the run says more than that its last metrics could not be written.
-        with suppress(ConfigError):
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -191,6 +189,65 @@ class RunLogger:
                 f"logger.log_dir {self.run_dir} cannot be written ({error.strerror}); free space or choose another "
                 "folder"
             ) from error
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """The first write that fails costs a warning."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_refused:
+                _LOG.warning(
+                    "logger.log_dir %s cannot be written (%s); the run goes on without samples and rollouts there, and "
+                    "metrics are written later; free space",
+                    self.run_dir,
+                    error.strerror,
+                )
+            self._is_refused = True
+
+
+class _Lines:
+    """A file that whole lines are appended to; those that could not be written come first in the next `write`.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+
+    @property
+    def is_closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, line: str) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: There is no room; nothing of a line stands there.
+        """
+        self._waiting.append(line.encode())
+        self._write_waiting()
+
+    def close(self) -> int:
+        """Try once more, and close; how many lines were lost."""
+        with suppress(OSError), self._file:
+            self._write_waiting()
+        return len(self._waiting)
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            size = os.fstat(self._file.fileno()).st_size
+            left = memoryview(self._waiting[0])
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                with suppress(OSError):  # of a file that is no ordinary one
+                    os.ftruncate(self._file.fileno(), size)
+                raise
+            del self._waiting[0]
 
 
 def _rename_older(path: Path) -> None:

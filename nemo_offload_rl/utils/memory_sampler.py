@@ -7,6 +7,7 @@ values of a step are metrics. Only the driver's host is seen, and only GPUs on w
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -20,6 +21,8 @@ from typing import Self
 import psutil
 
 from nemo_offload_rl.utils.gpu_memory import GpuUse, read_gpus
+
+logger = logging.getLogger(__name__)
 
 MEMORY_FILE = "memory.jsonl"
 OTHER = "other"
@@ -53,6 +56,7 @@ class MemorySampler:
         self._step = 0
         self._highest: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._is_refused = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
 
@@ -92,12 +96,19 @@ class MemorySampler:
 
     def _run(self) -> None:
         begin_s = time.perf_counter()
-        with self._path.open("a", encoding="utf-8") as file:
-            while not self._stop.wait(self._period_s):
-                self._sample(file.write, time.perf_counter() - begin_s)
-                file.flush()
+        while not self._stop.wait(self._period_s):
+            line = self._sample(time.perf_counter() - begin_s)
+            if self._is_refused:
+                continue
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line)
+            except OSError as error:
+                self._is_refused = True  # a part of the line may stand there
+                logger.warning("%s gets no more samples: %s; metrics have the highest of each step", self._path, error)
 
-    def _sample(self, write: Callable[[str], object], now_s: float) -> None:
+    def _sample(self, now_s: float) -> str:
+        """The line of a sample, whose highest values have been taken note of."""
         phase = self._phase() or "between"
         uses = {uuid: use.by_owner(self._owners) for uuid, use in self._read().items()}
         ours = {uuid: use for uuid, use in uses.items() if any(use[owner] for owner in use if owner != OTHER)}
@@ -108,7 +119,7 @@ class MemorySampler:
                     self._raise(f"{phase}_{owner}", num_bytes)
                 self._raise("peak", sum(use.values()))
         gpus = {uuid: {owner: round(size / 2**30, 3) for owner, size in use.items()} for uuid, use in ours.items()}
-        write(json.dumps({"t_s": round(now_s, 3), "step": step, "phase": phase, "gib": gpus}) + "\n")
+        return json.dumps({"t_s": round(now_s, 3), "step": step, "phase": phase, "gib": gpus}) + "\n"
 
     def _raise(self, name: str, num_bytes: int) -> None:
         self._highest[name] = max(num_bytes, self._highest.get(name, 0))

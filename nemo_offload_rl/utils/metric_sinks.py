@@ -6,7 +6,8 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import batched
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,46 @@ class MetricSink(Protocol):
     def close(self) -> None:
         """Write what is buffered and let go."""
         ...
+
+
+class LossySink:
+    """Another sink, whose failure costs a warning and the rest of the run there. metrics.jsonl has all of it too.
+
+    Args:
+        name: For the warning.
+        sink: Code that this package does not know, which may raise anything.
+        abandon: Called after a failure; may fail too.
+    """
+
+    def __init__(self, name: str, sink: MetricSink, abandon: Callable[[], object] = lambda: None) -> None:
+        self._name = name
+        self._sink: MetricSink | None = sink
+        self._abandon = abandon
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `MetricSink`."""
+        self._try(lambda sink: sink.write(step, metrics))
+
+    def write_samples(self, step: int, lines: Sequence[str]) -> None:
+        """See `MetricSink`."""
+        self._try(lambda sink: sink.write_samples(step, lines))
+
+    def close(self) -> None:
+        """See `MetricSink`; one that has failed is left alone, since its end may wait for minutes."""
+        self._try(lambda sink: sink.close())
+
+    def _try(self, call: Callable[[MetricSink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            call(self._sink)
+        except Exception as error:
+            self._sink = None
+            _LOG.warning(
+                "%s is lost and gets nothing more of this run, which goes on: %s", self._name, _first_line(error)
+            )
+            with suppress(Exception):
+                self._abandon()
 
 
 class TensorBoardSink:
@@ -138,12 +179,18 @@ class WandbSink:
         """Finish the run."""
         self._run.finish()
 
+    @staticmethod
+    def abandon() -> None:
+        """Give up the connection, which would raise again at the end of this process."""
+        import wandb
+
+        wandb.teardown()
+
 
 class MlflowSink:
     """Writes to MLflow: metrics, samples, and the configuration as parameters and, with the run record, as files.
 
-    metrics.jsonl has all of it too. So a server that is lost while the run goes on costs a warning and the rest of the
-    run in MLflow, not the run. The id of the run is kept in `run_dir`, so that a resumed run is the same run there; its
+    The id of the run is kept in `run_dir`, so that a resumed run is the same run there; its
     parameters stay those that it began with, as MLflow wants it, and config.yaml becomes the present one.
     """
 
@@ -165,8 +212,6 @@ class MlflowSink:
                 "write into a database of this machine), or set it to false"
             ) from error
         self._new_metric = Metric
-        self._failures = (MlflowException, OSError, ImportError)  # the last where artifacts need another client
-        self._is_lost = False
         _LOG.info("opening an MLflow run at %s", settings.tracking_uri)
         parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
         tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
@@ -185,7 +230,7 @@ class MlflowSink:
                     self._client.log_batch(self._run_id, params=some)
             self._client.log_dict(self._run_id, dict(resolved_config), "config.yaml")
             self._client.log_dict(self._run_id, dict(record), "run.json")
-        except self._failures as error:
+        except (MlflowException, OSError, ImportError) as error:  # the last where artifacts need another client
             raise ConfigError(
                 f"MLflow did not start at logger.mlflow.tracking_uri {settings.tracking_uri} ({_first_line(error)}); "
                 "start its server, correct the address, or set logger.mlflow_enabled to false"
@@ -207,24 +252,15 @@ class MlflowSink:
         """Log the step."""
         now_ms = int(time.time() * 1000)
         entries = [self._new_metric(name, value, now_ms, step) for name, value in metrics.items()]
-        self._send("log_batch", metrics=entries)
+        self._client.log_batch(self._run_id, metrics=entries)
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
         """Write the samples as a text file of the run."""
-        self._send("log_text", text="\n".join(lines) + "\n", artifact_file=f"samples/step_{step}.txt")
+        self._client.log_text(self._run_id, "\n".join(lines) + "\n", f"samples/step_{step}.txt")
 
     def close(self) -> None:
         """Finish the run."""
-        self._send("set_terminated")
-
-    def _send(self, method: str, **arguments: Any) -> None:
-        if self._is_lost:
-            return
-        try:
-            getattr(self._client, method)(self._run_id, **arguments)
-        except self._failures as error:
-            self._is_lost = True  # trying again takes minutes each time
-            _LOG.warning("MLflow is lost and gets nothing more of this run: %s", _first_line(error))
+        self._client.set_terminated(self._run_id)
 
 
 class UserSink:
@@ -270,18 +306,18 @@ class UserSink:
 
 
 def user_sinks(settings: LoggerConfig, callbacks: Sequence[Any] = ()) -> list[MetricSink]:
-    """Those of `logger.sinks`, and objects that Python code gave.
+    """Those of `logger.sinks`, and objects that Python code gave, whose errors end the run.
 
     Raises:
         UserCodeError: One cannot be used.
     """
-    named = [
-        UserCode.named(f"logger.sinks.{index}.target", sink.target, sink.kwargs)
-        for index, sink in enumerate(settings.sinks or ())
-    ]
+    named: list[MetricSink] = []
+    for index, sink in enumerate(settings.sinks or ()):
+        label = f"logger.sinks.{index}.target"
+        named.append(LossySink(label, UserSink(UserCode.named(label, sink.target, sink.kwargs))))
     if not isinstance(callbacks, Iterable):
         raise UserCodeError(f"callbacks is a {type(callbacks).__name__}; give a list of functions or objects")
-    return [UserSink(code) for code in (*named, *(UserCode("callbacks", callback) for callback in callbacks))]
+    return [*named, *(UserSink(UserCode("callbacks", callback)) for callback in callbacks)]
 
 
 def open_sinks(
@@ -307,19 +343,21 @@ def open_sinks(
     sinks: list[MetricSink] = []
     resume = resume_after is not None
     if settings.tensorboard_enabled:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", resolved_config, record, resume_after))
+        board = TensorBoardSink(run_dir / "tensorboard", resolved_config, record, resume_after)
+        sinks.append(LossySink("TensorBoard", board))
     if settings.wandb_enabled:
         if settings.wandb is None:
             raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
-        sinks.append(WandbSink(settings.wandb, run_dir, resolved_config, record, resume))
+        wandb = WandbSink(settings.wandb, run_dir, resolved_config, record, resume)
+        sinks.append(LossySink("Weights & Biases", wandb, WandbSink.abandon))
     if settings.mlflow_enabled:
         if settings.mlflow is None:
             raise ConfigError("logger.mlflow_enabled is true, but the section logger.mlflow is gone; keep it")
-        sinks.append(MlflowSink(settings.mlflow, run_dir, resolved_config, record, resume))
+        sinks.append(LossySink("MLflow", MlflowSink(settings.mlflow, run_dir, resolved_config, record, resume)))
     if settings.prometheus_enabled:
         if settings.prometheus is None:
             raise ConfigError("logger.prometheus_enabled is true, but the section logger.prometheus is gone; keep it")
-        sinks.append(PrometheusSink(settings.prometheus, run_dir))
+        sinks.append(LossySink("Prometheus", PrometheusSink(settings.prometheus, run_dir)))
     return sinks
 
 

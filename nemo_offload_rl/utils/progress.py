@@ -1,7 +1,11 @@
-"""What a person sees while a run goes on: a bar on a terminal, one line for each step elsewhere."""
+"""Progress of a run for a person: a bar on a terminal, one line for each step elsewhere.
+
+A stream that is gone or full ends the display with a warning, and not the run.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Self
@@ -10,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from nemo_offload_rl.utils.timer import TOTAL, shares
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_PHASES = 3
 _LEAST_SHARE = 0.005
@@ -35,7 +41,8 @@ class RunProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else _Console()
+        self._is_lost = False
         self._clock = clock
         self._num_steps = num_steps
         self._first_step = first_step
@@ -57,12 +64,12 @@ class RunProgress:
     def __enter__(self) -> Self:
         self._began = self._clock()
         if self._bar is not None:
-            self._bar.start()
+            self._show(self._bar.start)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._show(self._bar.stop)
 
     def step_done(self, step: int, figures: Mapping[str, str], seconds: Mapping[str, float]) -> None:
         """Show one finished step.
@@ -78,7 +85,8 @@ class RunProgress:
             self._write_line(step, text, seconds)
             return
         self.note(step_summary(step, text, seconds))
-        self._bar.update(self._task, completed=step, figures=text)
+        bar = self._bar
+        self._show(lambda: bar.update(self._task, completed=step, figures=text))
 
     def validated(self, step: int, figures: Mapping[str, str]) -> None:
         """Show the figures of a validation with its step, 0 for one before training, until the next one."""
@@ -89,7 +97,18 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Show one line of text, such as a validation's result, without disturbing the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        encoding = self._console.encoding
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._show(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=True))
+
+    def _show(self, act: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            act()
+        except (OSError, ValueError) as error:  # the latter where the stream is closed
+            self._is_lost = True
+            logger.warning("progress is shown no more, and the run goes on: %s", error)
 
     def seconds_left(self, step: int) -> float | None:
         """Seconds to the end of the run, from the mean of this run's steps; None before the first is done."""
@@ -106,6 +125,12 @@ class RunProgress:
         if left is not None:
             parts.append(f"{left:.0f} s left")
         self.note("  ".join(parts))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller: Rich would end the process."""
+        raise BrokenPipeError("the reader of standard output has ended")
 
 
 def step_summary(step: int, figures: str, seconds: Mapping[str, float]) -> str:

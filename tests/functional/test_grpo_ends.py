@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import psutil
 
@@ -29,21 +31,33 @@ def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_t
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_ends_the_run_as_interrupted(start_endless_grpo, joined):
-    run = start_endless_grpo(env=joined())
+def saving(folder: Path) -> tuple[str, ...]:
+    """Keys with which only the end of a run saves."""
+    return f"checkpointing.checkpoint_dir={folder}", "checkpointing.enabled=true", "checkpointing.save_period=100000"
+
+
+def test_ctrl_c_saves_and_ends_the_run_as_interrupted(start_endless_grpo, joined, tmp_path):
+    run = start_endless_grpo(*saving(tmp_path / "checkpoints"), env=joined())
     run.wait_for_step(2)
     # A terminal sends the signal to the whole process group.
     for process in (*run.children, psutil.Process(run.script.pid)):
         process.send_signal(signal.SIGINT)
     assert run.wait(TIMEOUT_S) == (130, "interrupted", [])
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    last_line = run.script.stderr.read_text().splitlines()[-1]
+    assert last_line.startswith(f"start the same command again to go on from {checkpoint}; metrics are in {tmp_path}")
+    (last_shown,) = re.findall(r"^step (\d+)/", run.script.stdout.read_text(), re.M)[-1:]
+    assert checkpoint.name == f"step_{last_shown}"
 
 
-def test_sigterm_to_every_process_of_the_run_at_once_ends_it_without_waiting_for_rays_daemons(start_endless_grpo):
-    run = start_endless_grpo()
+def test_a_spot_instance_whose_processes_all_get_sigterm_saves_before_it_ends(start_endless_grpo, tmp_path):
+    run = start_endless_grpo(*saving(tmp_path / "checkpoints"))
     run.wait_for_step(2)
     (daemon,) = (child for child in run.children if child.name() == "raylet")
     assert daemon.environ()[THRESHOLD] == as_started_here()[THRESHOLD]
+    assert os.getpgid(daemon.pid) == run.script.pid
     os.killpg(run.script.pid, signal.SIGTERM)
-    status, _, alive = run.wait(20)
-    assert status != 0
-    assert not alive
+    assert run.wait(TIMEOUT_S) == (143, "ended by SIGTERM", [])
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    assert int(checkpoint.name.removeprefix("step_")) >= 2
+    assert f"go on from {checkpoint}; metrics are in {tmp_path}" in run.script.stderr.read_text().splitlines()[-1]

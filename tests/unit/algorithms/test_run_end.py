@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_grpo import MIXED, KnownRewards, LocalGrpo, collected_ahead, local_grpo
+import torch
+from local_grpo import MIXED, HuggingFaceEngine, KnownRewards, LocalGrpo, collected_ahead, local_grpo
+from supervised_cases import dpo, results, sft, write_model, write_rows
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.algorithms.run_end import STOP_SIGNALS
+from nemo_offload_rl.algorithms.supervised_setup import StartPolicy, local_policy
+from nemo_offload_rl.config.convert import SupervisedConfig
 from nemo_offload_rl.environments.interfaces import Response, Score
-from nemo_offload_rl.errors import UserCodeError
+from nemo_offload_rl.errors import DataError, DeviceMemoryError, UserCodeError, UserError, WorkerDiedError
+from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.utils.cli import STOP_SIGNALS
 
 NUM_STEPS = 5
 BAD_STEP = 4
@@ -173,3 +183,156 @@ def test_a_signal_in_the_last_step_and_one_that_the_process_ignores_end_nothing(
         assert f"the last checkpoint is {tmp_path}/ignored/checkpoints/step_5; metrics are in" in ignored.shown
     finally:
         signal.signal(signal.SIGHUP, previous)
+
+
+# -- other errors of GRPO
+
+
+class Learned(KnownRewards):
+    """From the third step on every response is right, so that no group is left to train on."""
+
+    num_calls = 0
+
+    def step(self, responses: Sequence[Response]) -> list[Score]:
+        self.num_calls += 1
+        scores = super().step(responses)
+        return scores if self.num_calls < 3 else [Score(reward=1.0, correct=True) for _ in scores]
+
+
+class Dying(HuggingFaceEngine):
+    """Dies in its third call."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        if len(self.calls) == 2:
+            raise WorkerDiedError("vllm worker 0 died during generate: process 7: gone")
+        return super().generate(prompts, sampling, num_samples)
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts", "error"),
+    [
+        (
+            ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"),
+            {"environment": Learned()},
+            "dynamic sampling found 0 of 2 groups",
+        ),
+        (("checkpointing.save_consolidated=true",), {"engine": Dying()}, "vllm worker 0 died during generate"),
+        (LOOPS["ahead"], {"engine": Dying()}, "vllm worker 0 died during generate"),
+    ],
+    ids=["dynamic sampling that has used its budget", "an engine without restarts", "the same, ahead"],
+)
+def test_what_else_ends_rollouts_saves_first(tmp_path, model, keys, parts, error):
+    with pytest.raises(UserError, match=error):
+        run(tmp_path, model, *keys, "checkpointing.save_period=1000", **parts).run()
+    assert saved(tmp_path) == ["step_2"]
+    assert (tmp_path / "checkpoints/step_2/hf").is_dir() is ("checkpointing.save_consolidated=true" in keys)
+
+
+def test_a_key_says_that_nothing_is_saved_at_an_early_end(tmp_path, model):
+    with pytest.raises(DataError) as caught:
+        environment = At(BAD_STEP, raise_(DataError("row 5 has no answer; add one")))
+        run(tmp_path, model, "checkpointing.save_at_end=false", environment=environment).run()
+    assert saved(tmp_path) == ["step_2"]
+    assert caught.value.__notes__[-1].startswith("steps 3 to 3 are not saved: checkpointing.save_at_end is false; ")
+
+
+# -- SFT and DPO
+
+SUPERVISED = {"sft": sft, "dpo": dpo}
+EVERY_SECOND = ("checkpointing.save_period=2", "checkpointing.metric_name=null", "checkpointing.async_save=true")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_model(folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+def starting(act: Callable[[PolicyWorker], object]) -> StartPolicy:
+    """Starts a policy in this process, whose worker `act` changes."""
+
+    @contextmanager
+    def start(config: SupervisedConfig, keep_reference: bool) -> Iterator[Policy]:
+        with local_policy(config, keep_reference) as policy:
+            act(policy._group._worker)  # type: ignore[attr-defined]
+            yield policy
+
+    return start
+
+
+def in_call(number: int, name: str, act: Callable[[], object], *, after: bool = False) -> Callable[[Any], object]:
+    """In the n-th call of a method something happens, before it begins or after it has done its work."""
+    num_calls = 0
+
+    def change(owner: Any) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            result = method(*args, **kwargs) if after else None
+            if num_calls == number:
+                act()
+            return result if after else method(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return change
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_sft_and_dpo_lose_the_step_under_way_alone_and_nothing_where_a_signal_lets_it_end(rows, name):
+    start_run, folder = SUPERVISED[name], rows / f"{name} broken"
+    whole = start_run(rows, f"{name} whole", *EVERY_SECOND)
+    no_room = DeviceMemoryError("out of memory in a training pass; lower policy.train_micro_batch_size")
+    with pytest.raises(DeviceMemoryError) as caught:
+        start = starting(in_call(2, "forward_backward", raise_(no_room)))
+        start_run(rows, folder.name, *EVERY_SECOND, start=start)
+    assert saved(folder) == ["step_1"]
+    assert f"go on from {folder}/checkpoints/step_1; metrics are in {folder}" in caught.value.__notes__[-1]
+    with pytest.raises(SystemExit) as stopped:  # in the update of step 2
+        start = starting(in_call(1, "optim_step", lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        start_run(rows, folder.name, *EVERY_SECOND, start=start)
+    assert stopped.value.code == 143
+    assert saved(folder) == ["step_1", "step_2"]
+    with pytest.raises(SystemExit) as stopped:  # in the save of step 4
+        start = starting(in_call(1, "start_save", lambda: os.kill(os.getpid(), signal.SIGUSR1), after=True))
+        start_run(rows, folder.name, *EVERY_SECOND, f"{name}.max_num_steps=5", start=start)
+    assert stopped.value.code == 138
+    assert "step_4" in saved(folder)
+    later = start_run(rows, folder.name, *EVERY_SECOND, f"{name}.max_num_steps=5")
+    assert results(later)[: len(whole)] == results(whole)
+
+
+def test_a_state_between_two_steps_is_not_saved(rows):
+    broken = DeviceMemoryError("out of memory in the update")
+    with pytest.raises(DeviceMemoryError) as caught:
+        start = starting(lambda worker: in_call(3, "optim_step", raise_(broken), after=True)(worker._backend))
+        sft(rows, "between", *EVERY_SECOND, "checkpointing.save_period=1000", start=start)
+    assert saved(rows / "between") == []
+    line = caught.value.__notes__[-1]
+    assert line.startswith("steps 1 to 2 are not saved: an update broke off in the middle, or not all updates of the")
+
+
+def test_weights_that_are_not_finite_are_not_saved_nor_is_a_state_that_no_update_has_changed(rows, caplog):
+    def poison(worker: PolicyWorker) -> None:
+        (params,) = (group for group in worker._backend.state_groups() if group.name == "params")
+        tensor = next(tensor for _, tensor in params.tensors() if tensor.dim() > 1)
+        with torch.no_grad():
+            local_tensor(tensor)[3, 5] = math.nan
+
+    keys = (*EVERY_SECOND, "checkpointing.save_period=1", "policy.max_skipped_updates=100", "sft.max_num_steps=3")
+    sft(rows, "skipped", *keys, start=starting(poison))
+    assert saved(rows / "skipped") == []
+    assert "step 3 is not saved: every update since the last save was skipped" in caplog.text
+
+    def poison_after_two(worker: PolicyWorker) -> None:
+        in_call(2, "optim_step", lambda: poison(worker), after=True)(worker)
+
+    sft(rows, "poisoned", *keys, start=starting(poison_after_two))
+    assert saved(rows / "poisoned") == ["step_1"]
+    assert "step 2 is not saved: 1 parameters are not finite, " in caplog.text

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
+from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, SinkConfig, WandbConfig
 
 
 def settings(folder: Path, **changes: object) -> LoggerConfig:
@@ -196,16 +198,85 @@ def test_tensorboard_gets_hyperparameters_configuration_and_revision_in_one_run(
     assert hparams["policy.betas"].string_value == "[0.9, 0.999]"
 
 
-def test_a_full_disk_is_one_line_and_hides_no_other_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    logger = RunLogger(settings(tmp_path), {}, resume_after=0)
-    logger.log(1, {"loss": 0.5})
-    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+def test_a_full_disk_costs_one_warning_and_what_it_refused_is_written_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLogger(settings(tmp_path), {}) as logger:
+        logger.log(1, {"loss": 0.5})
         logger.commit()
-    logger.close()
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # a part of the next line has room
+        try:
+            for step in (2, 3):
+                logger.log(step, {"loss": 0.25})
+                logger.commit()
+                logger.log_samples(step, ["sample"])
+                logger.log_rollouts(step, [{"reward": 1.0, "text": "long"}])
+            assert (tmp_path / "metrics.jsonl").stat().st_size == size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logger.log(4, {"loss": 0.125})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert caplog.text.count("cannot be written (File too large); the run goes on") == 1
+
+
+def test_lines_that_were_never_written_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, resume_after=0) as logger:
         logger.log(1, {"loss": 0.5})
+        logger.log(2, {"loss": 0.5})
         _ = 1 / 0
+    assert caplog.text.count("cannot be written (No space left on device)") == 1
+    assert "2 lines of" in caplog.text and "were never written" in caplog.text
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+        raise RuntimeError("the connection is closed")
+
+
+def test_a_sink_that_fails_gets_nothing_more_and_one_of_python_code_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text("def post(step, metrics):\n    raise ConnectionError('gone')\n")
+    sinks = (SinkConfig(target=f"{tmp_path}/mine.py:post", kwargs=None),)
+    with RunLogger(settings(tmp_path / "run", sinks=sinks), {}) as logger:
+        for step in (1, 2):
+            logger.log(step, {"loss": 0.5})
+            logger.commit()
+    assert caplog.text.count("logger.sinks.0.target is lost and gets nothing more of this run, which goes on") == 1
+    assert len(lines(tmp_path / "run")) == 2
+    sink = _Sink()
+    with (
+        pytest.raises(UserCodeError, match="the connection is closed"),
+        RunLogger(settings(tmp_path / "called"), {}, callbacks=[sink]) as logger,
+    ):
+        logger.log(1, {"loss": 0.5})
+        logger.commit()
+    assert sink.steps == [1]
+
+
+def test_the_end_of_weights_and_biases_own_process_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = WandbConfig(project="p", name="n", entity=None, group=None, tags=None, mode="offline")
+    with RunLogger(settings(tmp_path, wandb_enabled=True, wandb=wandb), {}) as logger:
+        helpers = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+        for helper in helpers:
+            helper.kill()
+        psutil.wait_procs(helpers, timeout=30)
+        for step in (1, 2, 3):
+            logger.log(step, {"loss": 0.5})
+            logger.log_samples(step, ["right '1+1=' -> '2'"])
+            logger.commit()
+    assert helpers
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert caplog.text.count("Weights & Biases is lost and gets nothing more of this run, which goes on: ") == 1
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "prometheus"])

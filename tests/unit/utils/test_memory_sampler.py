@@ -44,9 +44,7 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
         {90000001: "engine", 90000002: "policy"}, tmp_path / MEMORY_FILE, 0.2, read=lambda: readings.pop(0)
     )
     sampler.follow(lambda: next(phases))
-    with (tmp_path / MEMORY_FILE).open("w") as file:
-        for second in range(3):
-            sampler._sample(file.write, float(second))
+    written = [sampler._sample(float(second)) for second in range(3)]
     assert without_host(sampler.drain(2)) == {
         "generation_engine_gib": 2.0,
         "generation_policy_gib": 3.0,
@@ -57,18 +55,31 @@ def test_the_highest_values_of_each_phase_are_metrics_and_every_sample_is_a_line
         "peak_gib": 8.0,
     }
     assert without_host(sampler.drain(3)) == {}
-    lines = [json.loads(line) for line in (tmp_path / MEMORY_FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in written]
     assert [line["phase"] for line in lines] == ["generation", "training", "training"]
     assert lines[0]["gib"] == {"u": {"engine": 2.0, "policy": 3.0, "other": 1.0}}
     assert lines[2]["gib"] == {}, "a GPU on which none of ours lives is not shown"
 
 
-def test_a_sampler_takes_samples_until_it_is_left_and_none_without_gpus(tmp_path):
+def test_a_sampler_takes_samples_until_it_is_left(tmp_path):
     path = tmp_path / MEMORY_FILE
     with MemorySampler({90000001: "policy"}, path, 0.01, read=lambda: {"u": gpu(pid90000001=GIB)}) as sampler:
         while not without_host(sampler.drain(1)):
             time.sleep(0.01)
     assert json.loads(path.read_text().splitlines()[0])["phase"] == "between"
+
+
+def test_a_file_that_takes_no_samples_costs_a_warning_and_not_the_metrics(tmp_path, caplog):
+    (tmp_path / MEMORY_FILE).symlink_to("/dev/full")
+    read = lambda: {"u": gpu(pid90000001=GIB)}  # noqa: E731
+    with MemorySampler({90000001: "policy"}, tmp_path / MEMORY_FILE, 0.001, read=read) as sampler:
+        for _ in range(3):
+            while not without_host(sampler.drain(1)):
+                time.sleep(0.01)
+    assert caplog.text.count("memory.jsonl gets no more samples: [Errno 28] No space left on device") == 1
+
+
+def test_without_gpus_a_sampler_takes_no_samples(tmp_path):
     with MemorySampler({90000001: "policy"}, tmp_path / "none", 0.2, read=dict) as sampler:
         assert without_host(sampler.drain(1)) == {}
     assert not (tmp_path / "none").exists()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -74,3 +76,57 @@ def test_brackets_in_a_note_are_shown_as_they_are() -> None:
     with RunProgress(1, console=Console(file=stream)) as progress:
         progress.note("answer [bold]7[/bold]")
     assert stream.getvalue() == "answer [bold]7[/bold]\n"
+
+
+class _Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_stream_that_takes_nothing_more_costs_a_warning_and_not_the_run(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunProgress(3, console=Console(file=_Full(), force_terminal=terminal)) as progress:
+        for step in (1, 2, 3):
+            progress.step_done(step, {"reward": "0.5"}, SECONDS)
+    assert caplog.text.count("progress is shown no more, and the run goes on: [Errno 28] No space left on device") == 1
+
+
+def test_what_a_stream_cannot_encode_is_shown_by_its_code() -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    with RunProgress(3, console=Console(file=stream)) as progress:
+        progress.note("caf\u00e9 \ud800 done")
+    assert written.getvalue() == b"caf\\xe9 \\ud800 done\n"
+
+
+SHOWS_STEPS = """
+import os, sys, time
+from nemo_offload_rl.utils.cli import run_main, set_up_logging
+from nemo_offload_rl.utils.progress import RunProgress
+
+def main():
+    set_up_logging()
+    sys.stdin.read()  # until the reader of standard output has ended
+    with RunProgress(2) as progress:
+        for step in (1, 2):
+            progress.step_done(step, {}, {"total": 1.0})
+    os.write(2, b"both steps done\\n")
+
+run_main(main)
+"""
+
+
+def test_a_pipe_that_is_closed_at_its_other_end_leaves_the_run_and_its_status_alone() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", SHOWS_STEPS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert run.stdin and run.stdout and run.stderr
+    run.stdout.close()
+    run.stdin.close()
+    told = run.stderr.read().decode()
+    assert run.wait(60) == 0, told
+    run.stderr.close()
+    assert told.count("progress is shown no more, and the run goes on") == 1
+    assert told.endswith("both steps done\n")
