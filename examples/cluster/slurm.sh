@@ -9,10 +9,17 @@
 #
 # CONTAINER=IMAGE runs it all in an image of this repository's Dockerfile (pyxis and enroot; a .sqsh file or a registry's
 # name), with the folders of CONTAINER_MOUNTS (FROM:TO,...) in it; paths of the arguments are then the image's.
+#
+# Five minutes before the time limit, and when the job is preempted, the run saves and ends, and the job is queued again;
+# it goes on from its newest checkpoint. A step and a save have to fit in that time: change --signal below, and
+# checkpointing.grace_s of the run, if they need longer.
 #SBATCH --job-name=nemo_offload_rl
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
@@ -46,13 +53,8 @@ start_node() { # NODE ARGUMENTS: runs for as long as the node is up
   srun --nodes=1 --ntasks=1 --overlap -w "$node" "${container[@]}" "$ray" start --block --disable-usage-stats "$@" &
 }
 
-run_here() { # COMMAND: on the first node, where this script runs, or in its container
-  if [[ -n "${CONTAINER:-}" ]]; then
-    srun --nodes=1 --ntasks=1 --overlap -w "$head" "${container[@]}" "$@"
-  else
-    "$@"
-  fi
-}
+here=() # what runs a command on the first node, where this script runs, or in its container
+[[ -z "${CONTAINER:-}" ]] || here=(srun --nodes=1 --ntasks=1 --overlap -w "$head" "${container[@]}")
 
 # The steps end with the job; asking them to end lets Ray write its logs.
 trap 'trap - EXIT; jobs -p | xargs -r kill 2>/dev/null || true; wait' EXIT
@@ -63,7 +65,7 @@ for node in "${nodes[@]:1}"; do
 done
 
 export RAY_ADDRESS="$head_address:$port"
-run_here "$python" - "${#nodes[@]}" "$start_timeout_s" <<'PYTHON'
+"${here[@]}" "$python" - "${#nodes[@]}" "$start_timeout_s" <<'PYTHON'
 import sys, time, socket, os
 
 num_nodes, deadline_s = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
@@ -85,4 +87,19 @@ while (present := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
     time.sleep(1)
 PYTHON
 
-run_here "$python" "$@"
+# Slurm sends USR1 before the limit and TERM at preemption or `scancel`, to this shell alone.
+stopped_by=""
+"${here[@]}" "$python" "$@" &
+run=$!
+trap 'stopped_by=USR1; kill -USR1 "$run"' USR1
+trap 'stopped_by=TERM; kill -TERM "$run"' TERM
+status=0
+wait "$run" || status=$?
+while [[ -n "$stopped_by" ]] && kill -0 "$run" 2>/dev/null; do # a signal has ended the wait, not the run
+  status=0
+  wait "$run" || status=$?
+done
+if [[ "$stopped_by" == USR1 && "$status" != 0 ]]; then # 0: it was the last step
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

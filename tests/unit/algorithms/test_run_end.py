@@ -323,7 +323,7 @@ def test_weights_that_are_not_finite_are_not_saved_nor_is_a_state_that_no_update
         (params,) = (group for group in worker._backend.state_groups() if group.name == "params")
         tensor = next(tensor for _, tensor in params.tensors() if tensor.dim() > 1)
         with torch.no_grad():
-            local_tensor(tensor)[3, 5] = math.nan
+            local_tensor(tensor).fill_(math.nan)
 
     keys = (*EVERY_SECOND, "checkpointing.save_period=1", "policy.max_skipped_updates=100", "sft.max_num_steps=3")
     sft(rows, "skipped", *keys, start=starting(poison))

@@ -95,6 +95,36 @@ def test_the_slurm_script_makes_one_cluster_of_all_nodes_and_runs_the_command_on
     assert "nodes 2 CPUs 5" in output
 
 
+STOPPED = """\
+import os, signal, sys, time
+
+def leave(number, frame):
+    print("the run hears", signal.Signals(number).name, flush=True)
+    time.sleep(0.2)  # saves
+    sys.exit(128 + number)
+
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, leave)
+os.kill(int(os.environ["SHELL_PID"]), getattr(signal, sys.argv[1]))
+time.sleep(100)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 138), ("SIGTERM", 143)])
+def test_a_signal_to_the_slurm_script_reaches_the_run_whose_end_is_awaited(slurm, tmp_path, name, status):
+    (tmp_path / "run.py").write_text(STOPPED)
+    # Ray is not needed for this: it "runs" until it is stopped, and what waits for it finds all nodes.
+    stand_in(tmp_path, "ray", "exec sleep 100\n")
+    stand_in(tmp_path, "python", f'[[ "$1" == - ]] && exit 0\nSHELL_PID=$PPID exec {sys.executable} "$@"\n')
+    stand_in(tmp_path / "bin", "scontrol", "[[ $1 == requeue ]] && echo requeued $2 || printf 'node1\\nnode2\\n'\n")
+    variables = {**slurm, "PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": "77"}
+    ended, output = run_script(variables, str(tmp_path / "run.py"), name)
+    assert ended == status, output
+    assert output.count(f"the run hears {name}") == 1
+    assert ("requeued 77" in output) is (name == "SIGUSR1")
+
+
 @pytest.mark.processes
 def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     log = tmp_path / "srun.log"
@@ -153,6 +183,7 @@ def rayjob_schema() -> dict:
     )
     job = closed(
         ("entrypoint", "rayClusterSpec"),
+        jobId=text,
         entrypoint=text,
         rayClusterSpec=cluster,
         backoffLimit=whole,
@@ -206,6 +237,9 @@ def test_the_manifest_asks_kubernetes_for_what_its_entrypoint_asks_ray_for():
     assert cluster.num_nodes == group["replicas"] == group["minReplicas"]
     assert cluster.gpus_per_node == int(limits["nvidia.com/gpu"])
     for pod in (spec["rayClusterSpec"]["headGroupSpec"], group):
+        hook = pod["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert hook[-1].endswith(spec["jobId"])
+        assert pod["template"]["spec"]["terminationGracePeriodSeconds"] == 300
         volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
         mounted = {mount["name"] for mount in pod["template"]["spec"]["containers"][0]["volumeMounts"]}
         assert volumes == mounted
