@@ -18,6 +18,7 @@ from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult, WorkerGroup
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
+from nemo_offload_rl.policy.skipped_updates import ZeroGradients
 from nemo_offload_rl.residency import TransitionReport
 from nemo_offload_rl.weight_sync.cuda_ipc import join_handles
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
@@ -89,6 +90,7 @@ class Policy:
         self._dp_size = world_size // parallel.ranks_per_copy
         self._dp_ranks = [parallel.data_parallel_rank(rank, world_size) for rank in range(world_size)]
         self._teacher = teacher
+        self._zero_gradients = ZeroGradients()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,11 @@ class Policy:
         Raises:
             ConfigError: The rows are no whole global batches, or those do not divide by the data-parallel ranks.
         """
+        result = self._train(batch, loss_fn, updates)
+        self._zero_gradients.count(batch, result)
+        return result
+
+    def _train(self, batch: TrainBatch, loss_fn: LossFn, updates: Sequence[Tensor] | None) -> TrainResult:
         if updates is not None:
             size = max(map(len, updates))
             size += -size % self._dp_size

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from nemo_offload_rl.data.batch import PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.errors import NonFiniteGradientsError
 from nemo_offload_rl.policy.backends.base import StepResult
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.residency import BASE, PARAMS, PARAMS_PART, StateGroup, local_tensor, row_of
 
 logger = logging.getLogger(__name__)
+
+WARNED_AFTER = 3
+"""Steps in a row with gradients of exactly 0 before a warning."""
 
 
 class SkippedUpdates:
@@ -104,6 +108,41 @@ def parameters_not_finite(
         for name, tensor in group.tensors()
         if isinstance(tensor, nn.Parameter) and is_broken(tensor)  # Megatron's flat buffers are listed too
     ]
+
+
+class ZeroGradients:
+    """Warns, once, of steps in a row whose gradients are exactly 0 although there is something to learn.
+
+    Such a run goes on to its end and learns nothing: a huge weight makes the output constant, or masks and clipping
+    leave out every token.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, batch: TrainBatch, result: TrainResult) -> None:
+        """Take note of a step.
+
+        Args:
+            batch: All of its rows, on the driver.
+            result: Of training on them.
+        """
+        has_target = bool(batch.loss_mask.any())
+        if isinstance(batch, PolicyGradientBatch):
+            has_target = bool((batch.advantages * batch.loss_mask).any())
+        if not has_target or any(result.grad_norm):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row == WARNED_AFTER:
+            logger.warning(
+                "nothing was learned in the last %d steps: all gradients are exactly 0, although the batches have "
+                "something to learn%s. A weight of an absurd size makes the output constant (is train/entropy or "
+                "train/loss what you expect of this model?), or no token is left in the loss (train/clip_fraction, "
+                "train/is_oob_ratio, train/outside_nucleus_rate)",
+                self._in_a_row,
+                " (advantages are not 0)" if isinstance(batch, PolicyGradientBatch) else "",
+            )
 
 
 def warn_of_skipped(result: TrainResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Layers of old checkpoints have what the whole model computes now; `transformers` leaves it out as well.
 COMPUTED = r"rotary_emb\.inv_freq$"
 _FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# The square of a larger weight is no float32: norms divide by infinity, and all gradients are 0.
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 _READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError)
 
 
@@ -68,8 +71,17 @@ class WeightFiles:
             sizes: Its extent, in each dimension.
 
         Raises:
-            UserError: The file cannot be read.
+            UserError: The file cannot be read, or the part has a value that no weight can have.
         """
+        part = self._read(name, offsets, sizes)
+        if (fault := fault_in(part)) is not None:
+            raise UserError(
+                f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self._paths[name]}); "
+                "the file is damaged, or was saved from a broken run: copy it again, or choose another model"
+            )
+        return part
+
+    def _read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         path = self._paths[name]
         try:
@@ -118,6 +130,18 @@ class WeightFiles:
             f"The weights of policy.model_name={self._model_name} cannot be read from {path} ({reason}); the file is "
             "damaged or incomplete: copy it again"
         )
+
+
+@torch.no_grad()
+def fault_in(weights: Tensor) -> str | None:
+    """The value in a tensor that no weight can have; None where there is none."""
+    if not weights.numel():
+        return None
+    low, high = (float(value) for value in torch.aminmax(weights))  # NaN is both, where there is one
+    if math.isnan(low):
+        return "NaN"
+    largest = max(abs(low), abs(high))
+    return f"{high if largest == abs(high) else low:g}" if largest > LARGEST_WEIGHT else None
 
 
 def _load_bin(path: Path) -> Mapping[str, Tensor]:

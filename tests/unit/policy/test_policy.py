@@ -1,15 +1,17 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from policy_cases import NLL, ONE_RANK, assert_equal, full_params, make_batch, make_settings
+from safetensors.torch import load_file, save_file
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.data.batch import PreferenceBatch, TokenBatch, TrainBatch
+from nemo_offload_rl.data.batch import PolicyGradientBatch, PreferenceBatch, TokenBatch, TrainBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
+from nemo_offload_rl.policy.skipped_updates import ZeroGradients
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.residency import Phase
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
@@ -129,6 +131,39 @@ def test_updates_of_other_sizes_are_the_gradients_of_their_rows(tmp_path):
     assert plain.evaluate(batch, NLL()).loss == pytest.approx(policy.evaluate(batch, NLL()).loss, rel=1e-5)
     policy.shutdown()
     plain.shutdown()
+
+
+def test_gradients_of_exactly_0_in_steps_that_have_something_to_learn_are_warned_of_once(tmp_path, caplog):
+    save_model_folder(tmp_path, 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("model.norm.weight", "lm_head.weight"):  # either one alone leaves the other a gradient
+        tensors[name].zero_()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings, batch = make_settings(tmp_path, train_global_batch_size=4), make_batch(num_rows=4)
+    worker = PolicyWorker(settings, ONE_RANK, keep_reference=False)
+    policy = Policy(LocalWorkerGroup(worker), settings)
+    policy.prepare_for_training()
+    nothing = replace(batch, sample_mask=torch.zeros(4))
+
+    def num_warned(steps):
+        results = [policy.train(step, NLL()) for step in steps]
+        assert all(norm == 0 for result in results for norm in result.grad_norm)
+        return caplog.text.count("nothing was learned in the last 3 steps: all gradients are exactly 0")
+
+    assert num_warned([batch, nothing, batch, batch]) == 0
+    assert num_warned([batch, batch, batch, batch, batch]) == 1
+    policy.shutdown()
+    none = torch.zeros_like(batch.token_mask)
+    learned = PolicyGradientBatch(
+        **vars(batch), rewards=torch.ones(4), advantages=none, prev_logprobs=none, generation_logprobs=none,
+        reference_logprobs=none,
+    )  # fmt: skip
+    caplog.clear()
+    for advantages, num_warnings in ((none, 0), (none + 1, 1)):
+        zero = ZeroGradients()
+        for _ in range(5):
+            zero.count(replace(learned, advantages=advantages), TrainResult([0.0], [0.0], [0.1]))
+        assert caplog.text.count("(advantages are not 0)") == num_warnings
 
 
 def test_batches_that_do_not_divide_are_refused():

@@ -19,7 +19,7 @@ from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.base import WeightSpec
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.megatron import parallel
-from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles
+from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles, fault_in
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,54 @@ class ModelFolder:
             torch.equal(*(self._files.read(name, (start, 0), (rows, width)) for name in (left, right)))
             for start, rows in parts
         )
+
+    def refuse_values(self, name: str) -> None:
+        """Read a tensor whole, which refuses a value that no weight can have.
+
+        Raises:
+            UserError: The tensor has one; the message has its name and its file.
+        """
+        shape = self._files.shapes[name]
+        self._files.read(name, (0,) * len(shape), shape)
+
+
+def check_values(folder: ModelFolder, tasks: Sequence[Any]) -> None:
+    """Refuse weights that no weight can be; every rank calls it, after weights were loaded.
+
+    Parameters are looked at where they are. Only the tensors of one with a fault are read from the folder again.
+
+    Args:
+        folder: The folder.
+        tasks: As for `check_names`.
+
+    Raises:
+        UserError: On every rank, with tensor and file.
+    """
+    problem = None
+    try:
+        for task in tasks:
+            if task is not None and task.param_weight is not None:
+                _check_value(folder, task)
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    told = next((text for text in problems if text is not None), None)
+    if told is not None:
+        raise UserError(told)
+
+
+def _check_value(folder: ModelFolder, task: Any) -> None:
+    fault = fault_in(task.param_weight.detach())
+    if fault is None:
+        return
+    for name in _names(task.mapping.hf_param):
+        if name in folder.shapes:
+            folder.refuse_values(name)
+    raise UserError(
+        f"The weights of policy.model_name={folder.model_name} become {fault} in {task.param_name} as "
+        f"{task.param_weight.dtype}, which has no room for their values; use policy.precision=bfloat16"
+    )
 
 
 def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:

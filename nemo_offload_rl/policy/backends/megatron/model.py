@@ -29,7 +29,7 @@ from nemo_offload_rl.policy.backends.megatron.balancing import (
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
 from nemo_offload_rl.policy.backends.megatron.buffer_room import wrapped_for_16_bits
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names
+from nemo_offload_rl.policy.backends.megatron.folder_match import ModelFolder, check_names, check_values
 from nemo_offload_rl.policy.backends.megatron.grouped_products import use_grouped_products
 from nemo_offload_rl.policy.backends.megatron.local_layers import (
     PROVIDER_FIELDS,
@@ -188,9 +188,10 @@ def _tied_names(hf_config: Any) -> tuple[str, str] | None:
 
 
 def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> list[nn.Module]:
-    check_names(folder, bridge.get_conversion_tasks(chunks))
+    tasks = bridge.get_conversion_tasks(chunks)
+    check_names(folder, tasks)
     try:
-        return bridge.load_hf_weights(chunks)
+        loaded = bridge.load_hf_weights(chunks)
     except (ValueError, RuntimeError) as error:
         # torch's own words where heads are cut before shapes are compared; other RuntimeErrors are of devices.
         if isinstance(error, RuntimeError) and "is invalid for input of size" not in str(error):
@@ -199,6 +200,8 @@ def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> 
             f"policy.model_name={folder.model_name} has weights of other shapes than its config.json says "
             f"({' '.join(str(error).split())}); repair config.json or policy.hf_config_overrides."
         ) from error
+    check_values(folder, tasks)
+    return loaded
 
 
 def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,24 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, file: str) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=f"{file}.*copy it again") as error:
         WeightFiles(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_value_that_no_weight_can_have_is_refused_with_tensor_and_file(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    tensor = torch.randn(5, 6, dtype=dtype)
+    tensor[3, 4] = value
+    save_file({"sound": torch.full((2,), 1e18), "damaged": tensor}, tmp_path / "model.safetensors")
+    files = WeightFiles(str(tmp_path))
+    files.read("sound", (0,), (2,))
+    files.read("damaged", (0, 0), (3, 6))
+    shown = "NaN" if math.isnan(value) else f"{float(tensor[3, 4]):g}"
+    words = rf"have {re.escape(shown)} in damaged \(.*model\.safetensors\); the file is damaged"
+    with pytest.raises(UserError, match=words) as error:
+        files.read("damaged", (3, 1), (2, 4))
     assert "\n" not in str(error.value)
 
 

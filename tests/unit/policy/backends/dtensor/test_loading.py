@@ -114,6 +114,14 @@ def test_tied_weights_that_differ_are_refused(folders: Path, tmp_path: Path) -> 
         assert torch.equal(full_params(worker)["lm_head.weight"], weight)
 
 
+def test_a_weight_that_is_not_finite_is_refused_by_name(folders: Path, tmp_path: Path) -> None:
+    folder, name = copied(folders / "llama-tied", tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(folder / "model.safetensors")[name].clone()
+    weight[-1, -1] = torch.nan
+    change_weights(folder, {name: weight})
+    assert f"have NaN in {name} ({folder / 'model.safetensors'})" in refusal(folder)
+
+
 def test_tensors_that_the_config_does_not_ask_for_are_refused_unless_they_are_computed_anew(
     folders: Path, tmp_path: Path
 ) -> None:

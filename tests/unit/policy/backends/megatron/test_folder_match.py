@@ -53,6 +53,15 @@ def test_a_tensor_that_is_missing_is_refused(change):
     refused(change("qwen3", lambda tensors: tensors.pop(NORM)), f"lacks {NORM}, as 1 tensors")
 
 
+@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "NaN"), (1e30, "1e+30")])
+def test_a_value_that_no_weight_can_have_is_refused_by_the_name_in_the_folder(change, value, shown):
+    def spoil(tensors: dict[str, Tensor]) -> None:  # one of the three that are one parameter here
+        tensors[Q_BIAS][1] = value
+
+    folder = change("qwen2", spoil)
+    refused(folder, f"have {shown} in {Q_BIAS} ({folder / 'model.safetensors'}); the file is damaged")
+
+
 def test_an_expert_that_is_missing_is_refused(change):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     refused(change("qwen3-moe", lambda tensors: tensors.pop(name)), f"lacks {name}, as 1 tensors")
