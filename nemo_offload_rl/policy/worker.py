@@ -435,7 +435,7 @@ class PolicyWorker:
         with (
             self._communicators.resumed(),
             self.residency.checkpoint_view(PARAMS, OPTIMIZER),
-            self.residency.writing_state(),
+            self.residency.writing_state(loads=True),
         ):
             self._backend.load(path, self.residency.streamed())
 

@@ -252,14 +252,18 @@ class ResidencyManager:
         return self._streams.teacher(self.phase)
 
     @contextmanager
-    def writing_state(self) -> Iterator[None]:
-        """Parameters and optimizer are written in the body: an update, or a checkpoint is read.
+    def writing_state(self, *, loads: bool = False) -> Iterator[None]:
+        """Parameters and optimizer are written in the body.
 
-        If it raises after the first of parameters that are written part by part, the manager refuses from then on.
+        If it raises once writing has begun, the state is neither old nor new, and the manager refuses from then on.
+
+        Args:
+            loads: A checkpoint is read, not an update made. After one that cannot be read another may be, unless
+                parameters are in parts.
         """
         # Before the update: an update that fails half-way has written too.
         self.mark_written(PARAMS, OPTIMIZER)
-        with self._streams.writing():
+        with self._streams.writing(loads=loads):
             yield
 
     # -- asynchronous copies

@@ -256,7 +256,7 @@ class Streams:
     """The groups of a worker that are on the device for one use only, one after the other.
 
     Args:
-        groups: All groups; their `failure` is set where parameters were written in part.
+        groups: All groups; their `failure` is set where the state was written in part.
         updated: What is on the device for the update of each part: its optimizer states first.
         teacher_layers: The layers of a teacher.
         overlap: Let copies run beside the caller's work.
@@ -291,8 +291,7 @@ class Streams:
         """
         open_stream = partial(self._open, self._updated, phase, Phase.OPTIM_STEP, limit_bytes, release_cache)
         # Parameters come when they are asked for: passes would find those that a skipped update has left there.
-        is_of_states = bool(self._updated) and len(self._updated[0]) == 1
-        if not (self._overlap and phase is Phase.OPTIM_STEP and is_of_states):
+        if not (self._overlap and phase is Phase.OPTIM_STEP and self._updated and self._writes_states_only):
             return self._updates(open_stream)
         stream = open_stream()
         with self._groups.device.held_up(stream.report):
@@ -301,11 +300,18 @@ class Streams:
         return self._updates(lambda: stream)
 
     def _updates(self, open_stream: Callable[[], _Stream]) -> Iterator[str]:
-        for states, *beside in self._through(self._updated, open_stream):
-            for state in beside:
+        for bundle in self._through(self._updated, open_stream):
+            # Now, not only as the step begins: a part that came ahead and had to leave again has a host copy by then,
+            # which would count as that of the update.
+            for state in bundle:
                 state.version += 1
             self._num_written += 1
-            yield states.group.name
+            yield bundle[0].group.name
+
+    @property
+    def _writes_states_only(self) -> bool:
+        """Whether parameters stay on the device while their states stream."""
+        return all(len(bundle) == 1 for bundle in self._updated)
 
     @property
     def has_updated(self) -> bool:
@@ -319,17 +325,17 @@ class Streams:
             yield layer.group.name
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, *, loads: bool) -> Iterator[None]:
         """See `ResidencyManager.writing_state`."""
         self._num_written = 0
         try:
             yield
         except BaseException as error:
-            if self._num_written and len(self._updated[0]) > 1:
-                self._groups.failure = (
-                    f"an update of the state broke off in part {self._num_written} of {len(self._updated)} "
-                    f"({type(error).__name__}: {error})"
-                )
+            # An update that streams nothing writes everything in one go. Whether it came to that is not known.
+            is_partial = self._num_written > 0 or not self._updated
+            if is_partial and not (loads and self._writes_states_only):
+                part = f" in part {self._num_written} of {len(self._updated)}" if self._updated else ""
+                self._groups.failure = f"an update of the state broke off{part} ({type(error).__name__}: {error})"
             raise
 
     def _open(

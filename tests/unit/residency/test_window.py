@@ -13,7 +13,7 @@ from simulated_device import SimulatedDevice
 from toy_parts import NUM_PARTS, PART_BYTES, WIDTH, PartsTraining
 from toy_training import assert_bitwise_equal
 
-from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError
 from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
 
 
@@ -249,8 +249,17 @@ def test_what_was_prefetched_leaves_without_a_copy_where_a_pass_needs_its_room_a
 
 
 @pytest.mark.parametrize("room", [0, 4, 20])
+def test_parts_that_came_ahead_and_left_before_their_own_update_lose_nothing_of_it(room):
+    training, plain = after(2, RoomyDevice(room)), after(4, streamed=False)
+    for _ in range(2):
+        training.backward()
+        training.optim_step(before_update=lambda: training.manager.evict())
+    assert_bitwise_equal(training.contents(), plain.contents())
+
+
+@pytest.mark.parametrize("room", [0, 4, 20])
 @pytest.mark.parametrize("num_updated", [1, 5])
-def test_an_update_that_raises_leaves_every_part_as_it_is_known_to_be(room, num_updated):
+def test_after_an_update_that_raises_nothing_goes_on_with_a_state_that_is_neither_old_nor_new(room, num_updated):
     training = after(2, RoomyDevice(room))
     training.backward()
     seen = []
@@ -262,11 +271,38 @@ def test_an_update_that_raises_leaves_every_part_as_it_is_known_to_be(room, num_
 
     with pytest.raises(RuntimeError, match="broken update"):
         training.optim_step(fail)
-    assert training.on_device() == []
     training.manager.step_closed()
+    with pytest.raises(ResidencyError, match=f"broke off in part {num_updated} of {NUM_PARTS} .*last checkpoint"):
+        training.step()
+    with pytest.raises(ResidencyError, match="broke off"):
+        training.contents()
+
+
+def test_an_update_in_one_go_that_raises_is_not_gone_on_with_either():
+    training = after(2, streamed=False)
+    training.backward()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken update")
+
+    with pytest.raises(RuntimeError, match="broken update"):
+        training.optim_step(fail)
+    training.manager.step_closed()
+    with pytest.raises(ResidencyError, match=r"an update of the state broke off \(RuntimeError: broken update\)"):
+        training.step()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_checkpoint_that_cannot_be_read_may_be_followed_by_another(streamed):
+    training = after(2, RoomyDevice(3), streamed=streamed)
+    with (
+        pytest.raises(RuntimeError, match="damaged"),
+        training.manager.checkpoint_view("params", "optimizer"),
+        training.manager.writing_state(loads=True),
+    ):
+        next(training.manager.streamed(), None)
+        raise RuntimeError("damaged")
     training.step()
-    steps = [float(value) for name, value in training.contents().items() if name.endswith("/step")]
-    assert steps == [4.0] * num_updated + [3.0] * (NUM_PARTS - num_updated)
 
 
 @pytest.mark.parametrize("room", [0, 3, 20])
