@@ -17,33 +17,10 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.cli import run_main
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.config.rules.memory import Machine
-    from nemo_offload_rl.config.schema import RunConfig
-    from nemo_offload_rl.policy.host_plan import HostNeed
+    from nemo_offload_rl.config.rules.phases import PhaseUse
 
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class PhaseUse:
-    """What a GPU holds in a phase, in bytes; of streamed groups only what stays.
-
-    Attributes:
-        phase: Its name in the plan.
-        state_bytes: The policy's.
-        engine_bytes: The engine's.
-        other_bytes: Contexts, communicators and captured graphs.
-    """
-
-    phase: str
-    state_bytes: int
-    engine_bytes: int
-    other_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all."""
-        return self.state_bytes + self.engine_bytes + self.other_bytes
+_FEWEST_PARAMETERS = 10_000  # of any model that is worth a plan
 
 
 @dataclass(frozen=True)
@@ -80,15 +57,19 @@ class Fit:
             f"{self.num_parameters / 1e9:.2f} B parameters; residency plan of each policy worker:",
             self.table,
             f"{'GPU, GiB of ' + format(self.gpu_bytes / _GIB, '.1f'):22s}"
-            + "".join(f"{title:>10s}" for title in ("policy", "engine", "other", "left")),
+            + "".join(f"{title:>10s}" for title in ("policy", "engine", "other", "left", "early")),
         ]
         for use in self.phases:
-            sizes = (use.state_bytes, use.engine_bytes, use.other_bytes, self.gpu_bytes - use.total_bytes)
-            lines.append(f"{use.phase:22s}" + "".join(f"{size / _GIB:10.1f}" for size in sizes))
+            sizes = (use.state_bytes, use.engine_bytes, use.other_bytes, use.left_bytes, use.early_bytes)
+            lines.append(f"{use.phase.name:22s}" + "".join(f"{size / _GIB:10.1f}" for size in sizes))
+        lines.append("left: for passes; early: state of the phase that follows, which comes where passes leave room")
         if self.omits_teacher:
             lines.append("the teacher is not counted: teacher.model_name is no local folder with weights")
         if self.streamed:
-            lines.append(f"parts of {' and '.join(self.streamed)} come beside what is shown of the GPU, two at least")
+            lines.append(
+                f"of {' and '.join(self.streamed)} the embedding's part counts, if the model's config.json is there; "
+                "others come where there is room"
+            )
         lines.append(f"{self.host_line}, of {self.host_bytes / _GIB:.2f}")
         lines += [f"does not fit: {problem}" for problem in self.problems]
         return "\n".join(lines)
@@ -110,11 +91,11 @@ def plan_fit(
         ConfigError: The configuration is wrong whatever the machine, or nothing is known of the model.
     """
     from nemo_offload_rl.config import load_for_planning
-    from nemo_offload_rl.config.rules import memory
+    from nemo_offload_rl.config.rules import memory, phases
     from nemo_offload_rl.config.validate import join_problems
     from nemo_offload_rl.policy.host_plan import host_bytes_by_owner, render_host_plan
     from nemo_offload_rl.policy.ray_memory import share_in_use
-    from nemo_offload_rl.residency import GRADS, TEACHER
+    from nemo_offload_rl.residency import TEACHER
 
     cfg, rules = load_for_planning(path, overrides)
     if not cfg.cluster.gpus_per_node:
@@ -127,73 +108,25 @@ def plan_fit(
             raise ConfigError(
                 f"policy.model_name={cfg.policy.model_name} is no local folder with weights; give --parameters"
             )
-        of_memory = (*memory.RULES, *memory.ROLLOUT_RULES)
+        of_memory = (*memory.RULES, *memory.ROLLOUT_RULES, *phases.RULES, *phases.ROLLOUT_RULES)
         found = {rule: rule(cfg) for rule in rules}
         wrong = [message for rule, message in found.items() if message is not None and rule not in of_memory]
         if wrong:
             raise ConfigError(join_problems(wrong))
-        need = memory.host_need(cfg, groups)
+        need, uses = memory.host_need(cfg, groups), phases.phase_uses(cfg)
     plan = need.resolve()
     workers = cfg.cluster.workers_per_node
     return Fit(
         num_parameters=count,
         gpu_bytes=machine.gpu_bytes,
         host_bytes=host_bytes,
-        phases=tuple(_phases(cfg, need, groups[GRADS], count, machine.gpu_bytes)),
+        phases=tuple(uses),
         owners=host_bytes_by_owner(need, "cuda", workers),
-        streamed=tuple(sorted(_in_parts(need) & {name for name, size in plan.sizes.items() if size})),
+        streamed=tuple(sorted(phases.parts_of(need) & {name for name, size in plan.sizes.items() if size})),
         omits_teacher=hasattr(cfg, "teacher") and TEACHER not in plan.sizes,
         table=plan.plan.render(plan.sizes),
         host_line=render_host_plan(need, "cuda", workers),
-        problems=tuple(message for message in (*found.values(), _engine_problem(cfg, need, count, machine)) if message),
-    )
-
-
-def _in_parts(need: HostNeed) -> set[str]:
-    from nemo_offload_rl.residency import GRADS_PART, OPTIMIZER_PART, PARAMS_PART
-
-    return {PARAMS_PART, GRADS_PART, *([OPTIMIZER_PART] if need.settings.backend.streams_in_parts else [])}
-
-
-def _phases(cfg: RunConfig, need: HostNeed, grads_bytes: int, count: int, gpu_bytes: int) -> list[PhaseUse]:
-    from nemo_offload_rl.config.rules.memory import rest_bytes
-    from nemo_offload_rl.residency import GRADS, GRADS_PART, Phase
-
-    plan, weights_bytes = need.resolve(), _engine_weight_bytes(cfg, need, count)
-    stays = {name: size for name, size in plan.sizes.items() if name not in _in_parts(need)}
-    if GRADS_PART not in plan.sizes:
-        stays[GRADS] = grads_bytes
-    awake_bytes = int(need.settings.engine_memory_share * gpu_bytes)
-    if (cache_gib := need.settings.engine_kv_cache_gib) is not None:  # which the share does not bound
-        awake_bytes = weights_bytes + int(cache_gib * _GIB)
-    engine_bytes = {Phase.REFIT: weights_bytes, Phase.GENERATION: weights_bytes and awake_bytes}
-    return [
-        PhaseUse(phase.name, plan.plan.device_bytes(stays, phase), engine_bytes.get(phase, 0), rest_bytes(cfg, phase))
-        for phase in plan.plan.phases
-        if weights_bytes or phase not in engine_bytes
-    ]
-
-
-def _engine_weight_bytes(cfg: RunConfig, need: HostNeed, count: int) -> int:
-    """On each GPU; 0 where no engine shares it."""
-    from nemo_offload_rl.config.schema import WITH_ROLLOUTS
-    from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-
-    if not isinstance(cfg, WITH_ROLLOUTS) or not need.settings.colocated:
-        return 0
-    vllm = cfg.policy.generation.vllm_cfg
-    return count * COMPUTE_DTYPES[vllm.precision].itemsize // vllm.tensor_parallel_size
-
-
-def _engine_problem(cfg: RunConfig, need: HostNeed, count: int, machine: Machine) -> str | None:
-    """The engine's share of a GPU holds its weights."""
-    weights_bytes, share = _engine_weight_bytes(cfg, need, count), need.settings.engine_memory_share
-    if need.settings.engine_kv_cache_gib is not None or weights_bytes <= share * machine.gpu_bytes:
-        return None
-    return (
-        f"the engine's weights take {weights_bytes / _GIB:.1f} GiB of each GPU, and its share is "
-        f"{share * machine.gpu_bytes / _GIB:.1f}; raise policy.generation.vllm_cfg.gpu_memory_utilization, or "
-        "policy.generation.vllm_cfg.tensor_parallel_size where there are more GPUs"
+        problems=tuple(message for message in found.values() if message),
     )
 
 
@@ -210,7 +143,10 @@ def _positive(text: str) -> float:
 def _parameters(text: str) -> int:
     """`14.8e9` and `14.8B` are the same."""
     billions = text.upper().endswith("B")
-    return int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
+    count = int(_positive(text[:-1] if billions else text) * (1e9 if billions else 1))
+    if count < _FEWEST_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text} is {count} parameters; for billions, write {text}B or {text}e9")
+    return count
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ from nemo_offload_rl.residency import (
     choose_resident,
     judge_host_memory,
     reserve_host_memory,
+    resident_bytes,
     resolve_plan,
     staging_bytes,
 )
@@ -48,11 +49,13 @@ PROCESS, ENGINE = "process", "engine"
 # What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without any state: measured by
-# benchmarks/host_memory.py (docs/measurements/residency.md). The driver's includes the daemons of a Ray cluster that it
-# has started.
+# benchmarks/host_memory.py and large_model.py (docs/measurements/residency.md). Engine processes took 1.5 to 1.9 GiB
+# each on one GPU, and 2.7 to 2.8 on each of two. The driver's memory, 2.0 to 2.7 GiB, includes the daemons of a Ray
+# cluster that it has started.
 POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
 ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
-DRIVER_BYTES = {"cuda": 2 * _GIB, "cpu": _GIB}
+ENGINE_OF_SEVERAL_BYTES = 14 * _GIB // 5
+DRIVER_BYTES = {"cuda": 27 * _GIB // 10, "cpu": _GIB}
 _ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's and of ours
 
 
@@ -139,13 +142,18 @@ def claim_host_memory(need: HostNeed) -> int:
     return _granted(need, reserve_host_memory(need.parts(), host_limits()))
 
 
-def foresee_host_memory(need: HostNeed, num_workers: int, limits: Sequence[HostLimit] | None = None) -> None:
+def foresee_host_memory(
+    need: HostNeed, num_workers: int, device_type: str, limits: Sequence[HostLimit] | None = None
+) -> None:
     """The same before anything has started, for workers that are all to run on one host.
 
+    Whole processes count: of the workers, of the engines that share their devices, and of the driver.
+
     Args:
-        need: Of one of the workers; they are taken to need the same.
+        need: Of one of the workers, without its process; they are taken to need the same.
         num_workers: How many there will be.
-        limits: Of that host; None reads those of this one, where no budget takes their place.
+        device_type: `cuda` or `cpu`.
+        limits: Of that host, for all processes; None reads those of this one, where no budget takes their place.
 
     Raises:
         ConfigError: They will not fit.
@@ -154,9 +162,13 @@ def foresee_host_memory(need: HostNeed, num_workers: int, limits: Sequence[HostL
         _within_budget(need, need.settings.host_memory_budget_gib)
         if limits is None:
             return
+    driver_bytes = DRIVER_BYTES[device_type]
     if limits is None:
         limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
-    _granted(need, judge_host_memory([(limits, need.parts())] * num_workers, 0))
+        driver_bytes = max(0, driver_bytes - resident_bytes())  # what it has by now is not left
+    whole = replace(need, other={**process_bytes(need, device_type, num_workers), **need.other})
+    left = [replace(limit, left_bytes=max(0, limit.left_bytes - driver_bytes)) for limit in limits]
+    _granted(whole, judge_host_memory([(left, whole.parts())] * num_workers, 0))
 
 
 def _within_budget(need: HostNeed, budget_gib: float) -> int:
@@ -384,10 +396,13 @@ def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
     return f"{text} (of each policy worker: {state})" if state else text
 
 
-def process_bytes(need: HostNeed) -> dict[str, int]:
-    """Main memory of a worker with a GPU and of the engine beside it, state aside, by name."""
-    parts = {PROCESS: POLICY_PROCESS_BYTES["cuda"]}
-    return {**parts, ENGINE: ENGINE_PROCESS_BYTES["cuda"]} if _has_engine_beside(need) else parts
+def process_bytes(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
+    """Main memory of one of the workers of a host and of the engine process that shares its device, without state."""
+    parts = {PROCESS: POLICY_PROCESS_BYTES[device_type]}
+    if not _has_engine_beside(need):
+        return parts
+    over_several = device_type == "cuda" and num_workers > 1
+    return {**parts, ENGINE: ENGINE_OF_SEVERAL_BYTES if over_several else ENGINE_PROCESS_BYTES[device_type]}
 
 
 def _has_engine_beside(need: HostNeed) -> bool:
@@ -396,10 +411,9 @@ def _has_engine_beside(need: HostNeed) -> bool:
 
 def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
     """Main memory by owner once a run is under way: `policy`, `engine` where one shares the devices, `driver`."""
-    in_use = need.other.get(DEVICE_STATE, 0)
-    worker_bytes = POLICY_PROCESS_BYTES[device_type] + sum(need.state_parts().values()) + in_use
+    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need, device_type, num_workers)
+    worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
     owners = {"policy": num_workers * worker_bytes}
-    if _has_engine_beside(need):
-        engine_bytes = need.other.get(ENGINE, ENGINE_PROCESS_BYTES[device_type])
-        owners["engine"] = num_workers * engine_bytes
+    if ENGINE in processes:
+        owners["engine"] = num_workers * need.other.get(ENGINE, processes[ENGINE])
     return {**owners, "driver": DRIVER_BYTES[device_type]}

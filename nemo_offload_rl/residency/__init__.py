@@ -32,6 +32,7 @@ from nemo_offload_rl.residency.host_limits import (
     memory_total_bytes,
     read_host_limits,
     reserve_host_memory,
+    resident_bytes,
 )
 from nemo_offload_rl.residency.ledger import TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
@@ -122,6 +123,7 @@ __all__ = [
     "optimizer_tensors",
     "read_host_limits",
     "reserve_host_memory",
+    "resident_bytes",
     "part_copy_bytes",
     "resolve_plan",
     "restricted_to",

@@ -12,6 +12,7 @@ import pytest
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.fit import main, plan_fit
+from nemo_offload_rl.residency import Phase
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -38,17 +39,28 @@ def test_a_run_took_of_the_host_what_was_planned_for_it(name):
     seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     fit = plan_fit(ROOT / "benchmarks" / file, overrides, H200_GIB, HOST_GIB, seen["num_parameters"])
     assert not fit.problems
-    planned = {owner: num_bytes / GIB for owner, num_bytes in fit.owners.items()}
-    assert planned == pytest.approx(seen["plan_gib"], abs=0.2)  # shares are of whole tensors
-    taken_bytes = sum(size for owner in seen["peak_bytes"].values() for size in owner.values())
-    assert taken_bytes == pytest.approx(sum(fit.owners.values()), rel=0.02)
+    assert fit.owners["policy"] / GIB == pytest.approx(seen["plan_gib"]["policy"], abs=0.2)  # shares are of tensors
+    taken = {owner: sum(sizes.values()) for owner, sizes in seen["peak_bytes"].items()}
+    for owner, num_bytes in fit.owners.items():
+        assert -0.5 < (num_bytes - taken[owner]) / GIB < 1.4
+    assert sum(taken.values()) == pytest.approx(sum(fit.owners.values()), rel=0.03)
     # What the GPU held while the engine generated, with a context of the policy's.
-    state_gib = next(use.state_bytes for use in fit.phases if use.phase == "GENERATION") / GIB
+    state_gib = next(use.state_bytes for use in fit.phases if use.phase is Phase.GENERATION) / GIB
     assert state_gib < seen["steps"][-1]["memory/generation_policy_gib"] < state_gib + 3
 
 
+@pytest.mark.parametrize("name", ["large_model_32b", "large_model_moe_30b"])
+def test_on_two_gpus_engines_and_driver_took_of_the_host_what_is_planned(name):
+    seen = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    path = ROOT / "benchmarks" / f"{name}.yaml"
+    fit = plan_fit(path, [], H200_GIB, 2 * HOST_GIB, seen["num_parameters"])
+    for owner in ("engine", "driver"):
+        taken_bytes = sum(seen["peak_bytes"][owner].values())
+        assert 0 <= fit.owners[owner] - taken_bytes < GIB // 2
+
+
 def phases_gib(fit):
-    return {use.phase: (use.state_bytes / GIB, use.engine_bytes / GIB) for use in fit.phases}
+    return {use.phase.name: (use.state_bytes / GIB, use.engine_bytes / GIB) for use in fit.phases}
 
 
 def test_phases_are_sums_of_bytes_for_each_parameter():
@@ -115,7 +127,7 @@ def test_the_command_prints_the_plan_and_its_status_says_whether_it_fits(monkeyp
 
 
 @pytest.mark.parametrize(
-    "option", ["--gpu-gib=0", "--host-gib=-1", "--gpu-gib=nan", "--parameters=8x", "--parameters=0B"]
+    "option", ["--gpu-gib=0", "--host-gib=-1", "--gpu-gib=nan", "--parameters=8x", "--parameters=0B", "--parameters=8"]
 )
 def test_sizes_that_are_none_are_refused(option, monkeypatch, capsys):
     others = ["--gpu-gib=80", "--host-gib=100", "--parameters=8B", "--config=c.yaml"]
@@ -123,4 +135,5 @@ def test_sizes_that_are_none_are_refused(option, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert re.search(rf"argument {option.partition('=')[0]}: \S+ is (no number|not above 0)", capsys.readouterr().err)
+    told = rf"argument {option.partition('=')[0]}: \S+ is (no number|not above 0|8 parameters; .* write 8B or 8e9)"
+    assert re.search(told, capsys.readouterr().err)

@@ -9,6 +9,7 @@ from nemo_offload_rl.config.rules import (
     distillation,
     memory,
     model,
+    phases,
     rollouts,
     supervised,
     training,
@@ -40,6 +41,7 @@ _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (
     *dtensor.RULES,
     *megatron.RULES,
     *memory.RULES,
+    *phases.RULES,
 )
 
 _ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
@@ -47,13 +49,14 @@ _ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     *rollouts.RULES,
     *model.ROLLOUT_RULES,
 )
+_ROLLOUT_MEMORY_RULES: tuple[Rule[RolloutMasterConfig], ...] = (*memory.ROLLOUT_RULES, *phases.ROLLOUT_RULES)
 
 GRPO_RULES: RuleSet[GrpoMasterConfig] = RuleSet(
     _AVAILABILITY,
-    (*_ROLLOUT_RULES, *algorithm.RULES, *_TRAINING_RULES, *memory.ROLLOUT_RULES),
+    (*_ROLLOUT_RULES, *algorithm.RULES, *_TRAINING_RULES, *_ROLLOUT_MEMORY_RULES),
 )
 DISTILLATION_RULES: RuleSet[DistillationMasterConfig] = RuleSet(
-    _AVAILABILITY, (*_ROLLOUT_RULES, *distillation.RULES, *_TRAINING_RULES, *memory.ROLLOUT_RULES)
+    _AVAILABILITY, (*_ROLLOUT_RULES, *distillation.RULES, *_TRAINING_RULES, *_ROLLOUT_MEMORY_RULES)
 )
 SFT_RULES: RuleSet[SftMasterConfig] = RuleSet(
     _AVAILABILITY, (*_TRAINING_RULES, *supervised.RULES, *supervised.SFT_RULES)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
@@ -24,6 +24,7 @@ from nemo_offload_rl.config.schema import (
     RunConfig,
 )
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
@@ -31,16 +32,15 @@ from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
-    DRIVER_BYTES,
     HostNeed,
     foresee_host_memory,
     gpu_limit_refusal,
-    process_bytes,
 )
 from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.policy.rules import Rule, local_model_config
 from nemo_offload_rl.residency import (
     BASE,
+    GRADS,
     GRADS_PART,
     OPTIMIZER,
     OPTIMIZER_PART,
@@ -117,7 +117,8 @@ def planned_for(machine: Machine) -> Iterator[None]:
         _PLANNED.reset(token)
 
 
-def _smallest_gpu_bytes() -> int | None:
+def smallest_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this host, or of a planned machine's; None without one."""
     if (planned := _PLANNED.get()) is not None:
         return planned.gpu_bytes
     return min((use.total_bytes for use in read_gpus().values()), default=None)
@@ -130,7 +131,7 @@ def gpu_limit_is_within_the_gpu(cfg: RunConfig) -> str | None:
         return None
     if not cfg.cluster.gpus_per_node:
         return gpu_limit_refusal(limit_gib, None)
-    total_bytes = _smallest_gpu_bytes()
+    total_bytes = smallest_gpu_bytes()
     if total_bytes is None or limit_gib * _GIB <= total_bytes:
         return None
     return gpu_limit_refusal(limit_gib, total_bytes / _GIB)
@@ -168,12 +169,13 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
         return None
     total_bytes, group_bytes = known
     backend = cfg.policy.backend
-    if backend.streams_parameters:
-        return None
     # The whole optimizer is there in its step, beside parameters and gradients, but for what comes in parts.
-    part_bytes = group_bytes.pop(OPTIMIZER_PART)
-    if not backend.streams_in_parts:
-        group_bytes[OPTIMIZER] += part_bytes
+    part_bytes, subject = group_bytes.pop(OPTIMIZER_PART), "policy.model_name"
+    largest = largest_part(cfg, {**group_bytes, OPTIMIZER: group_bytes[OPTIMIZER] + part_bytes})
+    if backend.streams_parameters:
+        group_bytes, subject = largest, "the embedding of policy.model_name, the largest part that the GPU holds whole,"
+    else:
+        group_bytes[OPTIMIZER] += largest[OPTIMIZER] if backend.streams_in_parts else part_bytes
     resting_bytes = rest_bytes(cfg, Phase.TRAINING)
     awake_bytes = _awake_bytes(cfg, total_bytes)
     state_bytes = _plan().device_bytes(group_bytes, Phase.OPTIM_STEP)
@@ -195,16 +197,35 @@ def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
     if awake_bytes:
         parts.append(f"the awake engine {awake_bytes / _GIB:.1f}")
     fix = "set policy.generation.vllm_cfg.enable_sleep_mode=true, or use more GPUs" if awake_bytes else "use more GPUs"
-    if group_bytes["optimizer"]:
+    if backend.streams_parameters:  # which is for one worker
+        fix = "raise that limit" if within else "use a GPU with more memory"
+    elif group_bytes["optimizer"] and not backend.streams_in_parts:
         fix += f", or {backend.streaming_section}.offload_optimizer_states=true with offload_optimizer_states_chunk_mib"
     if isinstance(backend, MegatronConfig) and backend.distributed_data_parallel_config.grad_reduce_in_fp32:
         saved_bytes = group_bytes["grads"] - min(group_bytes["params"], group_bytes["grads"])
         if saved_bytes and needed_bytes - saved_bytes <= total_bytes:
             fix += ", or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
     return (
-        f"policy.model_name needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
+        f"{subject} needs {needed_bytes / _GIB:.1f} GiB on each GPU in training ({', '.join(parts)}) without "
         f"activations, but it has {total_bytes / _GIB:.1f}{within}; {fix}"
     )
+
+
+def largest_part(cfg: RunConfig, sizes_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of one worker's groups that belong to the embedding, which no part that streams divides.
+
+    Zeros where less than everything streams, so that the embedding may be in the rest, and where the model's sizes are
+    not known.
+
+    Args:
+        cfg: The run's configuration.
+        sizes_bytes: Of the groups, each with all of its parts.
+    """
+    count, shape = num_parameters(cfg), ModelShape.of(local_model_config(cfg) or {})
+    elements = (shape.vocab_size or 0) * (shape.hidden_size or 0)
+    if not count or cfg.policy.backend.streamed_share < 1:
+        return dict.fromkeys((PARAMS, GRADS, OPTIMIZER), 0)
+    return {name: sizes_bytes[name] * min(elements, count) // count for name in (PARAMS, GRADS, OPTIMIZER)}
 
 
 def _plan(kept: Collection[str] = ()) -> ResidencyPlan:
@@ -247,7 +268,7 @@ def _awake_bytes(cfg: RunConfig, total_bytes: int) -> int:
 
 def _known_bytes(cfg: RunConfig) -> tuple[int, dict[str, int]] | None:
     """Memory of the smallest GPU, and of one worker's state groups, both in bytes."""
-    total_bytes = _smallest_gpu_bytes() if cfg.cluster.gpus_per_node else None
+    total_bytes = smallest_gpu_bytes() if cfg.cluster.gpus_per_node else None
     groups = None if total_bytes is None else group_bytes(cfg)
     return None if total_bytes is None or groups is None else (total_bytes, groups)
 
@@ -282,11 +303,12 @@ def host_memory_holds_the_state(cfg: RunConfig) -> str | None:
     if is_elsewhere or (groups := group_bytes(cfg)) is None:
         return None
     need, limits = host_need(cfg, groups), None
+    if not sum(need.parts().values()):
+        return None
     if planned is not None:
-        need = replace(need, other={**need.other, **process_bytes(need)})
-        limits = [HostLimit("planned", "the machine", planned.host_bytes - DRIVER_BYTES["cuda"], planned.host_bytes)]
+        limits = [HostLimit("planned", "the machine", planned.host_bytes, planned.host_bytes)]
     try:
-        foresee_host_memory(need, cfg.cluster.workers_per_node, limits)
+        foresee_host_memory(need, cfg.cluster.workers_per_node, "cuda" if cfg.cluster.gpus_per_node else "cpu", limits)
     except ConfigError as error:
         return str(error)
     return None
@@ -313,7 +335,7 @@ def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
     if isinstance(cfg, DistillationMasterConfig) and (teacher_bytes := _teacher_bytes(cfg)) is not None:
         sizes[TEACHER] = teacher_bytes
     on_cpu = cfg.cluster.gpus_per_node == 0
-    device_bytes = memory_total_bytes() if on_cpu else _smallest_gpu_bytes() or 0
+    device_bytes = memory_total_bytes() if on_cpu else smallest_gpu_bytes() or 0
     return HostNeed(
         settings=settings,
         sizes=sizes,

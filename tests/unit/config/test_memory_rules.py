@@ -41,10 +41,18 @@ def load(monkeypatch):
         gpus = {} if gpu_gib is None else {"u": GpuUse("a GPU", int(gpu_gib * GIB), 0)}
         monkeypatch.setattr(memory, "read_gpus", lambda: gpus)
         monkeypatch.setattr(host_plan, "host_limits", lambda _: [HostLimit("host", "MemAvailable", HOST_BYTES)])
+        monkeypatch.setattr(host_plan, "resident_bytes", lambda: 0)
         monkeypatch.setattr(memory, "read_model_sizes", lambda name: ModelSizes(parameters, 0, 1, 1, in_experts))
         return load_grpo_config(path, overrides) if name is None else SUPERVISED[name](CONFIGS / name, overrides)
 
     return loaded
+
+
+def host_bytes(state_gib: float, num_workers: int = 1, *, has_engine: bool = True) -> int:
+    """Of a host that has so much for the state of all workers beside their processes, the engines' and the driver's."""
+    engine_bytes = host_plan.ENGINE_OF_SEVERAL_BYTES if num_workers > 1 else host_plan.ENGINE_PROCESS_BYTES["cuda"]
+    process_bytes = host_plan.POLICY_PROCESS_BYTES["cuda"] + (engine_bytes if has_engine else 0)
+    return int(state_gib * GIB) + num_workers * process_bytes + host_plan.DRIVER_BYTES["cuda"]
 
 
 def test_an_engine_that_leaves_too_little_is_refused_with_the_share_that_works(load):
@@ -169,7 +177,7 @@ def test_benchmarks_of_large_models_on_dtensor_fit_128_gib_of_main_memory(load, 
     config = load(ONE_GPU, parameters=parameters, gpu_gib=139.8, path=path)
     need = memory.host_need(config, memory.group_bytes(config))
     assert {row: size / parameters for row, size in need.resolve().arena.items() if size} == on_host
-    assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 118 * GIB
+    assert sum(host_plan.host_bytes_by_owner(need, "cuda", 1).values()) < 119 * GIB
 
 
 def test_what_megatron_keeps_beside_the_engine_counts(load):
@@ -211,7 +219,7 @@ def test_nothing_is_said_where_the_gpu_or_the_model_is_unknown(load, monkeypatch
 
 
 def test_adapters_and_other_optimizers_need_less(load):
-    load(["policy.dtensor_cfg.lora_cfg.enabled=true"], parameters=15 * GIB, gpu_gib=80)
+    load(["policy.dtensor_cfg.lora_cfg.enabled=true"], parameters=12 * GIB, gpu_gib=80)
     sgd = ["policy.optimizer.name=torch.optim.SGD", "~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"]
     load(sgd, parameters=8 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"needs 131.5 GiB"):
@@ -239,19 +247,22 @@ def test_a_frozen_base_that_does_not_fit_is_named_and_no_optimizer_is_blamed(loa
 
 
 def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anything_starts(load, monkeypatch):
-    monkeypatch.setitem(globals(), "HOST_BYTES", 17 * GIB)
+    monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(17))
     one = ["cluster.gpus_per_node=1"]
     load(one, parameters=GIB, gpu_gib=80)  # params 4, optimizer 8, reference 2 in bfloat16
+    in_fp32 = ["policy.precision=float32"]
+    with pytest.raises(
+        ConfigError, match=r"needs 33\.00 GiB .*process 3.00, engine 2.00.*leaves 22\.00 GiB; use .* needs 17\.00"
+    ):
+        load(one, parameters=2 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"needs 37\.00 GiB .*reference 8\.00"):
+        load([*one, *in_fp32], parameters=2 * GIB, gpu_gib=80)
+    monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(17, 2))
     two = ["cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=1"]
     load(two, parameters=GIB, gpu_gib=80)  # of each worker half as much
-    with pytest.raises(ConfigError, match=r"needs 28\.00 GiB .*MemAvailable leaves 17\.00 GiB; use .* needs 12\.00"):
-        load(one, parameters=2 * GIB, gpu_gib=80)
-    in_fp32 = ["policy.precision=float32"]
-    with pytest.raises(ConfigError, match=r"needs 32\.00 GiB .*reference 8\.00"):
-        load([*one, *in_fp32], parameters=2 * GIB, gpu_gib=80)
     # Megatron's workers each have all parameters, 2 + 2 for the reference, and half of the optimizer's 12.
     load([*MEGATRON, *two[:1]], parameters=int(0.8 * GIB), gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"leaves 17\.00 GiB for 2 workers that need 18\.00; use"):
+    with pytest.raises(ConfigError, match=r"leaves 28\.60 GiB for 2 workers that need 29\.60; use"):
         load([*MEGATRON, *two[:1]], parameters=GIB, gpu_gib=80)
     load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 13\.00 GiB; use "):
@@ -260,22 +271,24 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
 
 def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advised_fits(load, monkeypatch):
     monkeypatch.setattr(dtensor, "local_model_config", lambda cfg: QWEN2)
-    monkeypatch.setitem(globals(), "HOST_BYTES", 48 * GIB)
+    monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(48))
     leave = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.activation_offload=true"]
     limit = "policy.dtensor_cfg.activation_offload_host_limit_gib"
-    with pytest.raises(ConfigError, match=rf"offloaded activations 64\.00\), but .*; lower {limit} to 34\.0, or raise"):
+    with pytest.raises(
+        ConfigError, match=rf"offloaded activations 64\.00, .*\), but .*; lower {limit} to 34\.0, or raise"
+    ):
         load(leave, parameters=GIB, gpu_gib=80)  # of the exemplar's state 14
     load([*leave, f"{limit}=34"], parameters=GIB, gpu_gib=80)
     load([*leave, "policy.dtensor_cfg.activation_checkpointing=true"], parameters=GIB, gpu_gib=80)  # inputs of layers
 
 
 def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_the_host(load, monkeypatch):
-    monkeypatch.setitem(globals(), "HOST_BYTES", 321 * GIB)
+    monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(321, has_engine=False))
     on_host = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.cpu_offload=true"]
     load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 336\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
+    with pytest.raises(ConfigError, match=r"needs 339\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
         load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"needs 360\.00 GiB .*reference 40\.00\), but"):
+    with pytest.raises(ConfigError, match=r"needs 365\.00 GiB .*reference 40\.00, process"):
         load(on_host, parameters=20 * GIB, gpu_gib=80)
 
 
@@ -300,15 +313,61 @@ def test_where_workers_run_elsewhere_the_driver_s_host_says_nothing(load, monkey
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80)
     monkeypatch.delenv("RAY_ADDRESS")
-    with pytest.raises(ConfigError, match=r"MemAvailable leaves 1\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"MemAvailable leaves 0\.00 GiB"):
         load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80)
 
 
 def test_without_anything_that_leaves_the_gpu_no_host_memory_is_asked_for(load, monkeypatch):
     monkeypatch.setitem(globals(), "HOST_BYTES", 0)
     load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="sft.yaml")
-    with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 0\.00"):
+    monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(0, has_engine=False))
+    with pytest.raises(ConfigError, match=r"use dpo\.precompute_reference_logprobs=true, which needs 3\.00"):
         load(["cluster.gpus_per_node=1"], parameters=GIB, gpu_gib=80, name="dpo.yaml")
+
+
+def test_a_refit_without_room_for_the_weights_of_both_is_refused_also_with_adapters(load):
+    frozen = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
+    with pytest.raises(
+        ConfigError,
+        match=r"^phase REFIT needs 13\.5 GiB more than a GPU has \(the policy 60\.0, the engine 30\.0, contexts"
+        r" 3\.5 GiB\), without activations; use more GPUs, with policy.generation.vllm_cfg.tensor_parallel_size for",
+    ):
+        load(frozen, parameters=15 * GIB, gpu_gib=80)
+    load([*frozen, *OWN_GPUS], parameters=15 * GIB, gpu_gib=80)
+    load([*frozen, "cluster.gpus_per_node=2"], parameters=15 * GIB, gpu_gib=80)
+
+
+def test_an_engine_whose_share_is_less_than_its_weights_is_refused_and_so_is_a_cache_without_room(load):
+    small = ["policy.generation.vllm_cfg.gpu_memory_utilization=0.2", "policy.dtensor_cfg.lora_cfg.enabled=true"]
+    with pytest.raises(ConfigError, match=r"^the engine's weights take 20\.0 GiB of each GPU, and its share is 16\.0"):
+        load(small, parameters=10 * GIB, gpu_gib=80)
+    cache = "policy.generation.vllm_cfg.kv_cache_memory_gib"
+    load([*small, f"{cache}=40"], parameters=10 * GIB, gpu_gib=80)
+    with pytest.raises(ConfigError, match=r"^phase GENERATION needs 12\.0 GiB more .*; lower .*kv_cache_memory_gib"):
+        load([*small, f"{cache}=70"], parameters=10 * GIB, gpu_gib=80)
+
+
+@pytest.mark.parametrize("name", [None, "sft.yaml"])
+def test_the_part_of_the_embedding_fits_the_gpu_wherever_state_comes_in_parts(load, monkeypatch, name):
+    monkeypatch.setattr(memory, "local_model_config", lambda cfg: {"vocab_size": 1 << 18, "hidden_size": 1 << 12})
+    loaded = partial(load, parameters=4 * GIB, gpu_gib=20, name=name)
+    passing = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.cpu_offload=true"]
+    share = [] if name else ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"]
+    loaded([*passing, *share])  # 16 GiB in its update
+    key = "policy.gpu_memory_limit_gib"
+    with pytest.raises(
+        ConfigError,
+        match=r"^the embedding of policy.model_name, the largest part .* needs 16\.0 GiB .*\(params 4\.0, grads 4\.0, "
+        r"optimizer 8\.0\) .* has 15\.9 within policy.gpu_memory_limit_gib; raise that limit$",
+    ):
+        loaded([*passing, *share, f"{key}=15.9"])
+    with pytest.raises(ConfigError, match=r"largest part .* has 17\.0; use a GPU with more memory$"):
+        loaded([*passing, *share], gpu_gib=17)
+    in_parts = [f"policy.dtensor_cfg.offload_optimizer_states{end}" for end in ("=true", "_chunk_mib=256")]
+    two = ["cluster.gpus_per_node=1", *in_parts]
+    loaded(two, gpu_gib=46)  # 32 of parameters and gradients, 8 of the embedding's states
+    with pytest.raises(ConfigError, match=r"\(params 16\.0, grads 16\.0, optimizer 8\.0, contexts .*; use more GPUs$"):
+        loaded(two, gpu_gib=41)
 
 
 def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tmp_path, monkeypatch):
