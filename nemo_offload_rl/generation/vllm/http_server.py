@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
@@ -26,6 +27,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.entrypoints.serve.utils.server_utils import exception_handler
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
@@ -34,6 +36,7 @@ from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
+from nemo_offload_rl.generation.vllm.http_limits import BadRequest, HttpLimits, LimitedProtocol, json_body
 from nemo_offload_rl.generation.vllm.requests import cache_salt
 from nemo_offload_rl.utils.listening import is_loopback
 
@@ -45,28 +48,44 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"
 _KEEP_ALIVE_S = 120
-
-
-class _BadRequest(Exception):
-    """The body is no request."""
+_LIMITS = HttpLimits()
+# What vLLM and chat templates raise about requests that they cannot take.
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
+_KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    503: "ServiceUnavailableError",
+}
 
 
 async def _asked(raw_request: Request) -> ChatRequest:
     """The body as a request. vLLM's own checks take it for granted that it is an object."""
     kind = raw_request.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":  # pages of a browser may send others unasked
-        raise _BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
+        raise BadRequest(f"the body is {kind or 'of no type'}; send JSON, with Content-Type: application/json")
+    body = await json_body(raw_request, _LIMITS)
+    for name, value in body.items():
+        if name != "seed" and any(map(_is_wide, value if isinstance(value, list) else [value])):
+            raise BadRequest(f"{name} has a number of more than 32 bits; give a smaller one")
     try:
-        body = await raw_request.json()
-        if not isinstance(body, dict):
-            raise ValueError("an object is needed")
-        return ChatRequest.model_validate(body)
+        request = ChatRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise _BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _BadRequest(f"the body is no request for a chat completion: {error}") from error
+        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
+    except _REFUSALS as error:
+        raise BadRequest(f"the body is no request for a chat completion: {error}") from error
+    if (request.n or 1) > _LIMITS.choices:
+        raise BadRequest(f"n={request.n}, and at most {_LIMITS.choices} answers can be asked for at once")
+    return request
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether this is an integer that the engine's tensors cannot hold: it would end the engine."""
+    return isinstance(value, int) and not -(2**31) <= value < 2**31
 
 
 Asked = Annotated[ChatRequest, Depends(_asked)]
@@ -91,6 +110,7 @@ class HttpServer:
         self._listening = endpoint.listening
         self._uses_seeds = settings.per_request_seeds
         self._served = served
+        self._vocab_size = llm.model_config.get_vocab_size()
         self._is_open = False
         self._num_closings = 0
         self._works: set[asyncio.Task[Any]] = set()
@@ -122,7 +142,13 @@ class HttpServer:
             ) from error
         self._socket = self._listening.bound()
         config = uvicorn.Config(
-            self._app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S
+            self._app(),
+            http=LimitedProtocol.within(_LIMITS),
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
         self._server = uvicorn.Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -180,9 +206,9 @@ class HttpServer:
         app.state.args = SimpleNamespace(log_error_stack=False)  # what vLLM's handlers of errors read
         app.exception_handler(Exception)(exception_handler)
 
-        @app.exception_handler(_BadRequest)
-        async def refuse(request: Request, error: _BadRequest) -> Response:
-            return self._error(400, str(error))
+        @app.exception_handler(BadRequest)
+        async def refuse(request: Request, error: BadRequest) -> Response:
+            return self._error(error.status, str(error))
 
         @app.middleware("http")
         async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -223,6 +249,9 @@ class HttpServer:
             return self._asleep()
         streams, counts = request.stream, request.stream_options and request.stream_options.include_usage
         request.stream, request.stream_options = False, None  # the whole answer is one event
+        # With `min_tokens` others end the engine.
+        if not all(0 <= token_id < self._vocab_size for token_id in request.stop_token_ids or ()):
+            return self._error(400, f"stop_token_ids has others than 0 to {self._vocab_size - 1}; leave them out")
         if rollout is not None:
             if (problem := request_problem(request, rollout.sampling)) is not None:
                 return self._error(400, problem)
@@ -246,8 +275,12 @@ class HttpServer:
             return self._asleep()
         except UserError as error:
             return self._error(400, str(error))
-        except (ValueError, TypeError, KeyError) as error:  # what vLLM says of requests that it cannot take
+        except _REFUSALS as error:
             return self._error(400, str(error))
+        except EngineGenerateError as error:
+            if not isinstance(error.__cause__, _REFUSALS):
+                raise
+            return self._error(400, f"the engine does not take that request: {error.__cause__}")
         finally:
             work.cancel()
             self._works.discard(work)
@@ -270,13 +303,7 @@ class HttpServer:
         return response
 
     def _error(self, status: int, message: str) -> Response:
-        kinds = {
-            400: "BadRequestError",
-            401: "AuthenticationError",
-            404: "NotFoundError",
-            503: "ServiceUnavailableError",
-        }
-        body = {"error": {"message": message, "type": kinds[status], "param": None, "code": status}}
+        body = {"error": {"message": message, "type": _KINDS[status], "param": None, "code": status}}
         return JSONResponse(body, status_code=status, headers={WEIGHT_VERSION_HEADER: str(self._served.version)})
 
 

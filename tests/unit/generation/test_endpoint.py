@@ -256,6 +256,129 @@ def test_a_plain_client_samples_as_it_likes_and_no_request_is_answered_with_a_tr
         assert text.status_code == 400 and "send JSON" in text.text
 
 
+ODD = (
+    {"n": 5000},
+    {"n": 0},
+    {"n": -1},
+    {"n": 2**63},
+    {"messages": [[[]]]},
+    {"messages": [{"role": "user", "content": [[]]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": {"a": 1}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "no such type"}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": 3}]},
+    {"messages": [{"role": None, "content": None}]},
+    {"tools": [{}]},
+    {"tools": {"a": 1}},
+    {"tools": [{"type": "function", "function": {"name": 3}}]},
+    {"tool_choice": {"type": "function", "function": {"name": "none"}}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"grammar": "("}},
+    {"temperature": -1},
+    {"temperature": 1e300},
+    {"top_p": 2},
+    {"top_k": -5},
+    {"top_k": 2**70},
+    {"min_p": 7},
+    {"seed": 2**70},
+    {"max_tokens": -1},
+    {"max_tokens": 0},
+    {"max_tokens": 10**30},
+    {"max_completion_tokens": 2**40},
+    {"min_tokens": 10**6},
+    {"stop": [1]},
+    {"stop": [""]},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [2**40]},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"99999999": 1}},
+    {"logit_bias": {"-5": 1}},
+    {"allowed_token_ids": [10**9]},
+    {"allowed_token_ids": []},
+    {"bad_words": [""]},
+    {"logprobs": True, "top_logprobs": 10**6},
+    {"logprobs": True, "top_logprobs": -1},
+    {"prompt_logprobs": 10**6},
+    {"truncate_prompt_tokens": -7},
+    {"truncate_prompt_tokens": 10**9},
+    {"chat_template": "{{ 1 / 0 }}"},
+    {"chat_template": "{% for %}"},
+    {"chat_template_kwargs": {"messages": 3}},
+    {"chat_template_kwargs": {"tokenize": True, "conversation": 1, "return_dict": True}},
+    {"chat_template_kwargs": {"add_generation_prompt": "x", "continue_final_message": 1}},
+    {"chat_template_kwargs": [1]},
+    {"continue_final_message": True},
+    {"documents": 3},
+    {"mm_processor_kwargs": {"a": 1}},
+    {"use_beam_search": True, "n": 3, "stream": True},
+    {"stream": True, "stream_options": 5},
+    {"stream_options": {"include_usage": True}},
+    {"reasoning_effort": "none at all"},
+    {"priority": 10**30},
+    {"request_id": "\n" * 100},
+    {"request_id": 3},
+    {"kv_transfer_params": {"a": 1}},
+    {"vllm_xargs": {"a": {"b": 1}}},
+    {"cache_salt": ""},
+    {"user": 3},
+    {"echo": True},
+    {"repetition_detection": {"a": 1}},
+    {"thinking_token_budget": -1},
+    {"thinking_token_budget": 2**40},
+    {"top_k": 2**31},
+    {"top_k": 2**40},
+    {"seed": 2**62},
+    {"seed": -(2**62)},
+    {"max_tokens": 2**62},
+    {"priority": -(2**62)},
+    {"temperature": 5e-324},
+    {"temperature": 1e-300},
+    {"top_p": 1e-300},
+    {"min_p": 1e-300},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 1e-300},
+    {"logit_bias": {"5": 1e308}},
+    {"stop_token_ids": [2**31]},
+    {"min_tokens": 2, "stop_token_ids": [2**62]},
+    {"min_tokens": 2, "stop_token_ids": [10**6]},
+    {"min_tokens": 2, "stop_token_ids": [-1]},
+    {"top_k": 2**31 - 1},
+    {"top_k": 10**6},
+    {"thinking_token_budget": 2**31 - 1},
+    {"allowed_token_ids": [-1]},
+    {"logit_bias": {"1": 1e308, "2": -1e308}},
+    {"bad_words": ["hello", " "]},
+    {"repetition_detection": {"max_pattern_size": 10**9, "min_count": 2}},
+    {"bad_words": ["x" * 1000]},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"json": "{"}},
+    {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}}},
+)  # fmt: skip
+
+
+def test_odd_requests_are_refused_or_answered_and_never_fail_in_the_server(engine) -> None:
+    """Whatever a field holds; and the engine goes on."""
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    failed = []
+    with httpx.Client(headers=bearer, timeout=60) as chat:
+        for where in (f"{engine[1]}/v1/chat/completions", f"{rollout(engine, 'odder')}/chat/completions"):
+            for odd in ODD:
+                answer = chat.post(where, json={"messages": HELLO, "max_tokens": 2} | odd)
+                if answer.status_code >= 500 or "Traceback" in answer.text:
+                    failed.append((odd, answer.status_code, answer.text))
+            for body in (b'{"messages":' + b"[" * 100_000, b'{"messages": [' + b'{"a":' * 100_000):
+                answer = chat.post(where, content=body, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400 and "nests more than 100" in answer.text
+            many = chat.post(where, json={"messages": HELLO, "n": 5000})
+            assert many.status_code == 400 and "at most 128 answers" in many.text
+    assert not failed
+    assert ask(rollout(engine, "after odd ones"), HELLO).choices[0].message.content is not None
+
+
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_an_environment_of_verifiers_converses_as_it_is_and_every_token_is_kept(engine, num_turns: int) -> None:
     pytest.importorskip("verifiers", reason="the package verifiers is not installed (extra `agents`)")

@@ -1,0 +1,167 @@
+"""Limits of what a client of an engine's HTTP server may send, and how long it may take.
+
+`LimitedProtocol` closes connections whose client does not send a request's head, or the rest of a body that nobody
+waits for. `json_body` reads a body in time, and parses it where its size, depth and values are bearable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import h11
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What one request may take.
+
+    Attributes:
+        head_s: Seconds for its first line and headers, and for the rest of a body after the answer.
+        body_s: Seconds for the body.
+        body_bytes: Size of the body; several images fit, or 8 million tokens of text.
+        depth: Levels of lists and objects in each other.
+        choices: The most answers to one request, `n`; OpenAI's limit.
+    """
+
+    head_s: float = 20.0
+    body_s: float = 60.0
+    body_bytes: int = 32 * 2**20
+    depth: int = 100
+    choices: int = 128
+
+
+class BadRequest(Exception):
+    """A request that is not answered; status and message are for the client."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def json_body(request: Request, limits: HttpLimits) -> dict[str, Any]:
+    """Read the body and parse it as a JSON object.
+
+    Raises:
+        BadRequest: It is something else, too large, too deep, too slow, or has numbers and text that JSON cannot have.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise BadRequest(f"the body has more than {limits.body_bytes} bytes; send less", 413)
+    except TimeoutError as error:
+        raise BadRequest(f"the body was not there after {limits.body_s:g} s; send it faster", 408) from error
+    except ClientDisconnect as error:
+        raise BadRequest("the client has gone") from error
+    try:
+        parsed = json.loads(body, parse_constant=_refuse_constant)
+        _check(parsed, limits.depth)
+    except RecursionError as error:
+        raise BadRequest(_too_deep(limits.depth)) from error
+    except ValueError as error:  # of Unicode too
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise BadRequest("the body is no JSON object; send one")
+    return parsed
+
+
+def _check(parsed: Any, depth: int) -> None:
+    """Raise where a value is too deep, is no number of 64 bits, or is text that has no UTF-8."""
+    level = [parsed]
+    for _ in range(depth + 1):
+        if not level:
+            return
+        below: list[Any] = []
+        for value in level:
+            match value:
+                case Mapping():
+                    below += value.keys()
+                    below += value.values()
+                case list():
+                    below += value
+                case str() if not value.isascii():
+                    value.encode()
+                case float() if not math.isfinite(value):
+                    _refuse_constant(str(value))
+                case int() if not -(2**63) <= value < 2**63:
+                    raise ValueError(f"{value} has more than 64 bits")
+        level = below
+    if level:
+        raise BadRequest(_too_deep(depth))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _too_deep(depth: int) -> str:
+    return f"the body nests more than {depth} lists and objects; send fewer levels"
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 that closes connections whose client is too slow. uvicorn limits only the time between requests.
+
+    Args:
+        head_s: See `HttpLimits`.
+        arguments: Of `H11Protocol`.
+    """
+
+    def __init__(self, *arguments: Any, head_s: float, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._head_s = head_s
+        self._owed: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def within(cls, limits: HttpLimits) -> Any:
+        """The class for uvicorn, with these limits."""
+        return partial(cls, head_s=limits.head_s)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request."""
+        super().data_received(data)
+        answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
+        if self.conn.their_state is h11.IDLE or (answered and self.conn.their_state is h11.SEND_BODY):
+            self._wait()
+        else:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        """Wait for the rest of a body that the answer did not need, or of a next request that has begun."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that is not used; at once where the client does not read its answer."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def _wait(self) -> None:
+        if self._owed is None:
+            self._owed = self.loop.call_later(self._head_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._owed is not None:
+            self._owed.cancel()
+            self._owed = None
