@@ -6,15 +6,17 @@ driver writes several times a second, so that a scrape within a long step shows 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.listening import Listening, listening
@@ -29,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "nemo_offload_rl"
 _TIMING, _TRAIN, _RATE, _HOST_MEMORY = "timing/", "train/", "_tokens_per_s", "memory/host_"
 _LONGEST_LINE_BYTES = 65536
+_LONGEST_HEAD_BYTES = 16384
+_REQUEST_S = 10.0  # for a request and its answer
+_MOST_OPEN = 128  # connections at a time
 
 
 class PrometheusSink:
@@ -45,6 +50,7 @@ class PrometheusSink:
     def __init__(self, settings: PrometheusConfig, run_dir: Path) -> None:
         try:
             from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "logger.prometheus_enabled is true, but prometheus_client is not installed; pip install "
@@ -54,11 +60,9 @@ class PrometheusSink:
         self._figures = _Figures(run_dir / MEMORY_FILE)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._figures)
-        self._server = _server(where, registry)
-        self.port = int(self._server.server_address[1])
+        self._server = _Server(where, partial(generate_latest, registry), CONTENT_TYPE_LATEST)
+        self.port = self._server.port
         _LOG.info("metrics for Prometheus: http://%s:%d/metrics", settings.host, self.port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
-        self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of this step from now on."""
@@ -69,9 +73,7 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 class _Figures:
@@ -138,35 +140,93 @@ class _Figures:
                 lines = file.read().rpartition(b"\n")[0].splitlines()
         except OSError:
             return {}
-        return json.loads(lines[-1])["gib"] if lines else {}
+        try:
+            return json.loads(lines[-1])["gib"] if lines else {}
+        except (ValueError, KeyError, TypeError):  # not a line of the driver's
+            return {}
 
 
-def _server(where: Listening, registry: Any) -> ThreadingHTTPServer:
-    """Listens there, and answers when it is told to serve."""
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+class _Server:
+    """Answers GET requests on one thread; a client that is slow or idle costs no thread and is closed.
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not where.admits(self.headers.get("Authorization")):
-                self._answer(HTTPStatus.UNAUTHORIZED, b"send the token as Authorization: Bearer TOKEN\n")
-            elif self.path.partition("?")[0] == "/metrics":
-                self._answer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
-            else:
-                self._answer(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
+    Args:
+        where: The address, and who is admitted.
+        answer: The body at `/metrics`.
+        kind: Its content type.
 
-        def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    Raises:
+        ConfigError: The address cannot be listened on.
+    """
 
-        def log_message(self, format: str, *args: Any) -> None:
-            _LOG.debug(format, *args)
+    def __init__(self, where: Listening, answer: Callable[[], bytes], kind: str) -> None:
+        self._where, self._metrics, self._kind = where, answer, kind
+        bound = where.bound()
+        self.port = int(bound.getsockname()[1])
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._converse, sock=bound, limit=_LONGEST_HEAD_BYTES)
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
-    bound = where.bound()
-    server = ThreadingHTTPServer((where.host, where.port), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket, server.server_address = bound, bound.getsockname()
-    server.server_activate()
-    return server
+    def close(self) -> None:
+        """Close the port and what is open."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request and close."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._open) >= _MOST_OPEN:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        self._open[task] = None
+        try:
+            with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
+                async with asyncio.timeout(_REQUEST_S):
+                    try:
+                        head = await reader.readuntil(b"\r\n\r\n")
+                    except asyncio.LimitOverrunError:
+                        writer.write(_answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"too many headers\n"))
+                    else:
+                        writer.write(self._answered(head))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        finally:
+            self._open.pop(task, None)
+            writer.transport.abort()
+
+    def _answered(self, head: bytes) -> bytes:
+        request, *lines = head.decode("latin-1").split("\r\n")
+        method, target, version = (*request.split(" "), "", "", "")[:3]
+        if not version.startswith("HTTP/1."):
+            return _answer(HTTPStatus.BAD_REQUEST, b"this is no request of HTTP/1.1\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if not self._where.admits(headers.get("authorization")):
+            return _answer(HTTPStatus.UNAUTHORIZED, b"send the token as Authorization: Bearer TOKEN\n")
+        if method != "GET":
+            return _answer(HTTPStatus.METHOD_NOT_ALLOWED, b"use GET\n")
+        if target.partition("?")[0] != "/metrics":
+            return _answer(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
+        return _answer(HTTPStatus.OK, self._metrics(), self._kind)
+
+
+def _answer(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + body

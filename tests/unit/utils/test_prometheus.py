@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils import prometheus
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 from nemo_offload_rl.utils.listening import TOKEN_VARIABLE
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
@@ -82,6 +84,10 @@ def test_gpu_memory_is_what_the_sampler_saw_last_and_nothing_of_an_older_run(tmp
         with (tmp_path / MEMORY_FILE).open("a") as file:
             file.write('{"t_s": 2.0, "gib": {"uu')  # a line that is just being written
         assert len(scrape(sink)) == 2
+        for damaged in ("not json", "[]", '{"t_s": 1}', '{"gib'):
+            with (tmp_path / MEMORY_FILE).open("a") as file:
+                file.write(f"{damaged}\n")
+            assert scrape(sink) == {}
     finally:
         sink.close()
 
@@ -112,3 +118,67 @@ def test_other_machines_are_answered_only_with_a_token_and_a_taken_port_is_one_l
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1 port {port}"):
             PrometheusSink(PrometheusConfig(host="127.0.0.1", port=port), tmp_path)
+
+
+def closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    connection.settimeout(60.0)
+    found = b""
+    try:
+        while some := connection.recv(65536):
+            found += some
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_half_requests_cost_no_threads_do_not_delay_a_scrape_and_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "_REQUEST_S", 2.0)
+    sink = PrometheusSink(HERE, tmp_path)
+    sink.write(1, {"train/reward_mean": 0.25})
+    num_threads = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(300)]
+    try:
+        for connection in slow:
+            connection.sendall(b"GET /metr")
+        assert "0.25" in fetch(sink)
+        assert threading.active_count() == num_threads
+        for connection in slow:
+            assert closed(connection) == b""
+    finally:
+        sink.close()
+        for connection in slow:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"200 OK"),
+        (b"GET /metrics HTTP/1.1\r\nA: " + b"b" * 100_000 + b"\r\n\r\n", b"431 "),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405 "),
+        (b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"404 "),
+        (b"GET\r\n\r\n", b"400 "),
+        (b"\x16\x03\x01\x02\0\r\n\r\n", b"400 "),
+        (b"\r\n\r\n", b"400 "),
+        (b"GET  HTTP/1.1\r\n:\r\n\xff\r\n\r\n", b"4"),
+    ],
+)
+def test_a_malformed_request_is_told(tmp_path: Path, request_head: bytes, status: bytes) -> None:
+    sink = PrometheusSink(HERE, tmp_path)
+    try:
+        with socket.create_connection(("127.0.0.1", sink.port)) as connection:
+            connection.sendall(request_head)
+            assert closed(connection).startswith(b"HTTP/1.1 " + status)
+    finally:
+        sink.close()
+
+
+def test_a_client_that_does_not_read_does_not_keep_the_sink_from_closing(tmp_path: Path) -> None:
+    sink = PrometheusSink(HERE, tmp_path)
+    with socket.create_connection(("127.0.0.1", sink.port)) as connection:
+        connection.sendall(b"GET /metr")
+        sink.close()
+        assert closed(connection) == b""
