@@ -12,7 +12,7 @@ which the YAML cannot say, and `Annotated[type | None, doc(...)] = None` for wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, cast, dataclass_transform, get_args, get_origin, get_type_hints
@@ -56,7 +56,56 @@ def from_mapping[T](kind: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         pydantic.ValidationError: A key is unknown, missing, or has another value than it may have.
     """
-    return _adapter(kind).validate_python(values, strict=True)
+    return _adapter(kind).validate_python(as_used(values), strict=True)
+
+
+class FromEnvironment(str):
+    """Text of a configuration that comes from the environment, which may be a secret.
+
+    It is the text, and `repr` shows the text as it is written in the configuration. A configuration consists of these
+    until sections are made of it (`as_used`), and what is recorded of it is made by `as_written`.
+
+    Attributes:
+        written: The text with the interpolation in it, such as `${oc.env:NAME}`.
+    """
+
+    written: str
+
+    def __new__(cls, text: str, written: str) -> FromEnvironment:
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.written
+
+    def __str__(self) -> str:
+        return "".join(self)
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def as_used(node: Any) -> Any:
+    """Nested dictionaries and lists with text from the environment as plain text."""
+    return _with_texts(node, str)
+
+
+def as_written(node: Any) -> Any:
+    """Nested dictionaries and lists with text from the environment as it is written, for records of a run."""
+    return _with_texts(node, lambda text: text.written)
+
+
+def _with_texts(node: Any, replace: Callable[[FromEnvironment], str]) -> Any:
+    match node:
+        case Mapping():
+            return {key: _with_texts(value, replace) for key, value in node.items()}
+        case list():
+            return [_with_texts(value, replace) for value in node]
+        case FromEnvironment():
+            return replace(node)
+        case _:
+            return node
 
 
 def extend[T](target: type[T], base: Any, **more: Any) -> T:

@@ -152,11 +152,15 @@ def _load(path: str | Path, overrides: Sequence[str], algorithm: str, schema: ty
 
 def _with_home(node: Any) -> Any:
     """Paths that begin with `~/` in full: what reads them, in whatever process, need not know of it."""
+    from nemo_offload_rl.schema import FromEnvironment
+
     match node:
         case Mapping():
             return {key: _with_home(value) for key, value in node.items()}
         case list():
             return [_with_home(value) for value in node]
+        case FromEnvironment() if node.startswith("~/"):
+            return FromEnvironment(str(Path(node).expanduser()), node.written)
         case str() if node.startswith("~/"):
             return str(Path(node).expanduser())
         case _:

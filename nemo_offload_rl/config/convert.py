@@ -20,7 +20,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
 from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings, TokenFilter
-from nemo_offload_rl.schema import extend, from_mapping, keys_of
+from nemo_offload_rl.schema import as_written, extend, from_mapping, keys_of
 from nemo_offload_rl.utils.listening import listening
 
 
@@ -89,7 +89,7 @@ _NO_ROLLOUTS: Mapping[str, Any] = {
 def to_grpo_config(cfg: GrpoMasterConfig, resolved: Mapping[str, Any]) -> GrpoConfig:
     """The configuration of a run from one that passed `validate_keys` and `check_rules`, and its plain dictionaries."""
     worker, data = grpo_worker(cfg.policy, cfg.grpo.seed), with_task_keys(type(cfg.data), resolved["data"])
-    return extend(GrpoConfig, cfg, data=data, worker=worker, engine=_engine(cfg), resolved=resolved)
+    return extend(GrpoConfig, cfg, data=data, worker=worker, engine=_engine(cfg), resolved=as_written(resolved))
 
 
 def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str, Any]) -> DistillationConfig:
@@ -99,7 +99,13 @@ def to_distillation_config(cfg: DistillationMasterConfig, resolved: Mapping[str,
     teacher = TeacherSettings(model=model, topk=topk, streams_layers=cfg.teacher.stream_layers)
     data, engine = with_task_keys(type(cfg.data), resolved["data"]), _engine(cfg)
     return extend(
-        DistillationConfig, cfg, data=data, worker=worker, teacher_worker=teacher, engine=engine, resolved=resolved
+        DistillationConfig,
+        cfg,
+        data=data,
+        worker=worker,
+        teacher_worker=teacher,
+        engine=engine,
+        resolved=as_written(resolved),
     )
 
 
@@ -170,14 +176,14 @@ def to_sft_config(cfg: SftMasterConfig, resolved: Mapping[str, Any]) -> SftConfi
     """As `to_grpo_config`."""
     worker = supervised_worker(cfg.policy, cfg.sft.seed)
     data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(SftConfig, cfg, data=data, worker=worker, resolved=resolved)
+    return extend(SftConfig, cfg, data=data, worker=worker, resolved=as_written(resolved))
 
 
 def to_dpo_config(cfg: DpoMasterConfig, resolved: Mapping[str, Any]) -> DpoConfig:
     """As `to_grpo_config`."""
     worker = supervised_worker(cfg.policy, cfg.dpo.seed, rows_per_item=2)
     data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(DpoConfig, cfg, data=data, worker=worker, resolved=resolved)
+    return extend(DpoConfig, cfg, data=data, worker=worker, resolved=as_written(resolved))
 
 
 def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalConfig:
@@ -198,7 +204,7 @@ def to_eval_config(cfg: EvalMasterConfig, resolved: Mapping[str, Any]) -> EvalCo
     is_models = cfg.tokenizer.name == generation.model_name
     tokenizer = replace(cfg.tokenizer, name=model_name) if is_models else cfg.tokenizer
     data = with_task_keys(type(cfg.data), resolved["data"])
-    return extend(EvalConfig, cfg, data=data, tokenizer=tokenizer, engine=engine, resolved=resolved)
+    return extend(EvalConfig, cfg, data=data, tokenizer=tokenizer, engine=engine, resolved=as_written(resolved))
 
 
 def model_folder(name: str) -> str:

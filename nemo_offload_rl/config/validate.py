@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from nemo_offload_rl.config.keys import known_keys, walk_keys
 from nemo_offload_rl.config.schema import EXEMPLARS
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.schema import from_mapping
+from nemo_offload_rl.schema import FromEnvironment, from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
@@ -78,7 +78,7 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) 
             error["type"] == "missing" and path.rpartition(".")[0] in sections_with_unknown
         ):
             continue
-        messages.append(_one_line(error, path, schema))
+        messages.append(_one_line(error, path, schema, _written(raw, error)))
     return messages
 
 
@@ -140,10 +140,20 @@ def _without(raw: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return changed
 
 
-def _one_line(error: ErrorDetails, path: str, schema: type) -> str:
+def _written(raw: Any, error: ErrorDetails) -> Any:
+    """The value of an error as the configuration has it, in which text from the environment can be told."""
+    for part in error["loc"]:
+        if isinstance(raw, Mapping) and part in raw:
+            raw = raw[part]
+        elif isinstance(raw, list) and isinstance(part, int) and part < len(raw):
+            raw = raw[part]  # other parts are pydantic's names of kinds
+    return raw if isinstance(raw, FromEnvironment) else error["input"]
+
+
+def _one_line(error: ErrorDetails, path: str, schema: type, value: Any) -> str:
     if error["type"] == "missing":
         return f"{path}: missing; set it, or begin with `defaults: {EXEMPLARS[schema]}`, which sets every key"
-    given = _shown(error["input"])
+    given = _shown(value)
     context = error.get("ctx", {})
     if error["type"] == "union_tag_invalid":
         return f"{path}.dataset_name: given {context['tag']!r}, wanted one of {context['expected_tags']}"

@@ -4,7 +4,8 @@
    A mapping with `_override_: true` replaces the inherited one instead of being merged into it; `_remove_: true` as its
    only key takes the inherited one away.
 2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
-3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`.
+3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text that comes from the
+   environment (`oc.env`) remembers how it is written (`FromEnvironment`), so that no record of a run holds a secret.
 
 Everything that can go wrong raises `ConfigError` with one line. What the keys mean is checked afterwards, by
 `nemo_offload_rl.config`.
@@ -13,8 +14,10 @@ Everything that can go wrong raises `ConfigError` with one line. What the keys m
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +27,17 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.schema import FromEnvironment
 
 _REPLACE_MARK = "_override_"
 _REMOVE_MARK = "_remove_"
+_VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
+_SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_KEY|ACCESS_KEY")
+_SHORTEST_SECRET = 8  # a shorter value is found in other text by chance
+_is_marking: ContextVar[bool] = ContextVar("is_marking", default=False)
 
 type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
 """From the unresolved configuration, a key that it does not have and the value for it to the hint for the user."""
@@ -59,7 +68,7 @@ def load_config(
     except OmegaConfBaseException as error:
         raise ConfigError(_interpolation_message(error, config)) from error
     assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return {str(key): value for key, value in _marked(config, resolved).items()}
 
 
 def load_unresolved(path: str | Path) -> DictConfig:
@@ -136,6 +145,65 @@ def _register_resolvers() -> None:
     OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("div", divide, replace=True)
     OmegaConf.register_new_resolver("max", lambda *values: max(values), replace=True)
+    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+
+
+# ---------------------------------------------------------------- environment
+
+
+def _environment(name: str, *default: Any) -> Any:
+    """OmegaConf's own resolver; while `_marked` asks, an environment variable that is set is what is written."""
+    if _is_marking.get() and name in os.environ:
+        return f"${{oc.env:{','.join(str(part) for part in (name, *default))}}}"
+    return oc.env(name, *default)
+
+
+def _marked(node: DictConfig | ListConfig, resolved: Any) -> Any:
+    """The resolved configuration, with all text that depends on an environment variable as `FromEnvironment`.
+
+    It is the text that resolves otherwise where variables stand for themselves, and text that holds a variable's secret
+    because a shell has put it there.
+    """
+    if isinstance(resolved, dict):
+        return {key: _marked_child(node, key, value) for key, value in resolved.items()}
+    return [_marked_child(node, index, value) for index, value in enumerate(resolved)]
+
+
+def _marked_child(node: Any, key: Any, value: Any) -> Any:
+    if not isinstance(value, (str, dict, list)):
+        return value
+    token = _is_marking.set(True)
+    try:
+        written = node[key]
+    except OmegaConfBaseException:  # a computation that the text of an interpolation has no part in
+        written = cast("Any", OmegaConf.to_container(node, resolve=False))[key]
+    finally:
+        _is_marking.reset(token)
+    if isinstance(written, (DictConfig, ListConfig)) and isinstance(value, (dict, list)):
+        return _marked(written, value)
+    if isinstance(value, str) and written == value:
+        written = without_secrets(value)
+    return value if written == value else _all_from_environment(value, str(written))
+
+
+def without_secrets(text: str) -> str:
+    """Text in which the values of environment variables that are secrets by their names are interpolations of them."""
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name) and value in text:
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
+
+def _all_from_environment(value: Any, written: str) -> Any:
+    match value:
+        case dict():
+            return {key: _all_from_environment(inside, written) for key, inside in value.items()}
+        case list():
+            return [_all_from_environment(inside, written) for inside in value]
+        case str():
+            return FromEnvironment(value, written)
+        case _:
+            return value
 
 
 # ---------------------------------------------------------------- files
@@ -313,6 +381,9 @@ def _interpolation_message(error: OmegaConfBaseException, config: DictConfig) ->
         known = flatten_keys(OmegaConf.to_container(config, resolve=False))
         nearest = nearest_key(missing[1], known)
         reason = f"there is no {missing[1]}" + (f"; did you mean {nearest}?" if nearest else "")
+    for name in _VARIABLE.findall(given):
+        if value := os.environ.get(name):
+            reason = reason.replace(value, f"${{oc.env:{name}}}")
     return f"{where}: the interpolation{given} cannot be resolved: {reason}"
 
 

@@ -31,6 +31,7 @@ from typing import Any, Self
 import yaml
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.config import without_secrets
 from nemo_offload_rl.utils.metric_sinks import open_sinks, user_sinks
 from nemo_offload_rl.utils.schema import LoggerConfig
 
@@ -48,7 +49,7 @@ class RunLogger:
 
     Args:
         settings: The keys `logger.*`; `log_dir` is the run folder, or that of numbered ones, and is made if need be.
-        resolved_config: Plain dictionaries, written to config.yaml.
+        resolved_config: Plain dictionaries, written to config.yaml; without secrets (`schema.as_written`).
         resume_after: The step that the run goes on after: an existing metrics.jsonl is appended to, and what it has of
             later steps, which are done again, goes to metrics.1.jsonl and so on; the runs of Weights & Biases and
             MLflow are gone on with. None starts anew: an older file is renamed likewise.
@@ -295,7 +296,7 @@ def _run_record() -> dict[str, Any]:
     return {
         "git_revision": revision,
         "git_changed_files": None if status is None else len(status.splitlines()),
-        "command": sys.argv,
+        "command": [without_secrets(argument) for argument in sys.argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": versions,

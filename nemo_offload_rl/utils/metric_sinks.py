@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -212,7 +213,7 @@ class MlflowSink:
                 "write into a database of this machine), or set it to false"
             ) from error
         self._new_metric = Metric
-        _LOG.info("opening an MLflow run at %s", settings.tracking_uri)
+        _LOG.info("opening an MLflow run at %s", _without_password(settings.tracking_uri))
         parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
         tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
         id_file = run_dir / MLFLOW_ID_FILE
@@ -232,8 +233,9 @@ class MlflowSink:
             self._client.log_dict(self._run_id, dict(record), "run.json")
         except (MlflowException, OSError, ImportError) as error:  # the last where artifacts need another client
             raise ConfigError(
-                f"MLflow did not start at logger.mlflow.tracking_uri {settings.tracking_uri} ({_first_line(error)}); "
-                "start its server, correct the address, or set logger.mlflow_enabled to false"
+                f"MLflow did not start at logger.mlflow.tracking_uri {_without_password(settings.tracking_uri)} "
+                f"({_first_line(error)}); start its server, correct the address, or set "
+                "logger.mlflow_enabled to false"
             ) from error
         id_file.write_text(f"{self._run_id}\n", encoding="utf-8")
 
@@ -375,6 +377,11 @@ def _as_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
+def _without_password(text: str) -> str:
+    """Text with user names and passwords of addresses in it left out."""
+    return re.sub(r"(\w://)[^/\s]+@", r"\1...@", text)
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    return _without_password(lines[0]) if lines else type(error).__name__

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
 
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.config import ArithmeticConfig, ResponseDatasetConfig
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.settings import SchedulerSettings
+from nemo_offload_rl.report.page import write_report
+from nemo_offload_rl.utils.logger import RunLogger
 
 CPU = "tests/unit/config/cpu.yaml"
 GPU = "examples/configs/grpo_math_1B.yaml"
@@ -61,3 +68,33 @@ def test_the_resolved_dictionary_has_every_section_and_no_interpolation() -> Non
     }  # fmt: skip
     assert "${" not in str(config.resolved)
     assert dataclasses.is_dataclass(config)
+
+
+def test_secrets_of_the_environment_reach_the_code_that_uses_them_and_no_file_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "topsecretvalue")
+    code = tmp_path / "secret_sink.py"
+    code.write_text("given = []\ndef sink(step, metrics, token):\n    given.append((type(token), token))\n")
+    overrides = [
+        f"logger.sinks=[{{target: '{code}:sink', kwargs: {{token: '${{oc.env:MY_SECRET}}'}}}}]",
+        "policy.model_name='runs/${oc.env:MY_SECRET}'",
+        "data.train.seed=1",
+        f"logger.log_dir={tmp_path / 'run'}",
+        "logger.tensorboard_enabled=true",
+    ]
+    # A shell puts a value in the place of its variable.
+    monkeypatch.setattr(sys, "argv", ["run_grpo.py", *overrides, "+x=topsecretvalue"])
+    config = load_grpo_config(CPU, overrides)
+    assert config.policy.model_name == config.engine.model_name == "runs/topsecretvalue"
+    with RunLogger(config.logger, config.resolved) as logger:
+        logger.log(1, {"loss": 1.0}, "train")
+    assert sys.modules["secret_sink"].given == [(str, "topsecretvalue")]
+    write_report(tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.yaml", "run.json", "index.html"} <= {path.name for path in files}
+    assert any("tfevents" in path.name for path in files)
+    assert not [path for path in files if b"topsecretvalue" in path.read_bytes()]
+    assert "token: ${oc.env:MY_SECRET}" in (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"seed: given the text '\$\{oc\.env:MY_SECRET\}', wanted"):
+        load_grpo_config(CPU, ["grpo.seed='${oc.env:MY_SECRET}'"])

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.schema import as_used, as_written
 from nemo_offload_rl.utils.config import load_config, nearest_key
 
 
@@ -209,3 +213,59 @@ def test_nearest_prefers_a_very_like_sibling_then_the_same_name_elsewhere() -> N
     assert nearest_key("grpo.train_global_batch_size", known) == "policy.train_global_batch_size"
     assert nearest_key("polcy.seed", known) == "policy.seed"
     assert nearest_key("grpo.zzz", known) is None
+
+
+# ---------------------------------------------------------------- environment
+
+
+@pytest.fixture
+def with_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MY_SECRET", "t0p/secret")
+    monkeypatch.setenv("SIZES", "{a: [one, 2]}")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    return write(
+        tmp_path,
+        "secret.yaml",
+        """
+        token: ${oc.env:MY_SECRET}
+        also: ${token}
+        header: Bearer ${also}
+        nested:
+          - {kwargs: {key: "${oc.env:MY_SECRET}", plain: text}}
+        copied: ${nested}
+        decoded: ${oc.decode:${oc.env:SIZES}}
+        text: ${oc.decode:"'${oc.env:MY_SECRET}'"}
+        fallback: ${oc.env:NOT_SET,${oc.env:MY_SECRET}}
+        default: ${oc.env:NOT_SET,here}
+        none: ${oc.env:NOT_SET,null}
+        number: 3
+        """,
+    )
+
+
+def test_text_of_the_environment_is_used_and_recorded_as_it_is_written(with_secret: Path) -> None:
+    config = load_config(with_secret, ["+typed='${oc.env:MY_SECRET}'", "+expanded=x-t0p/secret"])
+    kwargs = {"key": "t0p/secret", "plain": "text"}
+    used = as_used(config)
+    assert used == {
+        "token": "t0p/secret", "also": "t0p/secret", "header": "Bearer t0p/secret", "nested": [{"kwargs": kwargs}],
+        "copied": [{"kwargs": kwargs}], "decoded": {"a": ["one", 2]}, "text": "t0p/secret", "fallback": "t0p/secret",
+        "default": "here", "none": None, "number": 3, "typed": "t0p/secret", "expanded": "x-t0p/secret",
+    }  # fmt: skip
+    assert type(used["token"]) is str
+    written = as_written(config)
+    for text in (yaml.safe_dump(written), repr(config), repr(written)):
+        assert "t0p" not in text
+    assert written["token"] == written["also"] == written["typed"] == "${oc.env:MY_SECRET}"
+    assert written["header"] == "Bearer ${oc.env:MY_SECRET}"
+    assert written["copied"] == [{"kwargs": {"key": "${oc.env:MY_SECRET}", "plain": "text"}}]
+    assert written["expanded"] == "x-${oc.env:MY_SECRET}"
+    assert (written["default"], written["none"], written["number"]) == ("here", None, 3)
+    again = copy.deepcopy(pickle.loads(pickle.dumps(config)))
+    assert as_used(again) == used and as_written(again) == written
+
+
+def test_messages_do_not_tell_what_the_environment_holds(with_secret: Path) -> None:
+    text = message(with_secret, "+wrong='${oc.decode:\\'[${oc.env:MY_SECRET}\\'}'")
+    assert "wrong: the interpolation" in text and "t0p" not in text
+    assert "NOT_SET" in message(with_secret, "+wrong='${oc.env:NOT_SET}'")

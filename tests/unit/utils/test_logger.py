@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import resource
@@ -366,6 +367,11 @@ def test_mlflow_that_does_not_start_is_one_line(
         RunLogger(mlflow_settings, {})
     assert "set `MLFLOW_ALLOW_FILE_STORE=true`" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert mlflow_settings.mlflow is not None
+    elsewhere = dataclasses.replace(mlflow_settings.mlflow, tracking_uri="nowhere://user:pa55@word@host/x")
+    with pytest.raises(ConfigError, match=r"tracking_uri nowhere://\.\.\.@host/x ") as caught:
+        RunLogger(dataclasses.replace(mlflow_settings, mlflow=elsewhere), {})
+    assert "pa55" not in str(caught.value) and "word" not in str(caught.value)
 
 
 def test_mlflow_that_is_lost_costs_a_warning_and_not_the_run(
