@@ -38,7 +38,13 @@ start_timeout_s=${RAY_START_TIMEOUT_S:-300}
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
-head_address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | awk '{print $1}')
+# Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which other nodes do not reach.
+addresses=$(srun --nodes=1 --ntasks=1 -w "$head" \
+  bash -c 'echo $(hostname --ip-address) $(hostname --all-ip-addresses)')
+head_address=${addresses%% *}
+for address in $addresses; do
+  [[ $address == 127.* || $address == *:* ]] || { head_address=$address; break; }
+done
 
 # Every node of the cluster needs the same token; Ray reads it from here.
 RAY_AUTH_MODE=token

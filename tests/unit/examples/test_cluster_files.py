@@ -130,7 +130,7 @@ def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     log = tmp_path / "srun.log"
     srun = f"""
         echo "$@" >> {log}
-        [[ "$*" != *hostname* ]] || echo 127.0.0.1
+        [[ "$*" != *hostname* ]] || echo 127.0.1.1 fe80::1 10.1.2.3 172.17.0.1
         # The run's end stops both nodes, which are started in the background.
         [[ "$*" != *run_grpo.py* ]] || until [ "$(grep -c "ray start --block" {log})" = 2 ]; do sleep 0.05; done
     """
@@ -142,7 +142,10 @@ def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     assert "hostname" in address and "--container-image" not in address
     assert all("--container-image=/shared/image.sqsh" in line and "=/shared:/shared" in line for line in others)
     assert sorted(line.split()[-1] for line in others if "/opt/python - " in line) == ["60"]
-    assert sum("/opt/ray start --block" in line for line in others) == 2
+    head, worker = sorted(
+        (line for line in others if "/opt/ray start --block" in line), key=lambda line: "--head" not in line
+    )
+    assert "--node-ip-address=10.1.2.3 " in head and "--address=10.1.2.3:" in worker
     assert sum(line.endswith("/opt/python examples/run_grpo.py a=b") for line in others) == 1
 
 
