@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
@@ -67,7 +69,9 @@ class AgentRuns:
         if self._made is None:
             for name in _CHATTY:
                 logging.getLogger(name).setLevel(logging.WARNING)
+            _reach_directly({"localhost", "127.0.0.1", "::1"})  # clients may read it when they are made
             self._made = self.part.make()
+        _reach_directly({urlsplit(task.base_url).hostname or "" for task in tasks})
         if not tasks:
             return []
         # In a thread of its own: a notebook's has an event loop already.
@@ -161,6 +165,15 @@ class AgentEnvironment:
             self._pool.close()
         else:
             self._runs.close()
+
+
+def _reach_directly(hosts: Collection[str]) -> None:
+    """Keep HTTP clients of this process from asking a proxy for the engines' hosts, which it may not reach."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    known = [name.strip() for name in listed.split(",") if name.strip()]
+    added = sorted(set(hosts) - {*known, ""})
+    if added and "*" not in known:
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*known, *added])
 
 
 def _told(error: Exception) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -14,7 +19,7 @@ from nemo_offload_rl.algorithms.advantages import token_advantages
 from nemo_offload_rl.algorithms.metrics import rollout_metrics
 from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
+from nemo_offload_rl.environments.agents import AgentEnvironment, AgentRuns, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
 from nemo_offload_rl.environments.outcomes import OnError
 from nemo_offload_rl.errors import UserCodeError
@@ -262,3 +267,31 @@ class TakesNothing:
 def test_an_agent_whose_run_takes_no_task_is_refused_before_any_process_starts() -> None:
     with pytest.raises(UserCodeError, match=r"cannot be called as run\(self, task\)"):
         AgentEnvironment(UserCode("env.x.target", TakesNothing), num_workers=8, timeout_s=1, name="env.x")
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        """Silent."""
+
+
+def test_agents_reach_their_endpoint_beside_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "example.org", "no_proxy": ""}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(task: AgentTask) -> bool:
+        with urllib.request.urlopen(task.base_url) as answer:
+            return answer.status == httpx.get(task.base_url).status_code == 200
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        task = AgentTask(base_url=url, api_key="", model="", question="", answer="", metadata={})
+        assert AgentRuns(UserCode("env.x.target", Made(run)), timeout_s=600)([task]) == [
+            Score(reward=1.0, correct=True)
+        ]
+        server.shutdown()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,::1,localhost"
