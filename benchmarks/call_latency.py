@@ -60,6 +60,8 @@ def measure(num_workers: int, num_calls: int) -> dict[str, dict[str, float]]:
         num_nodes=1,
         master_port_range_low=21000,
         master_port_range_high=21999,
+        call_warning_s=30.0,
+        call_timeout_s=None,
     )
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     with cluster_session(settings) as cluster:

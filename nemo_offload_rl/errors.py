@@ -24,6 +24,10 @@ class WorkerDiedError(UserError):
     """A worker process ended while the driver needed it; the message names the worker, its phase and the cause."""
 
 
+class WorkerHungError(WorkerDiedError):
+    """A worker makes no progress: it has to be ended like one that died. The message names worker, call and seconds."""
+
+
 class NonFiniteGradientsError(UserError):
     """Too many updates in a row had gradients that are not finite; the message has the key that bounds them."""
 

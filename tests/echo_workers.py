@@ -1,6 +1,6 @@
 """Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
 
-As a script: a driver, `run_until_stopped`.
+As a script: a driver, `run_until_stopped`, with a second argument under `run_main`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.errors import DataError, WorkerDiedError
+from nemo_offload_rl.utils.cli import run_main
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def cpu_cluster(num_workers: int = 1) -> ClusterConfig:
         num_nodes=1,
         master_port_range_low=21000,
         master_port_range_high=21999,
+        call_warning_s=30.0,
+        call_timeout_s=None,
     )
 
 
@@ -105,6 +108,15 @@ class EchoWorker:
             raise ArithmeticError("a bug")
         torch.distributed.all_reduce(torch.ones(1))
 
+    def miss_a_collective(self, rank: int) -> None:
+        """One rank is stuck in native code with the interpreter's lock, the others wait for it."""
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        while os.environ["RANK"] == str(rank):
+            ctypes.PyDLL(None).pause()
+        torch.distributed.all_reduce(torch.ones(1))
+
     def warn(self, *ranks: str) -> None:
         if os.environ["RANK"] in ranks:
             logging.getLogger("nemo_offload_rl.anything").warning("%d bytes are slow", 7)
@@ -144,4 +156,6 @@ def run_until_stopped(ready_file: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:]:
+        run_main(lambda: run_until_stopped(sys.argv[1]))
     run_until_stopped(sys.argv[1])

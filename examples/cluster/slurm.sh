@@ -51,7 +51,9 @@ RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 # The first workers of a GPU run must not see a GPU that Ray did not give them.
 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1
-export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+# Ray serves its metrics on all interfaces, without a token.
+RAY_enable_metrics_collection=${RAY_enable_metrics_collection:-0}
+export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO RAY_enable_metrics_collection
 
 start_node() { # NODE ARGUMENTS: runs for as long as the node is up
   local node=$1

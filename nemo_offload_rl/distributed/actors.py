@@ -13,6 +13,7 @@ import ray
 
 from nemo_offload_rl.utils.cli import set_up_logging
 from nemo_offload_rl.utils.garbage import freeze_objects
+from nemo_offload_rl.utils.liveness import dump_stacks_on_signal, own_stacks, show_progress
 
 
 def import_factory(path: str) -> Any:
@@ -29,11 +30,13 @@ class WorkerLocation:
 
     Attributes:
         node_id: Ray's name of the host.
+        address: IP address of the host.
         pid: Process id on that host.
         stderr_path: The file on that host to which Ray sends what the process writes to standard error.
     """
 
     node_id: str
+    address: str
     pid: int
     stderr_path: str
 
@@ -52,12 +55,18 @@ class HostedWorker:
     def __init__(self) -> None:
         self._worker: Any = None
         set_up_logging()  # into the process's own log file
+        dump_stacks_on_signal()
         self._warnings = _Warnings()
         logging.getLogger("nemo_offload_rl").addHandler(self._warnings)
 
     def location(self) -> WorkerLocation:
         """Where this worker runs."""
-        return WorkerLocation(ray.get_runtime_context().get_node_id(), os.getpid(), os.readlink("/proc/self/fd/2"))
+        return WorkerLocation(
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            stderr_path=os.readlink("/proc/self/fd/2"),
+        )
 
     def load(self, function: str, kwargs: Mapping[str, Any]) -> None:
         """Import what the worker will need, before it is built."""
@@ -72,6 +81,7 @@ class HostedWorker:
     def call(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outcome:
         """Forward one call."""
         args, kwargs = arguments
+        show_progress()
         try:
             value = getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
@@ -79,6 +89,10 @@ class HostedWorker:
                 error.add_note(f"Warned of before: {message}")
             raise
         return Outcome(value, self._warnings.drain())
+
+    def stacks(self) -> str:
+        """Python stacks of the other threads of this process; for workers that run several calls at a time."""
+        return own_stacks()
 
     def close(self) -> None:
         """Let the worker end what it owns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.errors import WorkerDiedError
 from nemo_offload_rl.policy.ray_memory import killed_by_monitor
@@ -30,6 +30,11 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
             return error
         cause.add_note(f"Raised in {worker}, {method}:\n{_without_colours(str(error)).strip()}")
         return cause
+    if isinstance(error, ActorUnavailableError):
+        reason = str(error).partition("RPC error: ")[2].partition(".")[0] or _one_line_cause(str(error))
+        return WorkerDiedError(
+            f"{worker} died during {method}: its connection broke ({reason}), so its process or its host has ended"
+        )
     if isinstance(error, RayActorError | OutOfMemoryError):
         text = str(error)
         return WorkerDiedError(f"{worker} died during {method}: {killed_by_monitor(text) or _one_line_cause(text)}")

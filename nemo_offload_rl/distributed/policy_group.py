@@ -11,6 +11,9 @@ from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 
+# The driver ends a call that hangs before torch ends the processes that wait in it, whose stacks say more.
+_COLLECTIVE_SHARE = 1.25
+
 
 def start_policy(
     cluster: VirtualCluster,
@@ -30,6 +33,7 @@ def start_policy(
     """
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
+    limit_s = cluster.settings.call_timeout_s
     processes = [
         ProcessInfo(
             rank=rank,
@@ -37,6 +41,7 @@ def start_policy(
             init_method="env://",
             device="cuda:0" if on_gpu else "cpu",
             workers_per_host=cluster.settings.workers_per_node,
+            collective_timeout_s=None if limit_s is None else _COLLECTIVE_SHARE * limit_s,
         )
         for rank in range(world_size)
     ]

@@ -12,31 +12,37 @@ import atexit
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.distributed.ports import find_free_port
+from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.ray_memory import as_started_here
-from nemo_offload_rl.utils.cli import STOP_SIGNALS
+from nemo_offload_rl.distributed.watch import Workers
+from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
-_CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _DAEMON_END_S = 1.0
 _SHUTDOWN_S = 60.0
-_ANSWER_TIMEOUT_S = 10.0
+
+
+class Group(Workers, Protocol):
+    """A worker group, as far as its cluster needs it."""
+
+    def shutdown(self) -> None:
+        """End every worker process; safe to call twice."""
+        ...
 
 
 class VirtualCluster:
@@ -45,18 +51,31 @@ class VirtualCluster:
     Args:
         settings: How many devices on how many hosts.
         num_colocated_groups: How many worker groups share each slot.
+        started: Ray's processes that this process has started; None if it has joined a cluster.
+
+    Attributes:
+        daemons: Ray's processes, as far as the run needs them.
 
     Raises:
         ConfigError: The cluster has fewer devices than asked for.
     """
 
-    def __init__(self, settings: ClusterConfig, num_colocated_groups: int = 2) -> None:
+    def __init__(
+        self, settings: ClusterConfig, num_colocated_groups: int = 2, started: list[psutil.Process] | None = None
+    ) -> None:
         self.settings = settings
         self._num_colocated_groups = num_colocated_groups
-        self._groups: list[Callable[[], None]] = []
+        self._groups: list[Group] = []
         self._beside: list[VirtualCluster] = []
+        self._run_groups: list[Group] = []
+        self.daemons = Daemons(started or [])
         self._given_ports: set[int] = set()
         self._slots = reserve_slots(settings)
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The worker groups of the whole run, those in slots beside these among them."""
+        return self._run_groups
 
     @property
     def world_size(self) -> int:
@@ -108,24 +127,27 @@ class VirtualCluster:
         self._given_ports.add(port)
         return address, port
 
-    def register(self, shutdown: Callable[[], None]) -> None:
-        """Admit a worker group; `shutdown` is called when the cluster ends, latest group first.
+    def register(self, group: Group) -> None:
+        """Admit a worker group; it is shut down when the cluster ends, latest group first.
 
         Raises:
             RuntimeError: All shares of the slots are taken; Ray would let the group wait forever.
         """
         if len(self._groups) == self._num_colocated_groups:
             raise RuntimeError(f"Each slot is shared by {self._num_colocated_groups} worker groups at most")
-        self._groups.append(shutdown)
+        self._groups.append(group)
+        self._run_groups.append(group)
 
-    def unregister(self, shutdown: Callable[[], None]) -> None:
+    def unregister(self, group: Group) -> None:
         """Let another group take the place of one that has ended."""
-        if shutdown in self._groups:
-            self._groups.remove(shutdown)
+        if group in self._groups:
+            self._groups.remove(group)
+            self._run_groups.remove(group)
 
     def beside(self, settings: ClusterConfig) -> VirtualCluster:
         """More slots of the same Ray cluster, each for one worker group; they end with this cluster."""
         other = VirtualCluster(settings, num_colocated_groups=1)
+        other._run_groups, other.daemons = self._run_groups, self.daemons
         self._beside.append(other)
         return other
 
@@ -133,8 +155,8 @@ class VirtualCluster:
         """End every worker and give the slots back; safe to call twice."""
         for other in self._beside:
             other.shutdown()
-        for shutdown in reversed(self._groups.copy()):
-            shutdown()
+        for group in reversed(self._groups.copy()):
+            group.shutdown()
         release_groups({slot.group.id: slot.group for slot in self._slots}.values())
 
 
@@ -160,26 +182,26 @@ def cluster_session(
         _refuse_expandable_segments()
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
-    daemons: list[psutil.Process] = []
+    started: list[psutil.Process] = []
     try:
         if started_here:
-            others = set(psutil.Process().children())
             with _stop_signals_blocked():  # children inherit that
-                _init_ray(settings, log_to_driver)
-            daemons = [child for child in psutil.Process().children() if child not in others]
+                started = start_ray(settings, log_to_driver)
         # Inside, because ray.init installs a handler of its own, under which the driver aborts.
         with _signals_as_exit():
-            cluster = VirtualCluster(settings, num_colocated_groups)
+            cluster = VirtualCluster(settings, num_colocated_groups, started)
             yield cluster
     finally:
         with _deaf_to_stop_signals():
-            if sys.exception() is not None and _any_ended(daemons):
-                _end_without_ray()
+            error = sys.exception()
+            has_lost_ray = started_here and cluster is not None and cluster.daemons.ended() is not None
+            if has_lost_ray or (error is not None and _any_ended(started)):
+                _end_without_ray(_exit_status(error))
             else:
                 if cluster is not None:
                     cluster.shutdown()
                 if started_here:
-                    _shut_ray_down(daemons)
+                    _shut_ray_down(started)
 
 
 def _refuse_expandable_segments() -> None:
@@ -189,46 +211,6 @@ def _refuse_expandable_segments() -> None:
                 f"{name}={os.environ[name]}, but expandable segments break the memory pool of vLLM's sleep mode and "
                 "cannot be shared with the engine for a refit; unset it"
             )
-
-
-def _init_ray(settings: ClusterConfig, log_to_driver: bool) -> None:
-    # The hook of `uv run` would build a new environment for every worker.
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    # Ray 2.60 announces a change of this default; workers without GPUs must not see any.
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    # Tells at every start that the local cluster is protected by a token.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
-    if "RAY_ADDRESS" in os.environ:
-        _check_answers(os.environ["RAY_ADDRESS"])
-        try:
-            ray.init(address="auto", **common)
-        except ConnectionError as error:
-            raise ConfigError(
-                f"no Ray cluster was found at RAY_ADDRESS={os.environ['RAY_ADDRESS']} "
-                f"({str(error).splitlines()[0]}); start one with `ray start --head`, or unset RAY_ADDRESS to use this "
-                "machine"
-            ) from error
-        return
-    if settings.device_type == "cpu":
-        common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
-    os.environ.update(as_started_here())
-    # "local": never another user's cluster on this machine.
-    ray.init(address="local", include_dashboard=False, **common)
-
-
-def _check_answers(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like, which Ray looks up
-    try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
-            "RAY_ADDRESS to use this machine"
-        ) from error
 
 
 @contextmanager
@@ -290,12 +272,15 @@ def _any_ended(daemons: list[psutil.Process]) -> bool:
     return bool(ended)
 
 
-def _end_without_ray() -> None:
+def _end_without_ray(status: int) -> None:
     """Kill what is left of the local cluster. Without its daemons each call of Ray waits a minute for them.
 
     Ray's library crashes at the end of a process that did not call `ray.shutdown`, so that end is cut short.
+
+    Args:
+        status: Of this process, once it ends.
     """
-    atexit.register(_exit_as_terminated)
+    atexit.register(_exit_at_once, status)
     processes = psutil.Process().children(recursive=True)
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -303,10 +288,19 @@ def _end_without_ray() -> None:
     psutil.wait_procs(processes, timeout=_DAEMON_END_S)
 
 
-def _exit_as_terminated() -> None:
+def _exit_at_once(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(128 + signal.SIGTERM)
+    os._exit(status)
+
+
+def _exit_status(error: BaseException | None) -> int:
+    """The status with which `utils/cli.py` ends a process after `error`."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return EXIT_USER_ERROR if isinstance(error, UserError) else int(error is not None)
 
 
 @contextmanager

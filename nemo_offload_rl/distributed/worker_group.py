@@ -4,11 +4,13 @@
    waits.
 2. The first call (or `wait_until_ready`) waits for them and raises what went wrong.
 3. A call fails with the first error of any rank, without waiting for ranks that hang because of it.
-4. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.
+4. A call in which no rank makes progress any more fails too (see `watch.py`).
+5. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -25,7 +27,8 @@ from ray.exceptions import RayError
 from nemo_offload_rl.distributed.actors import Outcome, WorkerActor, WorkerLocation
 from nemo_offload_rl.distributed.errors import original_error
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
-from nemo_offload_rl.errors import UserError, WorkerDiedError
+from nemo_offload_rl.distributed.watch import TICK_S, CallTimes, CallWatch
+from nemo_offload_rl.errors import UserError, WorkerDiedError, WorkerHungError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +97,8 @@ class RayWorkerGroup:
         if not 1 <= num_workers <= cluster.world_size // span:
             raise ValueError(f"{spec.name}: {num_workers} workers do not fit {cluster.world_size} slots")
         self._cluster = cluster
-        cluster.register(self.shutdown)
+        self._times = CallTimes.of(cluster.settings)
+        cluster.register(self)
         address, port = cluster.rendezvous()
         self._actors: list[Any] = []
         for rank in range(num_workers):
@@ -179,11 +183,15 @@ class RayWorkerGroup:
     async def run_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one rank without blocking the event loop."""
         self.wait_until_ready()
-        ref = self._actors[rank].call.remote(method, (args, kwargs))
+        answer = asyncio.wrap_future(self._actors[rank].call.remote(method, (args, kwargs)).future())
+        watch = self._watch(method)
+        while not (await asyncio.wait([answer], timeout=TICK_S))[0]:
+            self._tick(watch, [rank])
+        watch.answered()
         try:
-            outcome = await ref
+            outcome = answer.result()
         except RayError as error:
-            raise original_error(error, self._label(rank), method) from None
+            raise original_error(error, self._label_with_host(rank), method) from None
         return self._values({rank: outcome})[0]
 
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
@@ -211,7 +219,7 @@ class RayWorkerGroup:
         """Let idle workers end by themselves, kill them all and wait until their processes are gone."""
         if not self._actors or not ray.is_initialized():
             return
-        self._cluster.unregister(self.shutdown)
+        self._cluster.unregister(self)
         actors, self._actors = self._actors, []
         processes = self._local_processes()
         if self._building is None and not self._unfinished:
@@ -232,11 +240,30 @@ class RayWorkerGroup:
                 ranks_of.setdefault(message, []).append(rank)
         for message, ranks in ranks_of.items():
             others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-            logger.warning("%s%s: %s", self._label(ranks[0]), others, message)
+            logger.warning("%s%s: %s", self.label(ranks[0]), others, message)
         return [outcome.value for outcome in outcomes.values()]
 
-    def _label(self, rank: int) -> str:
+    def label(self, rank: int) -> str:
+        """Name and number of a worker, for messages."""
         return f"{self._spec.name} worker {rank}"
+
+    def _label_with_host(self, rank: int) -> str:
+        """The label, and the address of a host that is not the driver's."""
+        location = self.locations().get(rank)
+        is_remote = location is not None and location.node_id != ray.get_runtime_context().get_node_id()
+        return f"{self.label(rank)} on {location.address}" if location and is_remote else self.label(rank)
+
+    def _watch(self, method: str) -> CallWatch:
+        return CallWatch(self, self._cluster.groups, method, self._times)
+
+    def _tick(self, watch: CallWatch, ranks: Sequence[int]) -> None:
+        """About once a second while ranks have not answered."""
+        self._cluster.daemons.check()
+        try:
+            watch.tick(ranks)
+        except WorkerHungError as error:
+            self._raised.append(error)
+            raise
 
     def _collect(self, call: PendingCall) -> list[Any]:
         """Results by rank, or the error that explains the failure best, as soon as there is one."""
@@ -251,16 +278,21 @@ class RayWorkerGroup:
         errors: list[BaseException] = []
         waiting = list(call.refs)
         deadline_s: float | None = None
+        watch = self._watch(call.method)
+        self._cluster.daemons.check()
         while waiting:
-            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            timeout_s = TICK_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            if not done and deadline_s is None:
+                self._tick(watch, [rank_of[ref] for ref in waiting])
+                continue
             if not done:
                 break
             rank = rank_of[done[0]]
             try:
                 results[rank] = ray.get(done[0])
             except RayError as error:
-                errors.append(original_error(error, self._label(rank), call.method))
+                errors.append(original_error(error, self._label_with_host(rank), call.method))
                 if isinstance(errors[-1], WorkerDiedError) and self._actors:  # and was not ended by `shutdown`
                     self._show_last_words(rank)
                 if isinstance(errors[-1], UserError):
@@ -269,9 +301,10 @@ class RayWorkerGroup:
         if errors:
             if not waiting:
                 self._unfinished.discard(call)
-            explanation = _best_explanation(errors)
+            explanation = self._cluster.daemons.error() or _best_explanation(errors)
             self._raised.append(explanation)
             raise explanation
+        watch.answered()
         return [results[rank] for rank in range(len(call.refs))]
 
     def _show_last_words(self, rank: int) -> None:
@@ -286,28 +319,43 @@ class RayWorkerGroup:
         # A stack of native code may be longer than what is shown; what it is of comes before it.
         reasons = [line for line in lines[:-_LAST_WORDS_LINES] if _NAMES_SIGNAL.search(line)]
         if lines := reasons[-1:] + lines[-_LAST_WORDS_LINES:]:
-            logger.error(
-                "the last words of %s, from %s:\n%s", self._label(rank), location.stderr_path, "\n".join(lines)
-            )
+            logger.error("the last words of %s, from %s:\n%s", self.label(rank), location.stderr_path, "\n".join(lines))
 
-    def _local_locations(self) -> dict[int, WorkerLocation]:
-        """By rank, the workers of this host that said where they are; other hosts' ids and paths mean nothing here."""
+    def locations(self) -> dict[int, WorkerLocation]:
+        """Where the workers run, by rank; without those that have not started yet."""
         ready, _ = ray.wait(self._location_refs, num_returns=len(self._location_refs), timeout=0)
-        here = ray.get_runtime_context().get_node_id()
         found: dict[int, WorkerLocation] = {}
         for rank, ref in enumerate(self._location_refs):
             if ref in ready:
                 with suppress(RayError):
-                    location = cast(WorkerLocation, ray.get(ref))
-                    if location.node_id == here:
-                        found[rank] = location
+                    found[rank] = cast(WorkerLocation, ray.get(ref))
         return found
 
+    def own_stacks(self) -> dict[int, str]:
+        """The Python stacks that workers which run several calls at a time give of themselves, by rank."""
+        if self._spec.max_concurrency == 1:
+            return {}
+        refs = [actor.stacks.remote() for actor in self._actors]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
+        found: dict[int, str] = {}
+        for rank, ref in enumerate(refs):
+            if ref in answered:
+                with suppress(RayError):
+                    found[rank] = cast(str, ray.get(ref))
+        return found
+
+    def _local_locations(self) -> dict[int, WorkerLocation]:
+        """Those of the driver's host: process ids and paths of other hosts mean nothing here."""
+        here = ray.get_runtime_context().get_node_id()
+        return {rank: location for rank, location in self.locations().items() if location.node_id == here}
+
     def _local_processes(self) -> list[psutil.Process]:
+        """The workers of the driver's host and their descendants, which may outlive a worker that is killed."""
         found = []
         for location in self._local_locations().values():
             with suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(location.pid))
+                process = psutil.Process(location.pid)
+                found += [process, *process.children(recursive=True)]
         return found
 
 

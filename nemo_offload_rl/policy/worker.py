@@ -22,7 +22,7 @@ from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, ProcessInfo, StepResult
 from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
-from nemo_offload_rl.policy.backends.ranks import join_process_group
+from nemo_offload_rl.policy.backends.ranks import join_process_group, limit_collectives
 from nemo_offload_rl.policy.backends.readers import ReadHiddenStates, ReadTopK
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.closing import closing
@@ -91,6 +91,7 @@ class PolicyWorker:
             self._teacher = None if teacher is None else Teacher(teacher, process, self._backend)
             if self._teacher is not None:
                 made.push(closing(self._teacher))
+            limit_collectives(process)  # of groups that the backend has made
             self.residency, self._host_need = build_manager(
                 settings, self._backend, keep_reference, arenas, device, self._teacher
             )

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import xxhash
 
+from nemo_offload_rl.utils.liveness import show_progress
+
 _CHUNK_BYTES = 8 << 20
 _NUM_THREADS = 4  # xxhash and the reads release the GIL
 
@@ -69,6 +71,7 @@ def file_checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(chunk):
             found.update(chunk[:size])
+            show_progress()
     return found.hexdigest()
 
 

@@ -118,6 +118,23 @@ class ClusterConfig:
         int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)
     ]
     master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)]
+    call_warning_s: Annotated[
+        float,
+        doc(
+            "Seconds after which a call that a worker or an engine has not answered is named in a warning, again after "
+            "each doubling. A call that took longer before is given twice its longest time.",
+            gt=0,
+        ),
+    ]
+    call_timeout_s: Annotated[
+        float | None,
+        doc(
+            "Seconds without progress after which a call counts as hung: the Python stacks of all workers are logged, "
+            "an engine is restarted (`max_restarts`), and a hung policy ends the run. Each micro-batch, response and "
+            "tensor read or written is progress. Also limits the wait in a collective. null for no limit.",
+            gt=0,
+        ),
+    ]
 
     @property
     def device_type(self) -> str:

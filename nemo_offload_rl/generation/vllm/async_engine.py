@@ -24,6 +24,7 @@ from nemo_offload_rl.generation.vllm.requests import (
     completion_from_output,
     sampling_params,
 )
+from nemo_offload_rl.utils.liveness import show_progress
 from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class AsyncVllmEngine(VllmEngineBase):
         finally:
             if self._llm is None:
                 self._stop_loop()
+        self._rpc("dump_stacks_on_signal", ())
         self._server: HttpServer | None = None
         if settings.endpoint is not None:
             try:
@@ -149,7 +151,11 @@ class AsyncVllmEngine(VllmEngineBase):
         self._wait(self._endpoint.open_rollouts(rollouts))
 
     def take_rollouts(self, names: Iterable[str]) -> dict[str, list[ServedCall]]:
-        """The calls that rollouts have made, which can make none from now on."""
+        """The calls that rollouts have made, which can make none from now on.
+
+        Also asks vLLM's workers for an answer: an engine that hangs lets agents time out, and is found here.
+        """
+        self._rpc("answer", ())
         return self._wait(self._endpoint.take_rollouts(names))
 
     def shutdown(self) -> None:
@@ -210,6 +216,7 @@ class AsyncVllmEngine(VllmEngineBase):
         completions: list[Completion] = []
         async for output in self._engine.generate(request, params, f"request-{next(self._request_ids)}"):
             completions = [completion_from_output(sample) for sample in output.outputs]
+        show_progress()
         return completions
 
     def _generate(

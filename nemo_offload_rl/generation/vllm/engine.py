@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
+from io import StringIO
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+from nemo_offload_rl.utils.liveness import show_progress
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+
+class _Progress(tqdm):
+    """Counts finished responses for vLLM, and shows them to watchers of this process instead of a person."""
+
+    monitor_interval = 0  # no thread
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """Called by vLLM for each prompt whose responses have finished."""
+        show_progress()
+        return super().update(n)
+
+
+def _progress(*args: Any, **kwargs: Any) -> Any:
+    return _Progress(*args, **kwargs, file=StringIO(), mininterval=math.inf)
 
 
 class VllmEngine(VllmEngineBase):
@@ -37,6 +57,7 @@ class VllmEngine(VllmEngineBase):
             self._llm: LLM | None = LLM(**arguments)
         except ValueError as error:
             raise start_error(error, settings) from error
+        self._rpc("dump_stacks_on_signal", ())
 
     def shutdown(self) -> None:
         """See `GenerationEngine`."""
@@ -60,7 +81,7 @@ class VllmEngine(VllmEngineBase):
             outputs = self._engine.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
                 [sampling_params(sampling, num_samples, position) for position in range(len(prompts))],
-                use_tqdm=False,
+                use_tqdm=_progress,
             )
         return [[completion_from_output(sample) for sample in output.outputs] for output in outputs]
 

@@ -6,6 +6,12 @@ Ray sets them when it starts the engine's actor (`env_vars`); an engine in one's
 from __future__ import annotations
 
 import os
+import tempfile
+import uuid
+
+from nemo_offload_rl.utils.sockets import short_folder
+
+_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
 def vllm_env(device_type: str) -> dict[str, str]:
@@ -40,12 +46,20 @@ def vllm_cuda_env() -> dict[str, str]:
     return {**_common_env(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
+def _socket_folder() -> dict[str, str]:
+    """Another folder for vLLM's sockets if their paths would be too long in the one that vLLM chooses."""
+    chosen = os.environ.get(_SOCKET_FOLDER) or tempfile.gettempdir()
+    folder = short_folder(chosen, str(uuid.UUID(int=0)))
+    return {} if folder == chosen else {_SOCKET_FOLDER: folder}
+
+
 def _common_env() -> dict[str, str]:
     """Quiet, unless the run was started with a level; and latent attention (DeepSeek-V3) by whole keys and values.
 
     In its latent form vLLM derives weights once after loading, which refits would leave as they were.
     """
     return {
+        **_socket_folder(),
         "VLLM_MLA_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

@@ -13,6 +13,7 @@ import torch
 from nemo_offload_rl.generation.vllm.device_memory import wait_for_room
 from nemo_offload_rl.generation.vllm.weight_loading import RefitSession, SeenLoads
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire
+from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress
 from nemo_offload_rl.weight_sync.nccl import NcclGroup
@@ -27,6 +28,13 @@ class RefitExtension:
     _refit_session: RefitSession | None = None
     _refit_loads: SeenLoads | None = None
     _refit_group: NcclGroup | None = None
+
+    def dump_stacks_on_signal(self) -> None:
+        """See `utils/liveness.py`; this worker's process may be another than the engine's."""
+        dump_stacks_on_signal()
+
+    def answer(self) -> None:
+        """Return at once: an engine that hangs does not."""
 
     def refit_join_group(self, host: str, port: int, world_size: int, first_rank: int) -> None:
         """Join the communicator of refits as rank `first_rank` plus this worker's rank in the engine."""

@@ -53,6 +53,7 @@ class ProcessInfo:
             are set; unused where the process group exists already or `world_size` is 1.
         device: This rank's torch device, e.g. "cpu" or "cuda:0".
         workers_per_host: Processes of the policy on this rank's host.
+        collective_timeout_s: Seconds that a rank waits for the others in a collective; None for no limit.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class ProcessInfo:
     init_method: str
     device: str
     workers_per_host: int = 1
+    collective_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import StateReader
 from nemo_offload_rl.utils.checksums import SummedStream
+from nemo_offload_rl.utils.liveness import show_progress
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ class _FetchingPlanner(DefaultSavePlanner):
         self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        show_progress()
         return self._fetched[write_item.index]()
 
 

@@ -24,6 +24,7 @@ from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import TOKENIZER_FILES, find_file
 from nemo_offload_rl.policy.checkpointing import written_whole
 from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.utils.liveness import show_progress
 
 MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as the hub's own writer has it
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -144,6 +145,7 @@ class _WeightWriter:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def _write(self) -> None:
+        show_progress()
         path = self._unnamed(len(self._names))
         path.touch()
         mode = path.stat().st_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_offload_rl.policy.backends.base import ProcessInfo
+
+_NO_LIMIT = timedelta(days=365)
 
 
 def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> None:
@@ -23,7 +26,8 @@ def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> N
     device = torch.device(process.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kwargs: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
+    timeout = _timeout(process)
+    kwargs: dict[str, Any] = {"timeout": timeout, "backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
     if process.world_size == 1:
         # No port: a run on one device must not fail because another run listens on the same one.
         kwargs["store"] = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -32,6 +36,18 @@ def join_process_group(process: ProcessInfo, ends: ExitStack | None = None) -> N
     dist.init_process_group(rank=process.rank, world_size=process.world_size, **kwargs)
     if ends is not None:
         ends.callback(dist.destroy_process_group)
+
+
+def limit_collectives(process: ProcessInfo) -> None:
+    """Give all process groups of this process the limit of `process`; torch's own is 10 minutes for NCCL."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_rank(group) >= 0:
+            dist.distributed_c10d._set_pg_timeout(_timeout(process), group)
+
+
+def _timeout(process: ProcessInfo) -> timedelta:
+    limit_s = process.collective_timeout_s
+    return _NO_LIMIT if limit_s is None else timedelta(seconds=limit_s)
 
 
 def all_reduce(

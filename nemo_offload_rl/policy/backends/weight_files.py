@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.backends.model_folder import find_weight_files
+from nemo_offload_rl.utils.liveness import show_progress
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class WeightFiles:
     def _read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         path = self._paths[name]
+        show_progress()
         try:
             if path.suffix == ".bin":
                 return self._bin(path)[name][where]

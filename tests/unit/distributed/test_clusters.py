@@ -16,9 +16,10 @@ from ray.cluster_utils import Cluster
 from resume_cases import weights_of
 
 from nemo_offload_rl.distributed.policy_group import start_policy
+from nemo_offload_rl.distributed.ray_start import start_ray
 from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, WorkerDiedError
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
 
@@ -113,6 +114,30 @@ def test_the_cluster_runs_on_after_each_session_with_all_its_devices_free(two_no
         assert ray.available_resources()["CPU"] == 6
     finally:
         ray.shutdown()
+
+
+def test_a_host_that_dies_is_an_error_of_its_worker(two_nodes):
+    with cluster_session(two_node_settings()) as session:
+        workers = RayWorkerGroup(
+            session, WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": ""})
+        )
+        handle = workers.start_all("sleep", 600.0)
+        address = ray.get(workers._location_refs[1]).address
+        (second,) = two_nodes.worker_nodes
+        two_nodes.remove_node(second, allow_graceful=False)
+        with pytest.raises(
+            WorkerDiedError, match=rf"^echo worker 1 on {address} died during sleep: .*host has ended"
+        ) as raised:
+            workers.join(handle)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_ray_that_does_not_start_is_one_line(two_nodes, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/none")
+    with pytest.raises(ConfigError, match=r"^Ray does not start on this machine: .*/proc/none") as raised:
+        start_ray(cpu_cluster(1), log_to_driver=False)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_address_without_a_cluster_is_one_line_that_names_it(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.utils.sockets import short_folder
 
 TESTS = Path(__file__).parents[2]
 
@@ -73,22 +75,55 @@ def test_an_exception_in_the_driver_leaves_no_worker(cluster: VirtualCluster) ->
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals) -> None:
-    ready = tmp_path / "ready"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+def start_driver(tmp_path: Path, *arguments: str) -> tuple[Script, list[psutil.Process]]:
+    """A driver of two busy workers, and all processes of its local cluster; its folders are below `tmp_path`."""
+    ready, temp = tmp_path / "ready", tmp_path / ("x" * 85)
+    temp.mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "HOME": str(tmp_path),
+        "TMPDIR": str(temp),  # longer than the path of a socket may be with what Ray appends
+    }
     for name in ("RAY_ADDRESS", *forked_workers.variables()):  # Ray starts this driver's workers itself
         environment.pop(name, None)
-    driver = Script([TESTS / "echo_workers.py", ready], tmp_path, cwd=TESTS.parent, env=environment)
+    driver = Script([TESTS / "echo_workers.py", ready, *arguments], tmp_path, cwd=TESTS.parent, env=environment)
     while not ready.exists():
         assert driver.is_running(), driver.stderr.read_text()
         time.sleep(0.1)
-    pids = json.loads(ready.read_text())
-    processes = [psutil.Process(pid) for pid in pids]
+    return driver, [psutil.Process(pid) for pid in json.loads(ready.read_text())]
+
+
+def check_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals) -> None:
+    driver, processes = start_driver(tmp_path)
+    assert stat.S_IMODE((tmp_path / ".ray/auth_token").stat().st_mode) == 0o600
+    # Ray's other ports, which ask for the token, listen on "::".
+    assert "0.0.0.0" not in {each.laddr.ip for process in processes for each in process.net_connections()}
     os.kill(driver.pid, stop)
     done = driver.wait(60)
     assert done.status == {signal.SIGINT: -2, signal.SIGTERM: 143}[stop]
     if stop == signal.SIGINT:
         assert done.stderr.strip().endswith("KeyboardInterrupt")
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    check_all_end(processes)
+
+
+@pytest.mark.parametrize("daemon", ["gcs_server", "ray::DashboardAgent"])
+def test_a_daemon_that_dies_ends_the_run_with_one_line(tmp_path: Path, daemon: str) -> None:
+    driver, processes = start_driver(tmp_path, "main")
+    (victim,) = [process for process in processes if process.name() == daemon]
+    victim.kill()
+    done = driver.wait(60)
+    assert done.stderr.splitlines()[-1].startswith(f"error: Ray's {daemon} (process {victim.pid}) has ended")
+    assert done.status == 2
+    check_all_end(processes)
+
+
+def test_sockets_are_in_tmp_if_their_paths_would_be_too_long_elsewhere() -> None:
+    assert short_folder("/" + "x" * 96, "y" * 9) == "/" + "x" * 96
+    assert short_folder("/" + "x" * 96, "y" * 10) == "/tmp"
+    assert short_folder("/" + "ä" * 50, "y" * 9) == "/tmp"

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 from echo_workers import TwoArgumentError
 
+from nemo_offload_rl.distributed import watch
+from nemo_offload_rl.distributed.actors import WorkerLocation
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+from nemo_offload_rl.distributed.watch import CallTimes, CallWatch
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.errors import DataError, WorkerDiedError
+from nemo_offload_rl.errors import DataError, WorkerDiedError, WorkerHungError
 
 ECHO = "echo_workers:EchoWorker"
 
@@ -152,6 +159,118 @@ def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCl
     with pytest.raises(WorkerDiedError, match="echo worker 0 died during greet"):
         workers.run_all("greet")
     workers.shutdown()
+
+
+@pytest.fixture
+def limited(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayWorkerGroup]:
+    """Two workers that are built, and hang if they show no progress for 2 s."""
+    monkeypatch.setattr(watch, "_stack_log", watch._StackLog())  # of an earlier test
+    workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
+    workers.wait_until_ready()
+    workers._times = CallTimes(warning_s=0.5, timeout_s=2.0, longest_s={})
+    yield workers
+    workers.shutdown()
+
+
+def test_a_rank_that_never_reaches_a_collective_ends_the_call_with_the_stacks_of_all_ranks(
+    limited: RayWorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    pids = limited.pids()
+    with pytest.raises(
+        WorkerHungError,
+        match=r"^echo worker 0 and echo worker 1 have not answered: miss_a_collective has taken \d+ s, the last 2 s "
+        r"without progress\. .*raise cluster\.call_timeout_s",
+    ) as raised:
+        limited.run_all("miss_a_collective", 1)
+    assert limited.has_raised(raised.value)
+    assert re.search(r"echo worker 0 and echo worker 1 have not answered yet: miss_a_collective has taken", caplog.text)
+    stacks = caplog.text.partition("the Python stacks of all workers:")[2]
+    (first, second) = (stacks.partition(f"echo worker {rank}:\n")[2] for rank in range(2))
+    assert "in all_reduce" in first.partition("echo worker 1:")[0]
+    assert "in miss_a_collective" in second and "in all_reduce" not in second
+    limited.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_stopped_worker_is_named_and_ended(limited: RayWorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
+    stopped = limited.pids()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(WorkerHungError, match=rf"^echo worker 1 has not .*: process {stopped} \(`kill -CONT"):
+        limited.run_all("greet")
+    assert re.search(rf"echo worker 1 has not answered yet: greet has taken .* process {stopped} ", caplog.text)
+    assert re.search(rf"echo worker 1:\nno stacks; stopped by a signal .* process {stopped}", caplog.text)
+    limited.shutdown()
+    assert not psutil.pid_exists(stopped)
+
+
+async def _greet(workers: RayWorkerGroup) -> None:
+    await workers.run_one(0, "greet")
+
+
+def test_a_stopped_worker_ends_a_coroutine_that_waits_for_it(limited: RayWorkerGroup) -> None:
+    os.kill(limited.pids()[0], signal.SIGSTOP)
+    with pytest.raises(WorkerHungError, match=r"^echo worker 0 has not answered: greet"):
+        asyncio.run(_greet(limited))
+
+
+class _OneWorker:
+    """A worker that hangs, or makes progress, as its file of standard error says."""
+
+    world_size = 1
+
+    def __init__(self, stderr_path: Path) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        self._location = WorkerLocation(node_id, "127.0.0.1", os.getpid(), str(stderr_path))
+
+    def label(self, rank: int) -> str:
+        return "slow worker 0"
+
+    def own_stacks(self) -> dict[int, str]:
+        return {}
+
+    def locations(self) -> dict[int, WorkerLocation]:
+        return {0: self._location}
+
+
+def test_progress_and_a_suspended_driver_put_off_the_end_of_a_call(cluster: VirtualCluster, tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    stderr.touch()
+    workers, times = _OneWorker(stderr), CallTimes(warning_s=1e9, timeout_s=1e4, longest_s={})
+    watched = CallWatch(workers, [workers], "train", times)
+
+    def wait(seconds: float) -> None:
+        watched._last_s -= seconds
+        watched.tick([0])
+
+    hour_ago = time.time() - 3600
+    os.utime(stderr, (hour_ago, hour_ago))
+    for _ in range(20):
+        wait(1e6)  # this process did not run
+    watched._waited_s = 9999.0
+    wait(5.0)  # the worker's last progress is an hour old: 1e4 - 3600 s are left
+    os.utime(stderr, (hour_ago - 1e4, hour_ago - 1e4))
+    wait(5.0)
+    watched._waited_s += 6401.0
+    with pytest.raises(
+        WorkerHungError, match=r"^slow worker 0 has not answered: train has taken 164\d\d s, the last 10000 s"
+    ):
+        wait(0.0)
+
+
+def test_a_call_that_usually_takes_long_is_warned_of_later(
+    cluster: VirtualCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = _OneWorker(tmp_path / "stderr")
+    watched = CallWatch(
+        workers, [workers], "train", CallTimes(warning_s=30.0, timeout_s=None, longest_s={"train": 100.0})
+    )
+    shown = []
+    for waited_s in (31.0, 199.0, 201.0, 399.0, 403.0):
+        watched._waited_s = waited_s
+        watched.tick([0])
+        shown.append(len(caplog.messages))
+    assert shown == [0, 0, 1, 1, 2]
+    assert caplog.messages[0].startswith("slow worker 0 has not answered yet: train has taken 201 s")
 
 
 def test_environment_variables_are_set_before_the_worker_is_built(cluster: VirtualCluster) -> None:

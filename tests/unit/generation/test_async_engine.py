@@ -22,7 +22,8 @@ from ray_workers import RefitPolicy
 
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
-from nemo_offload_rl.errors import ConfigError, DataError, WorkerDiedError
+from nemo_offload_rl.distributed.watch import CallTimes
+from nemo_offload_rl.errors import ConfigError, DataError, WorkerDiedError, WorkerHungError
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.weight_sync.refit import refit
 
@@ -46,7 +47,7 @@ def core_of(pid: int) -> psutil.Process:
 
 @torch.no_grad()
 def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_weights(
-    cluster: VirtualCluster, tmp_path: Path
+    cluster: VirtualCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_family_folder(tmp_path, "qwen3")
     settings = engine_settings(
@@ -82,6 +83,21 @@ def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_wei
     (pid,) = engine.group.pids()
     core = core_of(pid)
     assert len([child for child in core.children() if "Worker_TP" in child.name()]) == 2
+    core.suspend()
+    times = engine.group._times
+    engine.group._times = CallTimes(warning_s=0.5, timeout_s=2.0, longest_s={})
+    with pytest.raises(
+        WorkerHungError, match=rf"^vllm worker 0 has not answered: generate .*: process {core.pid} "
+    ) as hung:
+        engine.generate(PROMPTS, GREEDY)
+    assert engine.group.has_raised(hung.value)
+    # Agents would only find that it takes long.
+    with pytest.raises(WorkerHungError, match=r"^vllm worker 0 has not answered: take_rollouts"):
+        engine.take_rollouts([])
+    engine.group._times = times
+    core.resume()
+    stacks = caplog.text.partition("the Python stacks of all workers:")[2]
+    assert "in _wait" in stacks and "worker_busy_loop" in stacks and f"process {core.pid} " in stacks
     core.kill()
     with pytest.raises(WorkerDiedError, match=CORE_DIED) as died:
         engine.generate(PROMPTS, GREEDY)

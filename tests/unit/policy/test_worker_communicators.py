@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,19 @@ class DeviceCollectives(TorchDispatchMode):
             yield
 
 
+def collective_limits() -> set[float]:
+    """Seconds that this rank waits for others, of all its process groups."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    assert len(groups) > 1
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
 def check_life(process: ProcessInfo, folder: str, library: str) -> None:
+    limited = replace(process, collective_timeout_s=4321.0)
     for name, changes in CASES.items():
         stand_in = StandIn(Path(library))
-        with worker_of(make_settings(folder, **changes), process, keep_reference=True) as worker:
+        with worker_of(make_settings(folder, **changes), limited, keep_reference=True) as worker:
+            assert collective_limits() == {4321.0}, name
             num_before = len(stand_in.calls())
             found = worker._communicators = Communicators(stand_in.nccl, torch.device("cpu"), lambda: (1, 2))
             seen = DeviceCollectives(found)

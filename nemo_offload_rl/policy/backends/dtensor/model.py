@@ -12,6 +12,7 @@ from nemo_offload_rl.policy.backends.collectives import sum_over
 from nemo_offload_rl.policy.backends.dtensor.attention import TAKES_BOUNDS
 from nemo_offload_rl.policy.backends.dtensor.layout import ModelRows
 from nemo_offload_rl.policy.backends.readers import Head, Positions, Reader, capped
+from nemo_offload_rl.utils.liveness import show_progress
 
 PREFIX = "causal_lm."
 
@@ -52,6 +53,7 @@ class Scorer(nn.Module):
 
     def forward(self, before_NH: Tensor, targets_N: Tensor, scored_N: Tensor, reader: Reader) -> Any:
         """What the reader gives of these positions; see `Positions`."""
+        show_progress()
         return reader(self._logits, Positions(before_NH, targets_N, scored_N), self._head)
 
 

@@ -38,6 +38,7 @@ from nemo_offload_rl.policy.backends.readers import (
 from nemo_offload_rl.policy.backends.vocab import VocabShard
 from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.utils.liveness import show_progress
 
 
 class Passes:
@@ -213,6 +214,7 @@ class Passes:
             hidden_N1H = _of_all_ranks(hidden_N1H, splits)
         chunk_size = None if self._chunk_size is None else max(1, self._chunk_size // splits)
         head = Head(self._temperature, chunk_size, self.shard, kept=self._filter)
+        show_progress()
         found = reader(logits, Positions(hidden_N1H, targets_NX, sources_NX), head)
 
         def at_their_places(found_NX: Tensor | None) -> Tensor | None:

@@ -1,0 +1,209 @@
+"""Joins a running Ray cluster or starts one on this machine, and watches the daemons without which it does not work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from nemo_offload_rl.errors import ConfigError, WorkerDiedError
+from nemo_offload_rl.policy.ray_memory import as_started_here
+from nemo_offload_rl.utils.schema import ClusterConfig
+from nemo_offload_rl.utils.sockets import short_folder
+
+logger = logging.getLogger(__name__)
+
+_CPU_OBJECT_STORE_BYTES = 256 * 2**20
+_ANSWER_TIMEOUT_S = 10.0
+_CHECK_PERIOD_S = 1.0  # of processes of this host; a GCS on another is asked less often
+_GCS_CHECK_PERIOD_S = 10.0
+_GCS_TIMEOUT_S = 2.0
+_TOKEN_FILE = Path(".ray/auth_token")  # below the home folder
+_TOKEN_BYTES = 32
+# What Ray appends to the folder of its sessions, with the longest process id.
+_LONGEST_SOCKET = "ray/session_2026-11-27_12-24-53_296993_4194304/sockets/plasma_store.1"
+
+
+class Daemons:
+    """Ray's own processes, without which a run ends sooner or later.
+
+    1. The end of an agent makes the raylet of its host end, and with it all workers of the host.
+    2. Without the GCS, Ray ends every process of the cluster after a minute, this one too.
+
+    Args:
+        started: Children of this process that a local cluster consists of; none of a cluster that was joined.
+    """
+
+    def __init__(self, started: list[psutil.Process]) -> None:
+        self._processes: list[tuple[str, psutil.Process]] = []
+        self._gcs_address = "" if started else ray.get_runtime_context().gcs_address
+        self._period_s = _CHECK_PERIOD_S if started else _GCS_CHECK_PERIOD_S
+        self._checked_s = time.monotonic()
+        self._is_told = False
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                if process.name() == "raylet":
+                    self._processes += [(child.name(), child) for child in process.children() if _is_agent(child)]
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                if process.name() in ("raylet", "gcs_server"):
+                    self._processes.append((process.name(), process))
+
+    def ended(self) -> str | None:
+        """Name the first daemon that has ended, the cause before its consequences; None while all run."""
+        for name, process in self._processes:
+            if not _runs(process):
+                return f"Ray's {name} (process {process.pid})"
+        if self._gcs_address and not _listens(self._gcs_address):
+            return f"Ray's GCS at {self._gcs_address}"
+        return None
+
+    def error(self) -> WorkerDiedError | None:
+        """The error that explains all others, if a daemon has ended."""
+        ended = self.ended()
+        if ended is None:
+            return None
+        self._is_told = True
+        return WorkerDiedError(
+            f"{ended} has ended, and Ray does not work without it: it was killed, or its host ran out of memory"
+        )
+
+    def check(self) -> None:
+        """Raise `error` once, so that the run can still save; looks at the daemons now and then."""
+        now_s = time.monotonic()
+        if self._is_told or now_s - self._checked_s < self._period_s:
+            return
+        self._checked_s = now_s
+        error = self.error()
+        if error is not None:
+            raise error
+
+
+def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Process]:
+    """Join the cluster of RAY_ADDRESS, or start Ray on this machine.
+
+    Args:
+        settings: Of the run.
+        log_to_driver: Show the workers' output in this process.
+
+    Returns:
+        The processes that were started.
+
+    Raises:
+        ConfigError: There is no cluster at RAY_ADDRESS, or Ray does not start here.
+    """
+    # The hook of `uv run` would build a new environment for every worker.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    # Ray 2.60 announces a change of this default; workers without GPUs must not see any.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
+    # Tells at every start that the local cluster is protected by a token.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+    if "RAY_ADDRESS" in os.environ:
+        _join(os.environ["RAY_ADDRESS"], common)
+        return []
+    if settings.device_type == "cpu":
+        common |= {"object_store_memory": _CPU_OBJECT_STORE_BYTES, "num_gpus": 0}
+    os.environ.update(as_started_here())
+    # Ray serves its metrics on all interfaces and to everybody. Nobody knows the port of a cluster that ends with
+    # its run.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    others = set(psutil.Process().children())
+    try:
+        _write_token()
+        folder = _temp_folder()
+        # "local": never another user's cluster on this machine.
+        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **common)
+    except Exception as error:  # Ray raises plain ones
+        for process in set(psutil.Process().children()) - others:
+            process.kill()
+        raise ConfigError(
+            f"Ray does not start on this machine: {' '.join(str(error).split())}. If the machine is overloaded, try "
+            "again; its logs are below RAY_TMPDIR, TMPDIR or /tmp, in ray/session_latest/logs"
+        ) from error
+    return [child for child in psutil.Process().children() if child not in others]
+
+
+def _join(address: str, common: dict[str, Any]) -> None:
+    _check_answers(address)
+    try:
+        ray.init(address="auto", **common)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"no Ray cluster was found at RAY_ADDRESS={address} ({str(error).splitlines()[0]}); start one with "
+            "`ray start --head`, or unset RAY_ADDRESS to use this machine"
+        ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like, which Ray looks up
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
+            "RAY_ADDRESS to use this machine"
+        ) from error
+
+
+def _write_token() -> None:
+    """Make the token of local clusters before Ray does, which would let every user of the machine read it."""
+    path = Path.home() / _TOKEN_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        mine = path.with_name(f"{path.name}.{os.getpid()}")
+        mine.touch(mode=0o600)
+        mine.write_text(secrets.token_hex(_TOKEN_BYTES))
+        with suppress(FileExistsError):  # another run was faster
+            os.link(mine, path)
+        mine.unlink()
+    if path.stat().st_mode & 0o077 and path.stat().st_uid == os.getuid():
+        path.chmod(0o600)
+
+
+def _temp_folder() -> str | None:
+    """Where Ray has its sessions; None for its own choice, unless that is too long for the path of a socket."""
+    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    folder = short_folder(chosen, _LONGEST_SOCKET)
+    if folder == chosen:
+        return None
+    logger.info("Ray's files are in %s/ray: paths of sockets in %s would be too long", folder, chosen)
+    return f"{folder}/ray"
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    """Whether a child of the raylet is one of its agents, not a worker."""
+    try:
+        return "agent" in " ".join(process.cmdline()).lower()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _listens(address: str) -> bool:
+    """Whether something listens there, or its host is slow to answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_GCS_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
