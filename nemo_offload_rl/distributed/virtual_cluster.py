@@ -21,20 +21,23 @@ from typing import Any, Protocol
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RaySystemError, TaskUnschedulableError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.distributed.ports import find_free_port
 from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.distributed.watch import Workers
-from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
 from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS
+from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
 from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
 _DAEMON_END_S = 1.0
 _SHUTDOWN_S = 60.0
+_HOST_TIMEOUT_S = 120.0
 
 
 class Group(Workers, Protocol):
@@ -112,7 +115,7 @@ class VirtualCluster:
     def _gpu_id(self, slot: int) -> str:
         """The slot's GPU as its host counts it."""
         ask = ray.remote(lambda: ray.get_gpu_ids()[0])
-        return str(ray.get(ask.options(**self.actor_options(slot, {})).remote()))
+        return str(_answer_of_host(ask.options(**self.actor_options(slot, {})).remote()))
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and free port on slot 0's host, another port at each call."""
@@ -123,7 +126,7 @@ class VirtualCluster:
             # Beside the slot, not in it: a worker may have all of it.
             there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
-            address, port = ray.get(find.options(num_cpus=0, scheduling_strategy=there).remote())
+            address, port = _answer_of_host(find.options(num_cpus=0, scheduling_strategy=there).remote())
         self._given_ports.add(port)
         return address, port
 
@@ -180,6 +183,7 @@ def cluster_session(
     """
     if settings.device_type == "cuda":
         _refuse_expandable_segments()
+    dump_stacks_on_signal()  # the signal that asks workers for their stacks would end this process
     started_here = not ray.is_initialized()
     cluster: VirtualCluster | None = None
     started: list[psutil.Process] = []
@@ -202,6 +206,16 @@ def cluster_session(
                     cluster.shutdown()
                 if started_here:
                     _shut_ray_down(started)
+
+
+def _answer_of_host(task: Any) -> Any:
+    """The result of a short task on a host of the cluster."""
+    try:
+        return ray.get(task, timeout=_HOST_TIMEOUT_S)
+    except (GetTimeoutError, RaySystemError, WorkerCrashedError, TaskUnschedulableError) as error:
+        raise WorkerDiedError(
+            f"a host of the Ray cluster does not answer: {' '.join(str(error).split())}; see `ray status`"
+        ) from error
 
 
 def _refuse_expandable_segments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +95,20 @@ def test_a_policy_spread_over_two_nodes_trains_as_one_rank_does(two_nodes, tmp_p
     worker.load_checkpoint(tmp_path / "saved")
     assert_close(weights_of(worker), weights)
     worker.shutdown()
+
+
+def test_a_head_whose_gcs_has_ended_is_told_once(two_nodes):
+    with cluster_session(two_node_settings()) as session, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens
+        daemons = session.daemons
+        assert daemons.ended() is None
+        address, daemons._gcs_address = daemons._gcs_address, f"127.0.0.1:{closed.getsockname()[1]}"
+        daemons._checked_s -= 3600
+        with pytest.raises(WorkerDiedError, match=r"^Ray's GCS at 127\.0\.0\.1:\d+ has ended"):
+            daemons.check()
+        daemons._checked_s -= 3600
+        daemons.check()  # a save at the end of the run is let through
+        daemons._gcs_address = address
 
 
 def test_hosts_that_are_too_small_are_told_apart_from_too_few_devices(two_nodes):

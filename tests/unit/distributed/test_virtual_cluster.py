@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from echo_workers import cpu_cluster
 from forked import Script
 
 from nemo_offload_rl.distributed.ports import find_free_port
-from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.generation.vllm.env import vllm_env
 from nemo_offload_rl.utils.sockets import short_folder
 
 TESTS = Path(__file__).parents[2]
@@ -123,7 +125,30 @@ def test_a_daemon_that_dies_ends_the_run_with_one_line(tmp_path: Path, daemon: s
     check_all_end(processes)
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 0),
+        (ConfigError(""), 2),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit("a reason"), 1),
+        (ArithmeticError(), 1),
+    ],
+)
+def test_without_ray_a_run_ends_with_the_status_that_it_would_have(error: BaseException | None, status: int) -> None:
+    assert _exit_status(error) == status
+
+
 def test_sockets_are_in_tmp_if_their_paths_would_be_too_long_elsewhere() -> None:
     assert short_folder("/" + "x" * 96, "y" * 9) == "/" + "x" * 96
     assert short_folder("/" + "x" * 96, "y" * 10) == "/tmp"
     assert short_folder("/" + "ä" * 50, "y" * 9) == "/tmp"
+
+
+def test_vllm_has_its_sockets_in_tmp_if_tmpdir_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 69)
+    assert "VLLM_RPC_BASE_PATH" not in vllm_env("cpu")
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 70)
+    assert vllm_env("cpu")["VLLM_RPC_BASE_PATH"] == "/tmp"
