@@ -47,7 +47,7 @@ class VllmConfig:
     max_restarts: Annotated[
         int,
         doc(
-            "How often per run the engines may be restarted after one dies or lacks the memory to wake; the "
+            "How often per run the engines may be restarted after one dies, hangs or lacks the memory to wake; the "
             "interrupted generation is repeated. 0 ends the run at the first failure.",
             ge=0,
         ),
