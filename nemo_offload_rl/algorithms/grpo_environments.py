@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +13,20 @@ from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.custom import custom_environment
-from nemo_offload_rl.environments.interfaces import Environment
+from nemo_offload_rl.environments.interfaces import Environment, ReferenceChecker
 from nemo_offload_rl.environments.math import MathEnvironment
 from nemo_offload_rl.environments.retry import RetryEnvironment
-from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.errors import ConfigError, DataError, UserCodeError
 from nemo_offload_rl.targets import UserCode
 
 type CodeOfEnvironments = Mapping[str, Sequence[UserCode]]
 """What each environment of a user's consists of, by name."""
 
+logger = logging.getLogger(__name__)
+
 SCORING_TIMEOUT_S = 5.0
 AGENT_TIMEOUT_S = 600.0
+_SPELLINGS = re.compile(r"%|^\s*-?\d+\.0*\s*$")  # percentages, and whole numbers with a decimal point
 
 
 def load_code(
@@ -79,6 +84,7 @@ def open_environments(
 
     Raises:
         UserCodeError: A user's environment cannot be made, or asks for what it does not get.
+        DataError: A data set has no answer that a response could equal.
     """
     environments: dict[str, Environment | AgentEnvironment] = {}
     try:
@@ -115,6 +121,8 @@ def open_environments(
                 )
             message = section.retry_message
             environments[name] = environment if message is None else RetryEnvironment(environment, message)
+            if isinstance(environment, ArithmeticEnvironment | MathEnvironment):
+                _check_references(name, environment, prompts)
         yield environments
     finally:
         for environment in environments.values():
@@ -133,6 +141,35 @@ def _check_agent(name: str, section: EnvConfig, *, has_endpoint: bool) -> None:
         raise ConfigError(
             f"{key}.{given} is set, but {key}.target is an agent, which has no use for it; set it to null"
         )
+
+
+def _check_references(name: str, environment: ReferenceChecker, prompts: Splits[Prompt]) -> None:
+    """Check each answer of the data against itself, and warn of those that can never be right, by data set."""
+    by_set: dict[str, list[str]] = {}
+    for prompt in (*prompts.train, *prompts.validation):
+        if prompt.env_name == name:
+            by_set.setdefault(prompt.data_set, []).append(prompt.reference_answer)
+    for data_set, references in by_set.items():
+        matches = environment.match_themselves(references)
+        blank = [reference for reference in references if not reference.strip()]
+        lost = [one for one, is_right in zip(references, matches, strict=True) if one.strip() and not is_right]
+        if len(blank) + len(lost) == len(references):
+            raise DataError(
+                f"data set {data_set}: env.{name} can judge no response right, because not one of {len(references)} "
+                f"answers equals itself there, such as {references[0]!r:.80}; name the field with the answers "
+                "(output_key), or set env_name to another environment"
+            )
+        texts = [one for one in references if environment.compares_text and _SPELLINGS.search(one)]
+        for found, fact in (
+            (blank, "are blank, so no response to these prompts can be right"),
+            (lost, "do not even equal themselves, so no response to these prompts can be right"),
+            (texts, "are compared as text, so the same number in another spelling is wrong"),
+        ):
+            if found:
+                logger.warning(
+                    "data set %s: %d of %d answers for env.%s %s, such as %.80r",
+                    data_set, len(found), len(references), name, fact, found[0],
+                )  # fmt: skip
 
 
 def _columns(name: str, prompts: Splits[Prompt]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from nemo_offload_rl.data.source_keys import FileKeys, GivenRows
 from nemo_offload_rl.data.tools import tools_of, with_tool_calls
 from nemo_offload_rl.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     """Questions with their answers; a seeded share is kept for validation.
@@ -29,7 +32,7 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     Raises:
         DataError: The data cannot be read, or a row is not what it should be; the message names file and line.
     """
-    records = _records(settings)
+    records = _with_whole_numbers(_records(settings), settings.output_key)
     rows = [
         replace(
             response_row(record, settings.input_key, settings.output_key), tools=tools_of(record, settings.tool_key)
@@ -37,6 +40,27 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
         for record in records
     ]
     return split_by(rows, lambda row: row.question, size=settings.split_validation_size, seed=settings.seed)
+
+
+def _with_whole_numbers(records: list[Record], key: str) -> list[Record]:
+    """Records whose field `key` has 42 for 42.0, where all numbers with a decimal point are whole.
+
+    A table turns whole numbers into these where some cells of the column are empty.
+    """
+    floats = [value for record in records if isinstance(value := record.fields.get(key), float)]
+    if not floats or not all(value.is_integer() for value in floats):
+        return records
+    logger.warning(
+        "%s and others: %d of %d answers in the field %s are whole numbers with a decimal point, such as %r; they are "
+        "read as numbers without one, such as %d",
+        records[0].origin, len(floats), len(records), key, floats[0], floats[0],
+    )  # fmt: skip
+    return [
+        replace(record, fields={**record.fields, key: int(value)})
+        if isinstance(value := record.fields.get(key), float)
+        else record
+        for record in records
+    ]
 
 
 def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:

@@ -18,11 +18,17 @@ class ArithmeticEnvironment:
         """One score for each response, in their order."""
         return [self._score(response) for response in responses]
 
+    compares_text = True
+
+    def match_themselves(self, references: Sequence[str]) -> list[bool]:
+        """See `ReferenceChecker`."""
+        return ["=" not in reference for reference in references]
+
     def close(self) -> None:
         """Nothing to end."""
 
     @staticmethod
     def _score(response: Response) -> Score:
         answer = response.text.rpartition("=")[2].strip()
-        correct = not response.truncated and answer == response.reference_answer
+        correct = not response.truncated and answer == response.reference_answer.strip()
         return Score(reward=float(correct), correct=correct, answer=answer)

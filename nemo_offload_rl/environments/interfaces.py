@@ -96,3 +96,17 @@ class Environment(Protocol):
     def close(self) -> None:
         """End worker processes; safe to call twice."""
         ...
+
+
+class ReferenceChecker(Protocol):
+    """An environment that compares answers with references, and can say which references no answer equals.
+
+    Attributes:
+        compares_text: Another spelling of the same number is another answer.
+    """
+
+    compares_text: bool
+
+    def match_themselves(self, references: Sequence[str]) -> list[bool]:
+        """Tell for each reference if a response is correct that gives it as the answer."""
+        ...

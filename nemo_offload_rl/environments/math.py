@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from nemo_offload_rl.environments.dapo_math import compared_answer
 from nemo_offload_rl.environments.grading_pool import GradingPool, graded
@@ -11,24 +13,42 @@ from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
 
 
 def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
-    """Whether the answer found in the response (LaTeX, a boxed formula or a plain number) equals the reference.
+    """Compare the answer found in a response (LaTeX, a boxed formula or a plain number) with the reference.
 
-    Beside it that answer, as a formula is written in one way; None where there is none.
+    A percentage counts by its value and by its number: 5%, 5 and 0.05 are equal. There is no time limit: sympy may
+    think forever about an answer such as a tower of powers.
 
-    It has no time limit of its own: sympy may think forever about an answer such as a tower of powers.
+    Returns:
+        Whether they are equal, and the answer, its formula written in one way; None where there is none.
     """
     import math_verify  # heavy (sympy)
 
-    # math-verify's own time limits, which 0 switches off, cannot interrupt C code; the pool kills the process instead.
-    reference = math_verify.parse(f"\\boxed{{{reference_answer}}}", parsing_timeout=0)
-    answer = math_verify.parse(response_text, parsing_timeout=0)
+    reference, answer = _parsed(f"\\boxed{{{reference_answer}}}"), _parsed(response_text)
     return bool(math_verify.verify(reference, answer, timeout_seconds=0)), str(answer[0]) if answer else None
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads: a formula, if it can, and its text.
+
+    Of percentages in LaTeX it reads the text alone (math-verify 0.9.0 with latex2sympy2-extended 1.11.0), so they are
+    read once more as plain text.
+    """
+    import math_verify
+
+    # Its own time limits, which 0 switches off, cannot interrupt C code; the pool kills the process instead.
+    found = list(math_verify.parse(text, parsing_timeout=0))
+    written = found[-1] if found else None
+    if isinstance(written, str) and "%" in written:
+        found = [*math_verify.parse(written.replace("\\%", "%"), parsing_timeout=0), *found]
+    return found
 
 
 VERIFIERS: Mapping[str, Callable[[str, str], tuple[bool, str | None]]] = {
     "hf_math_verify": verified_answer,
     "dapo_math_verify": compared_answer,
 }
+_SAID = {"hf_math_verify": "\\boxed{{{}}}", "dapo_math_verify": "Answer: {}"}
+_PLAIN_NUMBER = re.compile(r"-?\d{1,15}")
 
 
 class MathEnvironment:
@@ -50,6 +70,8 @@ class MathEnvironment:
         on_error: OnError = None,
     ) -> None:
         self._verify = VERIFIERS[verifier]
+        self._said = _SAID[verifier]
+        self.compares_text = verifier == "dapo_math_verify"
         self._timeout_s = timeout_s
         self._on_error: OnError = on_error
         self._pool = None
@@ -75,6 +97,23 @@ class MathEnvironment:
         jobs = [(response.text, response.reference_answer) for response in responses]
         answers = [graded(self._verify, job) for job in jobs] if self._pool is None else self._pool.map(jobs)
         return [_score(*answer) if isinstance(answer, tuple) else answer for answer in answers]
+
+    def match_themselves(self, references: Sequence[str]) -> list[bool]:
+        """See `ReferenceChecker`."""
+        asked = [reference for reference in dict.fromkeys(references) if not _PLAIN_NUMBER.fullmatch(reference)]
+        responses = [
+            Response(
+                prompt_text="",
+                text=self._said.format(reference),
+                truncated=False,
+                reference_answer=reference,
+                metadata={},
+            )
+            for reference in asked
+        ]
+        outcomes = zip(asked, self._outcomes(responses), strict=True)
+        found = {reference: isinstance(outcome, Score) and outcome.correct for reference, outcome in outcomes}
+        return [found.get(reference, True) for reference in references]
 
     def close(self) -> None:
         """End the grading processes; safe to call twice."""

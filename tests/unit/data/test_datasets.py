@@ -69,6 +69,19 @@ def test_prompts_are_rendered_with_the_chat_template_and_carry_answer_and_enviro
         assert prompt.env_name == "arithmetic"
 
 
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [((42.0, -7.0, "x"), ["42", "-7", "x"]), ((42.0, 0.5), ["42.0", "0.5"]), ((42, "7.0"), ["42", "7.0"])],
+)
+def test_whole_numbers_of_a_column_of_floats_are_read_as_such_with_a_warning(tmp_path, caplog, answers, expected):
+    source = write_jsonl(tmp_path / "a.jsonl")
+    lines = [json.dumps({"q": f"{row}?", "a": answer}) for row, answer in enumerate(answers)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert [prompt.reference_answer for prompt in load(source).train] == expected
+    told = "2 of 3 answers in the field a are whole numbers with a decimal point, such as 42.0; they are read"
+    assert any(told in message for message in caplog.messages) == ("x" in answers)
+
+
 def test_prompt_file_and_system_prompt_surround_the_question(tmp_path):
     (tmp_path / "prompt.txt").write_text('Solve {} and answer as {"answer": ...}.')
     (tmp_path / "system.txt").write_text("Be brief. ")

@@ -136,10 +136,13 @@ def test_marks_belong_to_the_turn_that_they_stand_in_though_other_turns_have_non
     assert [piece.partition("]]")[0] for piece in texts.split("[[")[1:]] == [
         "(easy)", "two<|im_end|>", "()", "yes<|im_end|>",
     ]  # fmt: skip
-    # The turns before are a call without a mark, and one of two marks.
-    for changes in ({"last_turn_only": True}, {"num_given": 5}, {"num_given": 4}):
-        found = shown(MARKS_TEXTS_ONLY, WITH_A_CALL, **changes)
-        assert [piece.partition("]]")[0] for piece in found.split("[[")[1:]] == ["()", "yes<|im_end|>"]
+    # The turn before is a call without a mark, then one with two marks, which is a prompt's in DPO.
+    for messages, num_given, expected in (
+        (WITH_A_CALL[:4], 3, ["(easy)", "two<|im_end|>"]), (WITH_A_CALL[2:], 3, ["()", "yes<|im_end|>"]),
+    ):  # fmt: skip
+        for changes in ({"last_turn_only": True}, {"num_given": num_given}):
+            found = shown(MARKS_TEXTS_ONLY, messages, **changes)
+            assert [piece.partition("]]")[0] for piece in found.split("[[")[1:]] == expected
 
 
 def test_a_last_turn_without_a_mark_is_nothing_to_learn_and_no_earlier_turn_takes_its_place():

@@ -41,6 +41,22 @@ def test_a_formula_that_sympy_never_finishes_costs_its_time_limit_and_has_no_sco
     assert "env.math: 1 of 2 scores took longer than 2 s" in caplog.text
 
 
+@pytest.mark.parametrize("reference", ["5%", "5\\%", "5 \\%", "0.05"])
+def test_a_percentage_equals_its_value_in_every_spelling(reference):
+    environment = MathEnvironment(num_workers=0, timeout_s=1.0)
+    said = [
+        "\\boxed{5%}",
+        "\\boxed{5\\%}",
+        "\\boxed{0.05}",
+        "It is $5\\%$.",
+        "The answer is 5%.",
+        "\\boxed{\\frac{1}{20}}",
+    ]
+    wrong = ["\\boxed{6\\%}", "\\boxed{50\\%}", "\\boxed{0.5}", "\\boxed{%}"]
+    scores = environment.step([response(text, reference) for text in (*said, *wrong)])
+    assert [score.correct for score in scores] == [True] * len(said) + [False] * len(wrong)
+
+
 DAPO_CASES = [
     # What DAPO's own code (verl/utils/reward_score/math_dapo.py) says of these.
     ("so\nAnswer: 34", "34", True),
