@@ -26,6 +26,7 @@ MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 type MomentDtype = Literal["float32", "bfloat16"]
 
 _LOST_BITS = 16  # of a float32 that becomes a bfloat16
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class AdamW(Optimizer):
@@ -131,15 +132,18 @@ class AdamW(Optimizer):
 
 
 def round_by_chance_(values: Tensor, chance: Tensor) -> None:
-    """Round to values of bfloat16, in place.
+    """Round to values of bfloat16, in place. NaN and infinities stay; what is finite stays finite.
 
     Args:
         values: [N] float32.
         chance: [N] int32, whose lower 16 bits are evenly distributed.
     """
-    bits = values.view(torch.int32)
-    # What is lost carries into what is kept with a probability in proportion to it; the sign is a bit apart.
-    bits.add_(chance & ((1 << _LOST_BITS) - 1)).bitwise_and_(-1 << _LOST_BITS)
+    bits, is_nan = values.view(torch.int32), values.isnan()
+    # What is lost carries into what is kept with a probability in proportion to it; the sign is a bit apart. From the
+    # largest value of bfloat16 on there is nothing to carry into.
+    carried = (chance & ((1 << _LOST_BITS) - 1)).masked_fill_(values.abs() >= _LARGEST, 0)
+    bits.add_(carried).bitwise_and_(-1 << _LOST_BITS)
+    values.masked_fill_(is_nan, torch.nan)
 
 
 def hashed(first: Tensor, second: Tensor, count: int) -> Tensor:

@@ -133,8 +133,9 @@ class AsyncGrpoTrainer(GrpoTrainer):
 
     # -- beside the trainer's thread -------------------------------------------------------------------------------
 
-    def _draw_in_thread(self, step: int, prompts: Sequence[Prompt]) -> _Drawn:
-        timer, number = PhaseTimer(), self._engine.num_restarts
+    def _draw_in_thread(self, step: int, prompts: Sequence[Prompt], number: int) -> _Drawn:
+        timer = PhaseTimer()
+        # The number as the rollouts were begun: the engine may be another one before this thread runs.
         engine = AwakeEngine(self._parts.engine, timer, lambda: self._engine.num_restarts == number)
         sampler = self._sampler.beside(engine, timer)
         rollouts = self._drawn_by(sampler, step, 0, prompts)

@@ -25,8 +25,8 @@ ENGINE_ERRORS = (WorkerDiedError, DeviceMemoryError)
 class Draw[Item, Drawn](Protocol):
     """Draws the rollouts of a step; runs in a thread."""
 
-    def __call__(self, step: int, prompts: Sequence[Item], /) -> Drawn:
-        """Rollouts of `prompts`."""
+    def __call__(self, step: int, prompts: Sequence[Item], engine: int, /) -> Drawn:
+        """Rollouts of `prompts`, by the engine of this number; raises `WorkerDiedError` once there is another."""
         ...
 
 
@@ -135,7 +135,7 @@ class RolloutCollector[Item, Drawn]:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, step: int, prompts: Sequence[Item], version: int, engine: int) -> None:
-        drawing = self._pool.submit(self._draw, step, prompts)
+        drawing = self._pool.submit(self._draw, step, prompts, engine)
         self._entries[step] = _Entry(prompts, version, engine, drawing)
 
     @staticmethod

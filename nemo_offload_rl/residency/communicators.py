@@ -124,12 +124,14 @@ class Communicators:
 
     @contextmanager
     def resumed(self) -> Generator[None]:
-        """They can be used in the body, in any phase, and are then as they were."""
+        """They can be used in the body, in any phase, and are then as they were, also when the body raises."""
         were_suspended = bool(self._suspended)
         self.resume()
-        yield
-        if were_suspended:
-            self.suspend()
+        try:
+            yield
+        finally:
+            if were_suspended:
+                self.suspend()
 
     def enter(self, manager: ResidencyManager, phase: Phase, *, waits_for_all: bool = True) -> TransitionReport:
         """`manager.enter`, with the communicators suspended in GENERATION and in no other phase."""

@@ -102,6 +102,18 @@ def test_rounding_goes_to_one_of_the_two_neighbours_and_is_right_on_average(scal
     assert torch.equal(zeros, torch.zeros(8))
 
 
+@pytest.mark.parametrize("low_bits", [0, 1, 0x7FFF, 0xFFFF])
+def test_rounding_leaves_nan_and_infinities_and_keeps_what_is_finite_finite(low_bits):
+    largest = torch.finfo(torch.bfloat16).max
+    values = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38, largest, -largest, torch.nan])
+    odd_nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    rounded = torch.cat([values, odd_nans])
+    assert rounded.isnan().sum() == 4
+    round_by_chance_(rounded, torch.full((10,), low_bits, dtype=torch.int32))
+    assert rounded[:6].tolist() == [torch.inf, -torch.inf, largest, -largest, largest, -largest]
+    assert rounded[6:].isnan().all() and rounded[6:].bfloat16().isnan().all()
+
+
 def test_a_value_that_comes_again_is_rounded_otherwise_in_another_step():
     value = torch.full((1,), 1.2345e-5)
     results = []

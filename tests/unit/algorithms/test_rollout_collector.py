@@ -40,7 +40,7 @@ def test_every_batch_of_the_data_is_trained_on_once_in_order_by_weights_that_are
     under_way: list[int] = []
     dying = set(dying)
 
-    def draw(step: int, prompts: Sequence[int]) -> list[int]:
+    def draw(step: int, prompts: Sequence[int], engine: int) -> list[int]:
         under_way.append(step)
         if step in dying:
             dying.discard(step)
@@ -85,7 +85,7 @@ def test_steps_ahead_are_drawn_while_the_trainer_is_elsewhere_and_no_more_of_the
     begun = [threading.Event() for _ in range(5)]
     may_end = threading.Event()
 
-    def draw(step: int, prompts: Sequence[int]) -> int:
+    def draw(step: int, prompts: Sequence[int], engine: int) -> int:
         begun[step].set()
         assert step == 1 or may_end.wait(60)
         return step
@@ -104,7 +104,7 @@ def test_steps_ahead_are_drawn_while_the_trainer_is_elsewhere_and_no_more_of_the
 
 
 def test_what_ends_the_rollouts_of_a_later_step_is_told_before_an_earlier_one_is_trained() -> None:
-    def draw(step: int, prompts: Sequence[int]) -> int:
+    def draw(step: int, prompts: Sequence[int], engine: int) -> int:
         if step == 3:
             raise DataError("a prompt is empty")
         return step
@@ -121,7 +121,7 @@ def test_a_collector_that_is_closed_begins_nothing_more_and_does_not_wait() -> N
     may_end = threading.Event()
     begun: list[int] = []
 
-    def draw(step: int, prompts: Sequence[int]) -> None:
+    def draw(step: int, prompts: Sequence[int], engine: int) -> None:
         begun.append(step)
         assert may_end.wait(60)
 
@@ -134,3 +134,24 @@ def test_a_collector_that_is_closed_begins_nothing_more_and_does_not_wait() -> N
     with pytest.raises(RuntimeError):
         collector.begin_due(1, 0)
     assert begun == [1]
+
+
+def test_rollouts_whose_engine_was_started_again_before_their_thread_ran_are_lost_and_begun_anew() -> None:
+    may_run, now = threading.Event(), 3
+
+    def draw(step: int, prompts: Sequence[int], engine: int) -> int:
+        if engine != now:
+            raise WorkerDiedError("the engine was started again")
+        return engine
+
+    collector = RolloutCollector(draw, LookaheadLoader(make_loader(8)), max_age=0, first_step=1, last_step=1)
+    collector._pool.submit(may_run.wait)  # the only thread
+    collector.begin_due(0, now)
+    now = 4
+    may_run.set()
+    with pytest.raises(LostRollouts) as lost:
+        collector.take(1)
+    assert lost.value.engine == 3
+    collector.begin_due(0, now)
+    assert collector.take(1).drawn == 4
+    collector.close()

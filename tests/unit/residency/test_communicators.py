@@ -54,6 +54,9 @@ def test_the_body_of_resumed_has_them_whatever_they_were_before(stand_in: StandI
     with found.resumed():
         assert stand_in.calls() == ["suspend 1", "resume 1"]
     assert stand_in.calls() == ["suspend 1", "resume 1", "suspend 1"]
+    with pytest.raises(RuntimeError, match="cannot be written"), found.resumed():
+        raise RuntimeError("the export cannot be written")
+    assert are_suspended(found)
 
 
 def test_only_generation_has_them_suspended_and_its_report_has_their_bytes(stand_in: StandIn) -> None:

@@ -107,7 +107,9 @@ class LayerwisePasses:
         self._work: dict[int, _Work] = {}  # by the same number, of the last group
         self._begun_bytes = 0  # on the device as the present group began
         self._tokens = 0  # of the largest micro-batch of the pass
-        self._may_keep = True  # parts for the update
+        self._num_keeping_nothing = 0  # next training passes that keep no parts for the update
+        self._next_pause = 1  # of keeping, in passes, after the next lack of memory
+        self._may_keep = False  # parts for the update, in the present pass
         self._has_kept = False  # in the present pass
 
     @torch.no_grad()
@@ -133,11 +135,15 @@ class LayerwisePasses:
     def make_groups_smaller(self) -> bool:
         """After memory has run out: no parts are kept for the update, or groups like the last one are half as large.
 
+        Parts are kept again after a pause, which is twice as long each time.
+
         Returns:
             False if none were and it was one micro-batch.
         """
         if self._has_kept:
-            self._may_keep = self._has_kept = False
+            self._has_kept = False
+            self._num_keeping_nothing = 1 + self._next_pause  # the pass that is run again among them
+            self._next_pause *= 2
             return True
         num_kept, num_bytes, num_together = self._last_group
         self._last_group = (0, 0, 0)  # a pass that fails before it has a group of its own has none to divide
@@ -183,6 +189,8 @@ class LayerwisePasses:
         self.norms = {}
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
         self._begin(micro_batches)
+        self._may_keep = self._num_keeping_nothing == 0
+        self._num_keeping_nothing = max(0, self._num_keeping_nothing - 1)
         with self._passing.charged(), self._ready():
             while (num_done := len(found)) < len(micro_batches):
                 group = self._embed(micro_batches[num_done:], num_kept=self._num_layers + 2)
