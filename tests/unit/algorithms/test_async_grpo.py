@@ -120,7 +120,7 @@ class Failing(KnownRewards):
 
 
 def test_what_goes_wrong_beside_training_ends_the_run_as_it_would_otherwise(tmp_path, model):
-    with pytest.raises(DataError, match=r"^row 5 has no answer; add one$"):
+    with pytest.raises(DataError, match=r"(?m)^row 5 has no answer; add one$"):
         run(tmp_path, model, *collected_ahead(1), environment=Failing())
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} <= {1, 2}
@@ -161,7 +161,7 @@ def test_what_an_engine_that_died_had_begun_is_generated_again_and_no_batch_is_l
     assert numbers(metrics) == numbers(undisturbed)
     assert 2 <= len(restarts) <= 3
     assert all(metrics[step]["train/avg_trajectory_age"] <= min(step - 1, 2) for step in metrics)
-    with pytest.raises(WorkerDiedError, match=r"^the engine died$"):
+    with pytest.raises(WorkerDiedError, match=r"(?m)^the engine died$"):
         run(tmp_path / "dead", model, *collected_ahead(2), engine=Dying([3]))
 
 
