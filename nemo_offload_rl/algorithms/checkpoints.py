@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_offload_rl.algorithms.folder_lock import FolderLock
+from nemo_offload_rl.algorithms.identity import Identity
 from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
 from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
@@ -52,6 +53,7 @@ class Checkpoint:
         loader: Where the data stood.
         total_tokens: Trained on since the first step.
         algorithm: That saved it, such as `sft`; empty where it is not known.
+        identity: What it trains; empty where it is not known.
         files: Size in bytes of every file but the record, by path inside the folder.
         checksums: Of the same files, as `utils/checksums.py` takes them; empty in checkpoints of earlier versions.
     """
@@ -64,6 +66,7 @@ class Checkpoint:
     loader: LoaderState
     total_tokens: float
     algorithm: str
+    identity: Identity
     files: Mapping[str, int]
     checksums: Mapping[str, str]
 
@@ -85,13 +88,16 @@ class CheckpointKeeper:
     Args:
         settings: The keys `checkpointing.*`.
         algorithm: That saves, and continues only its own checkpoints.
+        identity: What it trains; `resuming.py` compares it with that of a checkpoint.
 
     Attributes:
         settings: See above.
+        identity: See above.
     """
 
-    def __init__(self, settings: CheckpointingConfig, algorithm: str = "") -> None:
+    def __init__(self, settings: CheckpointingConfig, algorithm: str = "", identity: Identity | None = None) -> None:
         self.settings = settings
+        self.identity: Identity = identity or {}
         self._algorithm = algorithm
         self._folder = Path(settings.checkpoint_dir).absolute()
         self._pending: _Pending | None = None
@@ -182,6 +188,7 @@ class CheckpointKeeper:
             "loader": loader,
             "total_tokens": metrics["train"]["total_tokens"],
             "algorithm": self._algorithm,
+            "identity": self.identity,
         }
         partial = partial_of(target)
         checksums: dict[str, str] = {}
@@ -435,7 +442,7 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
         if own_checksum is not None and own_checksum != bytes_checksum(json.dumps(record).encode()):
             raise CheckpointError(f"{path} is not as it was written, so this checkpoint is damaged; {remedy}")
         # Not written by earlier versions.
-        record = {"total_tokens": 0.0, "algorithm": "", "checksums": {}, **record}
+        record = {"total_tokens": 0.0, "algorithm": "", "identity": {}, "checksums": {}, **record}
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT or record.keys() != fields:
         raise CheckpointError(f"{path} is not the record of a checkpoint of this program ({FORMAT}); {remedy}")
     return Checkpoint(folder=folder, **record)

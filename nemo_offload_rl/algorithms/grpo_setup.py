@@ -16,6 +16,7 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.grpo_environments import load_code, open_environments
 from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers, grpo_workers, start_line
+from nemo_offload_rl.algorithms.identity import run_identity
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
@@ -127,7 +128,7 @@ def run_with_rollouts(
         digest=digest_of_lengths(prompts.train),
         batch_size_key=f"{name}.num_prompts_per_step",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing, name)
+    checkpoints = CheckpointKeeper(config.checkpointing, name, run_identity(config, tokenizer))
     turns = _turns(config, tokenizer)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)

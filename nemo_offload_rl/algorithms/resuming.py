@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
+from nemo_offload_rl.algorithms.identity import check_identity
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.errors import ConfigError
 
@@ -28,12 +29,13 @@ def resume_point(
 
     Raises:
         ConfigError: The newest checkpoint is the end of this run already.
-        CheckpointError: It cannot be continued.
+        CheckpointError: It cannot be continued, or was trained from another model, tokenizer or chat template.
         DataError: It was taken in other data.
     """
     newest = checkpoints.newest()
     if newest is None:
         return None, min(max_num_steps, loader.num_batches_left)
+    check_identity(newest.folder, newest.identity, checkpoints.identity)
     loader.load_state_dict(newest.loader)
     mine = loader.state_dict()
     if newest.loader.get("parts", mine.get("parts")) != mine.get("parts"):

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
+from nemo_offload_rl.algorithms.identity import Identity, run_identity
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.resuming import resume_point
@@ -78,7 +79,8 @@ def run_sft(
         width_multiple=config.policy.make_sequence_length_divisible_by,
         loss=own or NLLLoss(),
     )
-    run = _Run("sft", config, config.sft, recipe, examples.parts, digest_of_lengths(examples.train))
+    identity, digest = run_identity(config, tokenizer), digest_of_lengths(examples.train)
+    run = _Run("sft", config, config.sft, recipe, examples.parts, digest, identity)
     _train(run, start_policy or ray_policy, keep_reference=False, console=console, callbacks=callbacks)
 
 
@@ -110,7 +112,8 @@ def run_dpo(
         saved=saved,
         loss=own,
     )
-    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest_of_lengths(pairs.train))
+    identity, digest = run_identity(config, tokenizer), digest_of_lengths(pairs.train)
+    run = _Run("dpo", config, config.dpo, recipe, pairs.parts, digest, identity)
     _train(run, start_policy or ray_policy, keep_reference=recipe.needs_reference, console=console, callbacks=callbacks)
 
 
@@ -148,6 +151,7 @@ class _Run:
     recipe: Recipe
     parts: tuple[Part, ...]
     digest: str
+    identity: Identity
 
 
 def _train(
@@ -178,7 +182,7 @@ def _train(
         digest=run.digest,
         batch_size_key="policy.train_global_batch_size",
     )
-    checkpoints = CheckpointKeeper(config.checkpointing, name)
+    checkpoints = CheckpointKeeper(config.checkpointing, name, run.identity)
     with ExitStack() as stack:
         stack.enter_context(checkpoints.locked())
         resume_from, num_steps = resume_point(checkpoints, loader, settings.max_num_steps, name)

@@ -11,8 +11,9 @@ import pytest
 from closeness import assert_close
 from documented_metrics import documented
 from prometheus_client.parser import text_string_to_metric_families
-from supervised_cases import Run, dpo, results, sft, write_model, write_rows
+from supervised_cases import TEMPLATE, Run, dpo, results, sft, write_model, write_rows
 from supervised_replay import DpoReplay, SftReplay
+from tiny_models import save_model_folder
 
 from nemo_offload_rl.algorithms.metric_names import DPO_NAMES, SFT_NAMES
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME
@@ -211,7 +212,23 @@ def test_a_resumed_run_goes_on_bitwise_as_the_uninterrupted_one(folder, run: Run
     with pytest.raises(CheckpointError, match=f"step_4 is a checkpoint of {run.__name__}, which"):
         (dpo if run is sft else sft)(folder, name)
     assert "rows of data.train" not in caplog.text
-    run(folder, name, f"{run.__name__}.max_num_steps=5", "data.train.seed=4")  # keeps other rows aside
+    further = f"{run.__name__}.max_num_steps=5"
+    if not (folder / "other").exists():
+        save_model_folder(folder / "other", seed=1)
+        (folder / "other.jinja").write_text("{# another #}" + TEMPLATE)
+    for key, value in (("model_name", folder / "other"), ("tokenizer.chat_template", folder / "other.jinja")):
+        refused = rf"step_4 was trained from policy\.{key}=.*, and this run has {value}, which is another one"
+        with pytest.raises(CheckpointError, match=refused):
+            run(folder, name, further, f"policy.{key}={value}")
+    (saved,) = (folder / name / "checkpoints" / "step_4" / "policy").glob("*.distcp")
+    content = saved.read_bytes()
+    saved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        CheckpointError, match=r"step_4/policy/__0_0\.distcp has the checksum .*to go on from step_2, or"
+    ):
+        run(folder, name, further)
+    saved.write_bytes(content)
+    run(folder, name, further, "data.train.seed=4")  # keeps other rows aside
     assert "step_4, but other ones" in caplog.text
 
 
