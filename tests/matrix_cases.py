@@ -15,7 +15,7 @@ import torch
 from closeness import assert_close
 from engine_process import EngineProcess
 from lora_cases import lora_worker
-from model_families import FAMILIES, checkpoint_name, checkpoint_tensors, family_config, trained_by
+from model_families import FAMILIES, as_published, checkpoint_name, checkpoint_tensors, family_config, trained_by
 from policy_cases import (
     NLL,
     ONE_RANK,
@@ -135,7 +135,7 @@ def hf_model(folder: Path) -> Any:
     )
     model, report = loaded
     assert not report["missing_keys"] and not report["unexpected_keys"], report
-    return model.eval()
+    return as_published(model.eval())
 
 
 def plain_steps(folder: Path) -> tuple[Any, list[float], list[float]]:

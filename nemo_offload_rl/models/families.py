@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.models import windows
-from nemo_offload_rl.models.rope import rotated_parts
+from nemo_offload_rl.models.rope import rope_type, rotated_parts, uncomputed_rope
 from nemo_offload_rl.models.windows import ModelConfig
 
 DTENSOR, MEGATRON = "dtensor", "megatron"
+_DRAWS = ("dropout", "drop", "pdrop", "jitter_noise")  # how keys of random numbers in training end
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class ModelFamily:
         activation_key: Key of config.json with the function inside of MLPs.
         unsplit_by: Those of `trained_by` that keep each layer whole, without tensor parallelism.
         rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
+        ropes_by_layer_type: Whether `rope_parameters` can have settings for each type of layers.
+        scales_full_layers_only: Whether layers with a window have plain rotary embeddings, whatever the settings say.
         logits_factor: Key of config.json with what they are multiplied by; None for nothing.
         logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
         attention_softcap: The same for attention scores before the softmax.
@@ -73,6 +76,8 @@ class ModelFamily:
     activation_key: str = "hidden_act"
     unsplit_by: tuple[str, ...] = ()
     rotates_part: bool = False
+    ropes_by_layer_type: bool = False
+    scales_full_layers_only: bool = False
     logits_factor: str | None = None
     logits_softcap: str | None = None
     attention_softcap: str | None = None
@@ -169,6 +174,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             activations=("gelu_pytorch_tanh",),
             activation_key="hidden_activation",
             has_window=windows.unless_types_say_no,
+            ropes_by_layer_type=True,
             logits_softcap="final_logit_softcapping",
             refused={DTENSOR: (Refusal("attn_logit_softcapping", (None,), _NOT_IN_ENGINE),)},
         ),
@@ -242,7 +248,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
             unsplit_by=(MEGATRON,),
             refused={DTENSOR: _OLMOE, MEGATRON: (*_OLMOE, _SCALED)},
         ),
-        ModelFamily("olmo3", "OLMo 3", (DTENSOR,), has_window=windows.unless_types_say_no),
+        ModelFamily(
+            "olmo3", "OLMo 3", (DTENSOR,), has_window=windows.unless_types_say_no, scales_full_layers_only=True
+        ),
         ModelFamily("phi3", "Phi-3, Phi-4", (DTENSOR,), has_window=windows.everywhere, rotates_part=True),
         ModelFamily(
             "qwen2",
@@ -336,16 +344,38 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
         return f"partial_rotary_factor {parts[0]} and {parts[1]}, in rope_parameters and beside them, which differ"
     if parts not in ([], [1]) and not family.rotates_part:
         return f"partial_rotary_factor {parts[0]}, and models of its family rotate whole heads"
+    if (reason := uncomputed_rope(config, by_layer_type=family.ropes_by_layer_type)) is not None:
+        return reason
     if backend not in family.windows_trained_by and family.has_window(config):
         return "layers with a sliding window, which that backend would leave out"
     problems = (refusal.problem(config) for refusal in family.refused.get(backend, ()))
     return next((problem for problem in problems if problem is not None), None)
 
 
-def has_sliding_window(config: ModelConfig) -> bool:
-    """Whether some layers attend to the last tokens only."""
+def has_sliding_window(config: ModelConfig, longest: int) -> bool:
+    """Whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return (windows.by_layer if family is None else family.has_window)(config)
+    has_window = (windows.by_layer if family is None else family.has_window)(config)
+    return has_window and (config.get("sliding_window") or 0) < longest
+
+
+def has_plain_rope_in_windows(config: ModelConfig) -> bool:
+    """Whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
+
+    transformers 5.12.1 scales those of all layers (huggingface/transformers#45945), and vLLM those of full attention
+    alone, with which OLMo 3 was trained (arXiv 2512.13961): scaled in all layers it loses 4 points of MMLU
+    (vllm-project/vllm#43419).
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.scales_full_layers_only:
+        return False
+    return family.has_window(config) and rope_type(config) != "default"
+
+
+def dropout_rates(config: ModelConfig) -> dict[str, float]:
+    """What a training pass drops, or disturbs by random numbers, by key of config.json; without rates of 0."""
+    rates = {name: value for name, value in config.items() if name.endswith(_DRAWS) and isinstance(value, int | float)}
+    return {name: rate for name, rate in rates.items() if rate}
 
 
 def has_expert_bias(config: ModelConfig) -> bool:

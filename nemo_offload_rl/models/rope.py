@@ -1,13 +1,25 @@
-"""What config.json says of rotary embeddings."""
+"""Rotary embeddings as config.json has them, and as the model library and the engine read it.
+
+`attention_factor` is what cosine and sine are multiplied by. transformers 5.12.1 knows it by that key; vLLM 0.25.1
+reads keys of its own: `attn_factor` and `apply_yarn_scaling` of YaRN, `short_mscale` and `long_mscale` of LongRoPE.
+Each ignores the other's keys without a word, so both are told the same: `with_published_factor` is for the policy,
+`for_engine` for vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _LONG = ("longrope", "su")  # the second is what old folders of Phi-3 call it
 _KNOWN = ("default", "linear", "dynamic", "yarn", "llama3", "proportional", *_LONG)  # of transformers 5.12.1
 _CHANGING = ("dynamic", *_LONG)
+_YARN = "yarn"
+_NUMBERS = ("factor", "attention_factor", "attn_factor", "extrapolation_factor", "mscale", "mscale_all_dim", "alpha")
+_MSCALES = ("short_mscale", "long_mscale")
+# What engines read beside transformers' keys: without them transformers computes the published function.
+_OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,7 +57,143 @@ def malformed_rope(config: Mapping[str, Any]) -> str | None:
             return f"rope_type {kind}, which is none of transformers' {', '.join(_KNOWN)}"
         if "rope_theta" in rope and rope["rope_theta"] is None:
             return "rope_theta null, which is the base of the frequencies"
+        for key in (*_NUMBERS, *_MSCALES):
+            if not isinstance(value := rope.get(key) or 0.0, int | float):
+                return f"{key} {value!r} of rotary embeddings, which is no number"
     return None
+
+
+def uncomputed_rope(config: Mapping[str, Any], *, by_layer_type: bool) -> str | None:
+    """Which setting asks for rotary embeddings that the model library does not compute, or None.
+
+    Args:
+        config: The contents of a config.json.
+        by_layer_type: Whether the family's models read settings for each type of layers.
+    """
+    if _is_by_layer_type(config) and not by_layer_type:
+        return "rotary embeddings by layer type, which the model library does not read in its family"
+    for rope in each_rope(config):
+        if (value := rope.get("extrapolation_factor")) not in (None, 1):
+            return f"extrapolation_factor {value} of rotary embeddings, where the model library takes 1"
+        short, long = (rope.get(key) for key in _MSCALES)
+        if short != long:
+            return f"short_mscale {short} and long_mscale {long}, where the model library has one for all rows"
+    return None
+
+
+def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    """What cosine and sine are multiplied by, as published.
+
+    Args:
+        config: The contents of a config.json.
+        rope: One of `each_rope`.
+    """
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    kind = rope_type({"rope_parameters": rope})
+    if kind == _YARN:
+        factor, scale, scale_all = _factor(config, rope), rope.get("mscale"), rope.get("mscale_all_dim")
+        usual = _yarn_scale(factor)
+        if rope.get("apply_yarn_scaling") is False:
+            usual = 1.0
+        elif scale and scale_all:
+            usual = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all)
+        return usual * _attn_factor(rope)
+    if kind in _LONG:
+        if (scale := rope.get(_MSCALES[0])) is not None:
+            return float(scale)
+        factor = _factor(config, rope)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(_original_length(config, rope)))
+    return 1.0
+
+
+def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Settings with which transformers computes the published factor; None if it does so anyway.
+
+    Args:
+        config: The contents of a Hugging Face config, in which the settings are complete.
+    """
+
+    def complete(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+        if rope.get("attention_factor") is not None or all(rope.get(key) is None for key in _OF_ENGINES):
+            return rope
+        return {**rope, "attention_factor": attention_factor(config, rope)}
+
+    settings = _changed(config, complete)
+    return None if settings == rope_settings(config) else settings
+
+
+def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Settings with which vLLM computes the published factor, in its own keys; None without a factor.
+
+    Args:
+        config: The contents of a Hugging Face config, in which the settings are complete.
+    """
+    is_latent = bool(config.get("kv_lora_rank"))
+
+    def translated(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+        kind, published = rope_type({"rope_parameters": rope}), attention_factor(config, rope)
+        given = {key: value for key, value in rope.items() if value is not None}
+        if kind in _LONG:
+            return given | dict.fromkeys(_MSCALES, published)
+        if kind != _YARN:
+            return rope
+        given.pop("apply_yarn_scaling", None)
+        factor = _factor(config, rope)
+        usual = _yarn_scale(factor)
+        if is_latent:
+            usual = _yarn_scale(factor, given.get("mscale", 1.0)) / _yarn_scale(factor, given.get("mscale_all_dim", 0))
+        betas = {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
+        return given | betas | {"factor": factor, "attn_factor": published / usual}
+
+    settings = _changed(config, translated)
+    return None if settings == rope_settings(config) else settings
+
+
+def is_usual_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
+    """Whether YaRN's attention factor is what follows from its scaling factor alone."""
+    return math.isclose(attention_factor(config, rope), _yarn_scale(_factor(config, rope)))
+
+
+def _changed(config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings with each of `each_rope` changed."""
+    rope = rope_settings(config)
+    if _is_by_layer_type(config):
+        return {key: change(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
+    return dict(change(rope))
+
+
+def _is_by_layer_type(config: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in rope_settings(config).values())
+
+
+def _attn_factor(rope: Mapping[str, Any]) -> float:
+    return 1.0 if (given := rope.get("attn_factor")) is None else float(given)
+
+
+def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    """How many times longer rows are than those of the first training."""
+    if (given := rope.get("factor")) is not None:
+        return float(given)
+    original = _original_length(config, rope)
+    return (_length(config, "max_position_embeddings") or original) / original
+
+
+def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    """Tokens of a row in the first training; 2 where nothing is said."""
+    key = "original_max_position_embeddings"
+    return _length(config, key) or _length(rope, key) or _length(config, "max_position_embeddings") or 2.0
+
+
+def _length(settings: Mapping[str, Any], key: str) -> float | None:
+    """A number of tokens; None for anything else, which the model library refuses or replaces."""
+    value = settings.get(key)
+    return float(value) if isinstance(value, int | float) and value > 1 else None
+
+
+def _yarn_scale(factor: float, scale: float = 1.0) -> float:
+    """YaRN's (arXiv 2309.00071) scale of attention for longer rows, as DeepSeek has it with `mscale`."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
@@ -53,7 +201,7 @@ def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
 
     Args:
         config: The contents of a config.json.
-        longest: Tokens that no row exceeds; frequencies of `longrope` change beyond `unchanged_length` only.
+        longest: Tokens that no row exceeds; some change beyond `unchanged_length` only.
     """
     kind = rope_type(config)
     return kind if kind in _CHANGING and longest > unchanged_length(config) else None
@@ -62,7 +210,18 @@ def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
 def unchanged_length(config: Mapping[str, Any]) -> int:
     """Tokens up to which rows have the same rotary frequencies, where `changing_rope_type` is some; 0 for none."""
     key = "original_max_position_embeddings"
-    return int(config.get(key) or rope_settings(config).get(key) or 0) if rope_type(config) in _LONG else 0
+    if rope_type(config) in _LONG:
+        return int(config.get(key) or rope_settings(config).get(key) or 0)
+    return int(config.get("max_position_embeddings") or 0) if has_fixed_base(config) else 0
+
+
+def has_fixed_base(config: Mapping[str, Any]) -> bool:
+    """Whether type `dynamic` stands for a larger base of the frequencies, as Hunyuan's `alpha` has it.
+
+    transformers and vLLM multiply the base by a power of it, whatever the length of rows, up to the model's positions.
+    """
+    is_hunyuan = config.get("model_type") == "hunyuan_v1_dense"
+    return is_hunyuan and rope_type(config) == "dynamic" and bool(rope_settings(config).get("alpha"))
 
 
 def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:

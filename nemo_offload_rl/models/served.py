@@ -6,12 +6,18 @@ start of everything: an engine that samples from another function than the one t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from nemo_offload_rl.models import windows
 from nemo_offload_rl.models.families import FAMILIES, ModelFamily, Refusal
-from nemo_offload_rl.models.rope import each_rope, rope_type, rotated_parts
+from nemo_offload_rl.models.rope import (
+    attention_factor,
+    each_rope,
+    is_usual_factor,
+    rope_settings,
+    rope_type,
+    rotated_parts,
+)
 from nemo_offload_rl.models.windows import ModelConfig
 
 _LEFT_OUT = "which the engine would leave out"
@@ -20,6 +26,7 @@ _BIASES_LEFT_OUT = Refusal("attention_bias", (None, False), _LEFT_OUT)
 _BIASES_ADDED = Refusal("attention_bias", (None, False), _ADDED)
 _ONE_MATRIX = Refusal("tie_word_embeddings", (None, True), "where the engine has one matrix for both")
 _TWO_MATRICES = Refusal("tie_word_embeddings", (None, False), "where the engine would have two matrices")
+_ROPE_OF_ENGINE = ("mrope_section", "rope_dim", "use_fope")  # of vLLM's `get_rope`
 
 SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
     "cohere": (_ONE_MATRIX, _BIASES_LEFT_OUT),
@@ -110,15 +117,22 @@ def _activation(config: ModelConfig, family: ModelFamily) -> str | None:
 
 
 def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
-    if family.model_type == "gpt_oss" and rope_type(config) != "yarn":
-        return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
+    """The engine is told the attention factor (`rope.for_engine`); what it takes no settings of is here."""
+    if family.model_type == "gpt_oss":
+        if rope_type(config) != "yarn":
+            return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"
+        if not is_usual_factor(config, rope_settings(config)):
+            factor = attention_factor(config, rope_settings(config))
+            return f"rope_type yarn with an attention factor of {factor:g}, {_LEFT_OUT}"
     if family.model_type == "glm" and (part := rotated_parts(config) - {0.5}):
         return f"partial_rotary_factor {part.pop()}, and the engine rotates half of each head in its family"
     for rope in each_rope(config):
-        kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("attention_factor")
-        usual = 0.1 * math.log(rope.get("factor") or 1) + 1 if kind == "yarn" else None
-        if kind in ("yarn", "longrope") and factor is not None and not (usual and math.isclose(factor, usual)):
-            return f"rope_type {kind} with attention_factor {factor}, {_LEFT_OUT}"
-        if kind == "yarn" and not config.get("kv_lora_rank") and rope.get("mscale") and rope.get("mscale_all_dim"):
-            return f"rope_type yarn with mscale and mscale_all_dim, {_LEFT_OUT}"
+        if read := [key for key in _ROPE_OF_ENGINE if rope.get(key) is not None]:
+            return f"{read[0]} of rotary embeddings, which the engine alone would read"
+        if rope_type({"rope_parameters": rope}) == "proportional":
+            return "rope_type proportional, which the engine has otherwise than the model library"
+        if config.get("kv_lora_rank") and rope.get("truncate") is False:
+            return f"truncate false of rotary embeddings, {_LEFT_OUT}"
+        if config.get("kv_lora_rank") and rope.get("apply_yarn_scaling") is False:
+            return "apply_yarn_scaling false, for which the engine would scale attention scores otherwise"
     return None

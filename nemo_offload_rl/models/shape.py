@@ -36,25 +36,31 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """The sizes that a config.json has."""
-        hidden_size, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
-        head_dim = config.get("head_dim")
+        hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         if config.get("kv_lora_rank"):  # its `head_dim`, if there is one, is that of the rotated part alone
-            head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        if head_dim is None and hidden_size and num_heads:
+            parts = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
+            head_dim = None if None in parts else sum(part for part in parts if part is not None)
+        elif (head_dim := _size(config, "head_dim")) is None and hidden_size and num_heads:
             head_dim = hidden_size // num_heads
         return cls(
-            num_layers=config.get("num_hidden_layers"),
+            num_layers=_size(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=_size(config, "num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            intermediate_size=config.get("intermediate_size"),
-            vocab_size=config.get("vocab_size"),
+            intermediate_size=_size(config, "intermediate_size"),
+            vocab_size=_size(config, "vocab_size"),
             num_experts=_first(config, _NUM_EXPERTS),
             num_active_experts=_first(config, ("num_experts_per_tok",)),
             num_shared_experts=_first(config, _NUM_SHARED_EXPERTS),
         )
 
 
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    """A size that the file has; None for anything but a number, which the model library refuses by name."""
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((config[name] for name in names if config.get(name)), 0)
+    return next((size for name in names if (size := _size(config, name))), 0)

@@ -42,14 +42,14 @@ def by_layer(config: ModelConfig) -> bool:
         return "sliding_attention" in config["layer_types"]
     # As transformers fills `layer_types` of the Qwen families.
     in_use = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
-    return in_use and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
+    return in_use and (config.get("max_window_layers") or 0) < (config.get("num_hidden_layers") or 0)
 
 
 def in_some_layers(config: ModelConfig) -> bool:
     """Whether a model of such a family has layers with a window beside layers without."""
     if config.get("layer_types") is not None:
         return len(set(config["layer_types"])) > 1
-    return by_layer(config) and config.get("max_window_layers", 0) > 0
+    return by_layer(config) and (config.get("max_window_layers") or 0) > 0
 
 
 def unless_types_say_no(config: ModelConfig) -> bool:

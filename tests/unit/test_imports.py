@@ -20,7 +20,7 @@ ALLOWED = {
     "data": {"errors", "schema", "targets"},
     "environments": {"data", "errors", "targets"},
     "weight_sync": {"errors", "generation", "policy", "utils"},
-    "generation": {"weight_sync", "data", "errors", "schema", "utils"},
+    "generation": {"weight_sync", "data", "errors", "models", "schema", "utils"},
     "policy/backends": {"residency", "data", "errors", "models", "policy", "schema", "utils"},
     "policy": {"residency", "data", "errors", "weight_sync", "generation", "schema", "utils"},
     "experience": {"data", "environments", "generation", "errors"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.models.rope import for_engine
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
 _CPU_BATCH_TOKENS = 4096  # vLLM's own for CPUs
@@ -28,8 +31,7 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {
         "model": settings.model_name,
-        # The policy's model has them: without them the engine would be another model.
-        "hf_overrides": dict(settings.hf_config_overrides),
+        "hf_overrides": partial(as_the_policy_reads_it, overrides=dict(settings.hf_config_overrides)),
         "seed": settings.seed,
         "dtype": settings.precision,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -66,3 +68,16 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
         # Others reformat the weights of experts once after loading, and a refit would bring them as they were.
         arguments["moe_backend"] = "triton"
     return {**arguments, **settings.vllm_kwargs}
+
+
+def as_the_policy_reads_it(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The model's config, changed so that the engine's model is the policy's.
+
+    Args:
+        config: Of transformers, as vLLM has read it; the same is returned.
+        overrides: `policy.hf_config_overrides`.
+    """
+    config.update(overrides)
+    if (rope := for_engine(config.to_dict())) is not None:
+        config.rope_parameters = rope
+    return config

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys
+from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hub_names import HubNames
 from nemo_offload_rl.policy.backends.model_folder import TOKENIZER_FILES, find_file
@@ -33,7 +33,10 @@ _TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
 
 
 def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
-    """The model's Hugging Face config with `policy.hf_config_overrides` applied, as vLLM applies its `hf_overrides`.
+    """The model's Hugging Face config with `policy.hf_config_overrides` applied, as the engine applies them.
+
+    Rotary embeddings get the attention factor with which they were published, also where that is said in keys that only
+    engines read.
 
     Raises:
         UserError: The config cannot be read, or an override names no key of it or leaves the rotary base out.
@@ -53,6 +56,8 @@ def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
             "policy.hf_config_overrides.rope_parameters replaces all of the model's, and has no rope_theta; add it "
             f"({known['rope_parameters']['rope_theta']:g} in config.json)"
         )
+    if (rope := with_published_factor(config.to_dict())) is not None:
+        config.rope_parameters = rope
     return config
 
 

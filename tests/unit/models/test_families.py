@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def test_what_of_a_family_is_not_trained_is_refused_by_its_key(name: str, change
 LONGEST = 1024
 TURNS = ["sliding_attention", "full_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
-LONGROPE = {"rope_type": "longrope", "attention_factor": 1.3}
+SCALED = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 # Each seen to sample from another function than Hugging Face's, or not to start, with vLLM 0.25.1 on a CPU.
 OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type default, where the"),
@@ -109,9 +108,12 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("arcee", {"hidden_act": "silu"}, "hidden_act silu, and the engine computes relu2"),
     ("gemma2-tied", {"hidden_activation": "gelu"}, "hidden_activation gelu, and the engine computes gelu_py"),
     ("glm", {"rope_parameters": None, "partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25, and the engine"),
-    ("llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}, "rope_type yarn with attention_factor 0.7"),
-    ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale and mscale_all_dim"),
-    ("gemma3-tied", {"rope_parameters": dict.fromkeys(TURNS, LONGROPE)}, "longrope with attention_factor 1.3"),
+    ("gpt_oss", {"rope_parameters": SCALED | {"attention_factor": 0.7}}, "an attention factor of 0.7, which the eng"),
+    ("gpt_oss", {"rope_parameters": SCALED | {"attn_factor": 0.5}}, "an attention factor of 0.569315, which the"),
+    ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type proportional, which"),
+    ("gemma3-tied", {"rope_parameters": {turn: {"rope_dim": 16} for turn in TURNS}}, "rope_dim of rotary"),
+    ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate false of rotary embeddings, which"),
+    ("deepseek_v3", {"rope_parameters": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling false, for which"),
 ]
 
 
@@ -126,9 +128,8 @@ def test_what_the_engine_computes_otherwise_is_refused_beside_one(
 
 def test_what_the_engine_computes_alike_is_served() -> None:
     llama = family_config("llama").to_dict()
-    usual = 0.1 * math.log(4.0) + 1
-    for changes in (YARN, YARN | {"attention_factor": usual}, YARN | {"mscale": 0.7}):
-        assert unserved(llama | {"rope_parameters": changes}, LONGEST) is None
+    for changes in ({}, {"attention_factor": 0.7}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"attn_factor": 0.5}):
+        assert unserved(llama | {"rope_parameters": YARN | changes}, LONGEST) is None
     assert unserved(llama | {"sliding_window": LONGEST}, LONGEST) is None
     qwen = family_config("qwen3").to_dict()
     assert (
@@ -146,6 +147,10 @@ def test_what_the_engine_computes_alike_is_served() -> None:
             {"layer_types": TURNS},
             "for which the model library takes it for a model of type m",
         ),
+        ("llama", {"rope_parameters": YARN | {"extrapolation_factor": 0.5}}, "extrapolation_factor 0.5 of rotary emb"),
+        ("llama", {"rope_parameters": YARN | {"factor": "4"}}, "factor '4' of rotary embeddings, which is no number"),
+        ("olmo3", {"rope_parameters": dict.fromkeys(TURNS, YARN)}, "rotary embeddings by layer type, which the model"),
+        ("phi3", {"rope_parameters": YARN | {"short_mscale": 1.1}}, "short_mscale 1.1 and long_mscale None, where"),
         ("olmo3", {"sliding_window": None}, "layer_types with sliding_attention, but no sliding_window that is used"),
         ("qwen3", {"layer_types": TURNS, "sliding_window": 8}, "layer_types with sliding_attention, but no sliding_w"),
     ],
@@ -159,15 +164,19 @@ def test_settings_that_the_model_library_reads_otherwise_are_refused(
 
 
 def test_windows_and_divisors_are_read_as_each_family_names_them() -> None:
-    windowed = {name for name in TINY if has_sliding_window(family_config(name).to_dict())}
-    in_their_configs = {"exaone_moe", "gpt_oss"}
-    assert windowed == in_their_configs | {name for name in TINY if "window" in name or "layer_types" in TINY[name][1]}
+    configs = {name: family_config(name).to_dict() for name in TINY}
+    windowed = {name for name in TINY if has_sliding_window(configs[name], LONGEST)}
+    in_turns = {name for name in TINY if "sliding_attention" in TINY[name][1].get("layer_types", ())}
+    assert windowed == in_turns | {"exaone_moe"} | {name for name in TINY if "window" in name}
+    assert not any(has_sliding_window(configs[name], 8) for name in TINY)  # rows that no window is smaller than
+    assert has_sliding_window(configs["phi3-longrope"], 262145)
     qwen = {"model_type": "qwen2", "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 2}
-    assert has_sliding_window(qwen | {"use_sliding_window": True})
-    assert not has_sliding_window(qwen | {"use_sliding_window": False})
-    assert not has_sliding_window(qwen | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4})
+    assert has_sliding_window(qwen | {"use_sliding_window": True}, LONGEST)
+    assert not has_sliding_window(qwen | {"use_sliding_window": False}, LONGEST)
+    whole = {"use_sliding_window": True, "layer_types": ["full_attention"] * 4}
+    assert not has_sliding_window(qwen | whole, LONGEST)
     moe = qwen | {"model_type": "qwen3_moe", "max_window_layers": 4}  # all of its layers, whatever that key says
-    assert has_sliding_window(moe | {"use_sliding_window": True}) and not has_sliding_window(moe)
+    assert has_sliding_window(moe | {"use_sliding_window": True}, LONGEST) and not has_sliding_window(moe, LONGEST)
     assert logits_divisor({"model_type": "granite", "logits_scaling": 8.0}) == 8.0
     assert logits_divisor({"model_type": "llama", "logits_scaling": 8.0}) == 1.0
 
@@ -181,3 +190,10 @@ def test_sizes_are_those_of_the_config_under_every_familys_names() -> None:
     deepseek = ModelShape.of({"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1})
     assert (deepseek.num_experts, deepseek.num_active_experts, deepseek.num_shared_experts) == (8, 3, 1)
     assert ModelShape.of(family_config("deepseek_v3").to_dict()).head_dim == 48 + 16
+    # What a file leaves to the model library's default, or what that will refuse, is unknown.
+    for sizes in ({"qk_nope_head_dim": 128}, {"qk_nope_head_dim": None, "qk_rope_head_dim": 64}, {"head_dim": 64}):
+        assert (
+            ModelShape.of({"kv_lora_rank": 512, "hidden_size": 64, "num_attention_heads": 4, **sizes}).head_dim is None
+        )
+    assert ModelShape.of({"hidden_size": "64", "num_attention_heads": 4}).head_dim is None
+    assert not has_sliding_window({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, LONGEST)

@@ -31,7 +31,8 @@ from nemo_offload_rl.models.page import EVERYWHERE, LORA, PACKING
 from nemo_offload_rl.policy.backends.base import ProcessInfo
 
 pytestmark = [pytest.mark.trains, pytest.mark.processes]
-SERVED_IN_CI = ("llama/dtensor", "mistral-window/dtensor", "qwen3-tied/megatron", "qwen3_moe/megatron")
+# Rotary embeddings of Llama 3, of OLMo 3 by layer type, and of DeepSeek-R1-0528-Qwen3-8B with its `attn_factor`.
+SERVED_IN_CI = ("llama/dtensor", "olmo3/dtensor", "qwen3-tied/megatron", "qwen3_moe/megatron")
 
 
 def rows(*, served: bool) -> list[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows
 from nemo_offload_rl.policy.backends.dtensor.experts import use_grouped_experts
+from nemo_offload_rl.policy.backends.dtensor.model import decoder_layers
 from nemo_offload_rl.policy.backends.hub_names import HubNames, Piece
 from nemo_offload_rl.policy.backends.weight_files import COMPUTED, WeightFiles, check_same_tensors
 from nemo_offload_rl.residency import local_tensor
@@ -23,22 +26,62 @@ from nemo_offload_rl.residency import local_tensor
 _META = torch.device("meta")
 
 
-def build_causal_lm(config: Any, attention: str) -> Any:
+def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> Any:
     """The model in float32 with its parameters on the meta device; buffers are on the CPU with their values.
 
     Args:
         config: What `load_config` gave.
         attention: What `choose_attention` gave.
+        dropout: Whether it drops in training what its config says.
     """
+    config = copy.deepcopy(config)
+    for key in () if dropout else dropout_rates(config.to_dict()):
+        setattr(config, key, 0.0)
     with _META:
-        model: Any = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     use_grouped_experts(model)
     _compute_buffers(model)
+    if has_plain_rope_in_windows(config.to_dict()):
+        _rotate_plainly_in_windows(model)
     # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
+
+
+class _TwoRotations(nn.Module):
+    """Rotary embeddings of a model whose layers with a window have plain ones: (cos, sin) of the others, then theirs.
+
+    Args:
+        scaled: The model's own.
+        plain: Of the same class.
+    """
+
+    def __init__(self, scaled: nn.Module, plain: nn.Module) -> None:
+        super().__init__()
+        self.scaled, self.plain = scaled, plain
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return (*self.scaled(hidden, position_ids), *self.plain(hidden, position_ids))
+
+
+def _rotate_plainly_in_windows(model: Any) -> None:
+    """Give each layer of a model that computes one rotation for all of them its own; see `_TwoRotations`."""
+    own = model.base_model.rotary_emb
+    if "inv_freq" not in dict(own.named_buffers(recurse=False)):
+        return  # of a release of transformers that tells layers apart
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    model.base_model.rotary_emb = _TwoRotations(own, type(own)(config))
+    layers: Any = decoder_layers(model)
+    for layer, kind in zip(layers, config.layer_types, strict=True):
+        choose = partial(_with_rotation, slice(2, 4) if kind == "sliding_attention" else slice(2))
+        layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True)
+
+
+def _with_rotation(
+    which: slice, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "position_embeddings": kwargs["position_embeddings"][which]}
 
 
 @torch.no_grad()

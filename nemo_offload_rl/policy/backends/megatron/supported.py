@@ -16,7 +16,7 @@ from nemo_offload_rl.models.families import (
     unsupported_family,
     unsupported_settings,
 )
-from nemo_offload_rl.models.rope import malformed_rope, rope_settings, rope_type
+from nemo_offload_rl.models.rope import attention_factor, malformed_rope, rope_settings, rope_type
 
 # What each type of rotary embedding needs beside its base.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -110,8 +110,6 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
     if (reason := malformed_rope(config)) is not None:
         return reason
     rope = rope_settings(config)
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return "rotary embeddings by layer type, and that backend has one for all layers"
     kind = rope_type(config)
     if kind == "dynamic":
         return "rope_type dynamic, whose frequencies change with the longest row of a batch"
@@ -122,6 +120,6 @@ def unsupported_rope(config: Mapping[str, Any]) -> str | None:
         return f"rope_type {kind} without {missing[0]}, which it needs"
     if config.get("kv_lora_rank") and kind == YARN:
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        if scales[0] != scales[1] or not scales[0] or rope.get("attention_factor") not in (None, 1):
+        if scales[0] != scales[1] or not scales[0] or attention_factor(config, rope) != 1:
             return f"mscale {scales[0]} and mscale_all_dim {scales[1]}, which latent attention there has alike"
     return None
