@@ -98,6 +98,7 @@ def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any])
     settings = PolicySettings(
         model_name=str(folder),
         hf_config_overrides={},
+        dropout=False,
         tokenizer=TokenizerConfig(name=str(folder), chat_template=None, chat_template_kwargs=None),
         precision="bfloat16" if on_gpu else "float32",
         deterministic=False,

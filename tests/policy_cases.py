@@ -167,6 +167,7 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
     return PolicySettings(
         model_name=str(model_name),
         hf_config_overrides={},
+        dropout=False,
         tokenizer=TokenizerConfig(name=str(model_name), chat_template=None, chat_template_kwargs=None),
         precision="float32",
         train_global_batch_size=8,

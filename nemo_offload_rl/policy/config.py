@@ -79,6 +79,14 @@ class TrainedPolicyConfig:
     model_name: Annotated[str, doc("Local folder or hub name of a Hugging Face causal language model.", min_length=1)]
     tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
     hf_config_overrides: Annotated[dict[str, Any], doc("Values to override in the model's Hugging Face configuration.")]
+    dropout: Annotated[
+        bool,
+        doc(
+            "Train with the dropout of the model's configuration (`attention_dropout`, `residual_dropout`, ...). false "
+            "trains without: ratios of policy gradients and rewards of DPO compare passes that draw nothing. SFT's "
+            "exemplar has true, the others false. Adapters have a dropout of their own."
+        ),
+    ]
     train_global_batch_size: Annotated[
         int, doc("Sequences per optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
     ]

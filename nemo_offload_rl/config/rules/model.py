@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
+from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.models.served import longest_served, unserved
 from nemo_offload_rl.policy.rules import Rule, local_model_config
@@ -18,6 +19,17 @@ def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:
     return (
         "policy.hf_config_overrides.rope_parameters has no rope_theta, and takes the place of all that config.json "
         "says of rotary embeddings; add it"
+    )
+
+
+def dropout_that_is_asked_for_is_trained_with(cfg: RunConfig) -> str | None:
+    """An override of a dropout rate needs `policy.dropout`."""
+    if cfg.policy.dropout or not (rates := dropout_rates(cfg.policy.hf_config_overrides)):
+        return None
+    key, rate = next(iter(rates.items()))
+    return (
+        f"policy.hf_config_overrides.{key} is {rate} and policy.dropout false, which trains without dropout; set "
+        "policy.dropout to true, or remove the override"
     )
 
 
@@ -71,7 +83,10 @@ def _longest(cfg: RolloutMasterConfig) -> int:
     return max(cfg.policy.max_total_sequence_length, cfg.policy.generation.vllm_cfg.max_model_len)
 
 
-RULES: tuple[Rule[RunConfig], ...] = (rotary_embeddings_keep_their_base,)
+RULES: tuple[Rule[RunConfig], ...] = (
+    rotary_embeddings_keep_their_base,
+    dropout_that_is_asked_for_is_trained_with,
+)
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     rotary_frequencies_of_engine_and_policy_agree,
     the_engine_serves_the_model,

@@ -49,6 +49,7 @@ ADAMW = torch_optimizer("AdamW", lr=1e-3, weight_decay=0.1, decay_norm_and_bias=
 COMMON = {
     "scheduler": (WARM_UP,),
     "hf_config_overrides": {"attention_dropout": 0.2},
+    "dropout": True,
     "max_grad_norm": 0.5,
     "optimizer": ADAMW,
 }

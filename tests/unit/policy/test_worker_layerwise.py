@@ -182,7 +182,7 @@ def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_t
 
 def test_layers_that_are_not_computed_again_or_that_drop_at_random_take_one_micro_batch_after_the_other(folders):
     folder, _ = folders("qwen3")
-    dropout = {"hf_config_overrides": {"attention_dropout": 0.2}}
+    dropout = {"hf_config_overrides": {"attention_dropout": 0.2}, "dropout": True}
     for make, changes in ((in_parts, {}), (layerwise, dropout), (layerwise, {"activation_offload": True})):
         with one_rank_worker(
             folder, keep_reference=True, activation_checkpointing=make is layerwise, **changes

@@ -37,7 +37,13 @@ _SPARE = 8  # numbers that heads get for sinks; kernels want their sizes in mult
 
 
 def choose_attention(
-    config: Any, device: torch.device, compute_dtype: torch.dtype, *, packs: bool, shares_rows: bool = False
+    config: Any,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    longest: int,
+    packs: bool,
+    shares_rows: bool = False,
 ) -> str:
     """The name by which `transformers` finds the attention for a model.
 
@@ -46,6 +52,7 @@ def choose_attention(
             sinks what is here.
         device: Where it runs.
         compute_dtype: In which precision: the kernel for packed rows knows 16-bit numbers on a GPU only.
+        longest: Tokens that no row exceeds, padding aside; a window of that size is none.
         packs: Whether rows are packed, else they are padded on the right. A model that does not tell its attention
             where packed rows begin gets Hugging Face's masks, which are made of positions.
         shares_rows: Whether ranks share each row, which excludes soft-caps, sinks and packed rows.
@@ -59,7 +66,7 @@ def choose_attention(
     if has_attention_sinks(contents):
         AttentionInterface.register(SINKS, _attention_with_sinks)
         return SINKS
-    if has_sliding_window(contents):
+    if has_sliding_window(contents, longest):
         return MASKED
     if not packs:
         AttentionInterface.register(CAUSAL, sdpa_attention_forward)

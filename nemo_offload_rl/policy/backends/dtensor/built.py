@@ -81,9 +81,14 @@ class BuiltModel:
 
         on_gpu, compute_dtype = self._device.type == "cuda", self.compute_dtype
         attention = choose_attention(
-            self.config, self._device, compute_dtype, packs=self._packs, shares_rows=cp_size > 1
+            self.config,
+            self._device,
+            compute_dtype,
+            longest=settings.max_total_sequence_length,
+            packs=self._packs,
+            shares_rows=cp_size > 1,
         )
-        causal_lm = build_causal_lm(self.config, attention)
+        causal_lm = build_causal_lm(self.config, attention, dropout=settings.dropout)
         sources = find_weights(causal_lm, settings.model_name)
         if is_frozen:
             freeze(causal_lm, compute_dtype)

@@ -65,6 +65,8 @@ def context_attention(
     """
     group = getattr(module, _GROUP)
     key_BKSD, value_BKSD = _whole(key, group), _whole(value, group)
+    if sliding_window is not None and sliding_window >= key_BKSD.shape[2]:
+        sliding_window = None
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key_BKSD, value_BKSD = (states.repeat_interleave(num_groups, dim=1) for states in (key_BKSD, value_BKSD))

@@ -59,7 +59,7 @@ class PassOrder:
             return
         self._layerwise = layerwise
         recomputes = self._cfg.activation_checkpointing and not self._cfg.activation_offload
-        config = self._built.config.to_dict()
+        config = self._built.module.causal_lm.config.to_dict()
         self._trains_layerwise = recomputes and not draws_in_training(self._built.module, config)
         if not self._trains_layerwise:
             logger.info(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.policy.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.policy.backends.dtensor.layout import ModelRows
 from nemo_offload_rl.policy.backends.dtensor.parallel import cast_inputs
 from nemo_offload_rl.policy.backends.readers import Reader
 
-_DRAWS = ("dropout", "drop", "pdrop", "jitter_noise")
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, type(None))
 _NO_ID = -1  # those of torch's hooks begin at 0
 
@@ -163,10 +163,9 @@ def draws_in_training(model: nn.Module, config: Mapping[str, Any]) -> bool:
 
     Args:
         model: The model.
-        config: The contents of its config.json.
+        config: The contents of the config that it was built from.
     """
-    rates = [value for name, value in config.items() if name.endswith(_DRAWS) and isinstance(value, float)]
-    return any(rates) or any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    return bool(dropout_rates(config)) or any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
 
 
 def _is_of(child: nn.Module, layer: nn.Module) -> bool:

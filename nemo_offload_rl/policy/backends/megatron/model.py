@@ -19,6 +19,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.policy.backends.alternatives import advice, other_backend
 from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.hf_folder import load_config
 from nemo_offload_rl.policy.backends.megatron.balancing import (
@@ -104,7 +106,11 @@ def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: boo
         ) from error
     bridge.hf_pretrained.config = hf_config
     folder = ModelFolder(
-        bridge.hf_pretrained.state.source, settings.model_name, _tied_names(hf_config), _predicting_layers(hf_config)
+        bridge.hf_pretrained.state.source,
+        settings.model_name,
+        _tied_names(hf_config),
+        _predicting_layers(hf_config),
+        other_backend(hf_config.to_dict(), MEGATRON),
     )
     _configure(provider, settings, cfg)
     complete_provider(provider, hf_config)
@@ -166,7 +172,7 @@ def hook_in_this_stream(chunks: Sequence[Any]) -> None:
 def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
     """What rules say of a folder before Ray starts, for models of a hub too."""
     if (reason := unsupported(hf_config.to_dict())) is not None:
-        raise ConfigError(f"{model_name} has {reason}; use policy.dtensor_cfg, or another model.")
+        raise ConfigError(f"{model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
     is_local = cfg.transformer_impl == "local"
     if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)) is not None:
         raise ConfigError(f"policy.megatron_cfg.{reason}.")
@@ -236,6 +242,8 @@ def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> 
         "cuda_graph_impl": cfg.cuda_graph_impl,
         "mtp_num_layers": None,
     }
+    if not settings.dropout:
+        values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     values |= _recompute(cfg) | _mixture_of_experts(cfg)
     if cfg.fine_grained_activation_offloading:
         values |= {

@@ -88,19 +88,24 @@ def test_packed_rows_have_a_kernel_of_their_own_on_a_gpu_in_half_precision(tmp_p
     save_family(tmp_path, "qwen3")
     config = AutoConfig.from_pretrained(tmp_path)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert choose_attention(config, cuda, torch.bfloat16, packs=True) == PACKED
-    assert choose_attention(config, cuda, torch.float32, packs=True) == MASKED
-    assert choose_attention(config, cpu, torch.bfloat16, packs=True) == MASKED
-    assert choose_attention(config, cuda, torch.bfloat16, packs=False) == CAUSAL
+    assert choose_attention(config, cuda, torch.bfloat16, longest=32, packs=True) == PACKED
+    assert choose_attention(config, cuda, torch.float32, longest=32, packs=True) == MASKED
+    assert choose_attention(config, cpu, torch.bfloat16, longest=32, packs=True) == MASKED
+    assert choose_attention(config, cuda, torch.bfloat16, longest=32, packs=False) == CAUSAL
     windowed = AutoConfig.from_pretrained(tmp_path, **WINDOWS["qwen3"])
-    assert {choose_attention(windowed, cuda, torch.bfloat16, packs=packs) for packs in (True, False)} == {MASKED}
+    assert {choose_attention(windowed, cuda, torch.bfloat16, longest=32, packs=packs) for packs in (True, False)} == {
+        MASKED
+    }
+    # A window that no row exceeds is none.
+    assert choose_attention(windowed, cuda, torch.bfloat16, longest=4, packs=True) == PACKED
+    assert choose_attention(windowed, cuda, torch.bfloat16, longest=4, packs=False) == CAUSAL
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if DTENSOR in trained_by(name)])
 def test_the_kernel_for_packed_rows_is_for_models_that_tell_it_where_rows_begin(name: str) -> None:
     """A GPU's kernel, in the place of which something looks at what the model hands over."""
     config = family_config(name)
-    if choose_attention(config, torch.device("cuda"), torch.bfloat16, packs=True) == CAPPED:
+    if choose_attention(config, torch.device("cuda"), torch.bfloat16, longest=32, packs=True) == CAPPED:
         return
     told = []
 
