@@ -43,7 +43,7 @@ def a_megatron_teacher_has_no_streamed_layers(cfg: DistillationMasterConfig) -> 
     if cfg.teacher.stream_layers and not cfg.policy.dtensor_cfg.enabled:
         return (
             "teacher.stream_layers is true, but the Megatron backend is on and keeps a model in few large buffers; set "
-            "it to false, or use policy.dtensor_cfg"
+            "it to false"
         )
     return None
 

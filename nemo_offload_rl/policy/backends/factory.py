@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+from nemo_offload_rl.policy.backends.alternatives import advice, other_backend
 from nemo_offload_rl.policy.backends.base import ExpectedBytes, FrozenModel, PolicyBackend, ProcessInfo
 from nemo_offload_rl.policy.backends.dtensor import split_plan
 from nemo_offload_rl.policy.backends.dtensor.supported import unsupported as unsupported_by_dtensor
@@ -48,12 +50,13 @@ def check_model(settings: PolicySettings) -> None:
     if (reason := check(config) or check(_as_loaded(settings).to_dict())) is not None:
         raise ConfigError(
             f"policy.{settings.backend.section}.enabled is true, but config.json of {settings.model_name} has "
-            f"{reason}; use another model, or the other backend if it trains this one (docs/reference/models.md)"
+            f"{reason}; {advice(config, MEGATRON if in_megatron else DTENSOR)}"
         )
     if in_megatron and not config.get("architectures"):
+        other = other_backend(config, MEGATRON)
         raise ConfigError(
             f"config.json of {settings.model_name} has no architectures, by which Megatron-Bridge knows it; "
-            "add the name of the model's class, or use policy.dtensor_cfg"
+            f"add the name of the model's class{'' if other is None else f', or use {other}'}"
         )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     if not in_megatron and tp_size > 1:

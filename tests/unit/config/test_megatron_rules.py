@@ -120,13 +120,14 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
             "has partial_rotary_factor 0.5, and",
             {**DENSE, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
         ),
-        ([], "by layer type, and", {**DENSE, "rope_parameters": {"full_attention": YARN}}),
+        ([], "by layer type, which the", {**DENSE, "rope_parameters": {"full_attention": YARN}}),
         ([], "has rotary embeddings 'yarn', which is no mapping", {**DENSE, "rope_scaling": "yarn"}),
         (["+policy.hf_config_overrides.attention_bias=true"], "has attention_bias true, whose biases", DENSE),
     ],
     "fused_rotary_embeddings_have_no_factor": [
         ([], "set it to false", {**DENSE, "rope_parameters": YARN}),
         ([], "set it to false", {**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ([], "an attention factor of 0.6, which", {**DENSE, "rope_parameters": {**YARN, "attention_factor": 0.6}}),
     ],
     "flexible_dispatch_needs_several_devices": [
         ([f"{KEY}.moe_token_dispatcher_type=flex"], "only sends tokens to other devices; set it to alltoall", EXPERTS)

@@ -23,7 +23,8 @@ from nemo_offload_rl.config.rules.model import (
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.models.families import DTENSOR, FAMILIES
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES, MEGATRON
+from nemo_offload_rl.policy.backends.alternatives import advice
 from nemo_offload_rl.policy.backends.dtensor.rules import (
     dtensor_trains_the_model,
     experts_divide_over_devices,
@@ -62,6 +63,13 @@ ACCEPTED: list[dict[str, Any]] = [
     {"model_type": "qwen3", "rope_scaling": None},
     {"model_type": "qwen3_moe", "num_experts": 4},
     {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_attention_heads": 128,
+    },
 ]
 
 
@@ -156,11 +164,26 @@ def test_a_model_that_the_dtensor_backend_does_not_train_is_refused_in_one_line(
     assert message is not None
     assert words in message
     assert "\n" not in message
-    assert "; use another model" in message
+    assert message.endswith("; use another model (docs/reference/models.md)")
     with pytest.raises(ConfigError, match=words):
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
     other = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
     assert message_about(tmp_path, model, *other) is None
+
+
+def test_a_refusal_names_another_backend_only_if_that_trains_the_model() -> None:
+    biased, dynamic = {**LLAMA, "mlp_bias": True}, {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    nemotron, gpt = {"model_type": "nemotron", "hidden_act": "relu2"}, {"model_type": "gpt2"}
+    assert (
+        advice(biased, MEGATRON)
+        == advice(dynamic, MEGATRON)
+        == ("use policy.dtensor_cfg, which trains it, or another model")
+    )
+    assert advice(nemotron, DTENSOR) == "use policy.megatron_cfg, which trains it, or another model"
+    nothing = "use another model (docs/reference/models.md)"
+    assert advice(nemotron, DTENSOR, has_gpus=False) == advice(gpt, DTENSOR) == advice(gpt, MEGATRON) == nothing
+    assert advice({**nemotron, "mlp_bias": True}, DTENSOR) == nothing
+    assert advice({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, MEGATRON) == nothing
 
 
 @pytest.mark.parametrize("model", ACCEPTED)
@@ -195,6 +218,30 @@ def test_long_rope_is_trained_beside_an_engine_up_to_the_length_where_it_changes
     with pytest.raises(ConfigError, match="change in rows of more than 64 tokens; set policy") as error:
         load_grpo_config(CPU, [*overrides, f"{lengths[0]}=65"])
     assert "\n" not in str(error.value)
+
+
+def test_hunyuans_larger_base_is_trained_beside_an_engine_up_to_the_models_positions(tmp_path: Path) -> None:
+    model = family_config("hunyuan").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 64}))
+    lengths = ("policy.max_total_sequence_length", "policy.generation.vllm_cfg.max_model_len")
+    overrides = [f"policy.model_name={tmp_path}", *(f"{key}=64" for key in lengths), "data.max_input_seq_length=32"]
+    load_grpo_config(CPU, overrides)
+    with pytest.raises(ConfigError, match="change in rows of more than 64 tokens; set policy"):
+        load_grpo_config(CPU, [*overrides, f"{lengths[0]}=65"])
+    plain = {**model["rope_parameters"], "alpha": None}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"rope_parameters": plain}))
+    with pytest.raises(ConfigError, match=r"rope_type dynamic, .* but not in the engine; use another"):
+        load_grpo_config(CPU, overrides)
+
+
+def test_an_override_of_dropout_needs_the_key_that_trains_with_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    rate = "+policy.hf_config_overrides.attention_dropout"
+    overrides = [f"policy.model_name={tmp_path}", f"{rate}=0.1"]
+    with pytest.raises(ConfigError, match=r"attention_dropout is 0.1 and policy\.dropout false.*; set policy.dropout"):
+        load_grpo_config(CPU, overrides)
+    load_grpo_config(CPU, [*overrides, "policy.dropout=true"])
+    load_grpo_config(CPU, [overrides[0], f"{rate}=0.0"])
 
 
 def test_windows_that_the_engine_does_not_serve_are_refused_beside_one(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.families import DTENSOR
 from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.backends.alternatives import advice
 from nemo_offload_rl.policy.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.policy.backends.dtensor.split_plan import (
     context_problem,
@@ -186,8 +188,8 @@ def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
     if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
         return None
     return (
-        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
-        "another model, or policy.megatron_cfg if it trains this one (docs/reference/models.md)"
+        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; "
+        f"{advice(model, DTENSOR, has_gpus=cfg.cluster.gpus_per_node > 0)}"
     )
 
 

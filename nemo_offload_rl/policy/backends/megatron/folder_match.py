@@ -34,18 +34,27 @@ class ModelFolder:
         model_name: `policy.model_name`.
         tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
         left_out: Layers whose tensors are as if they were not there, those of `mtp.` beside them.
+        other: Section of another backend that trains models like this one; None if there is none.
 
     Raises:
         UserError: The files cannot be read, or there are none.
     """
 
-    def __init__(self, source: Any, model_name: str, tied: tuple[str, str] | None, left_out: range = range(0)) -> None:
+    def __init__(
+        self,
+        source: Any,
+        model_name: str,
+        tied: tuple[str, str] | None,
+        left_out: range = range(0),
+        other: str | None = None,
+    ) -> None:
         self.model_name = model_name
+        self.or_other = "" if other is None else f", or use {other}"
         paths = sorted({Path(source.path) / file for file in source.key_to_filename_map.values()})
         if not paths:
             raise UserError(
                 f"policy.model_name={model_name} has no safetensors files, which are all that the Megatron backend "
-                "reads; save the model anew with save_pretrained, or use policy.dtensor_cfg."
+                f"reads; save the model anew with save_pretrained{self.or_other}."
             )
         self._files = WeightFiles(model_name, paths)
         places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
@@ -155,7 +164,7 @@ def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
     if None in tasks:
         raise UserError(
             f"policy.model_name={folder.model_name} makes {tasks.count(None)} parameters that Megatron-Bridge does not "
-            "know in a Hugging Face folder; use policy.dtensor_cfg, or another model."
+            f"know in a Hugging Face folder; use another model{folder.or_other}."
         )
 
 
@@ -192,7 +201,7 @@ def _refuse_difference(folder: ModelFolder, wanted: Iterable[str]) -> None:
     if unexpected:
         raise UserError(
             f"policy.model_name={folder.model_name} has {unexpected[0]}, as {len(unexpected)} tensors that the "
-            "Megatron backend has no place for and would leave out; use policy.dtensor_cfg, or repair config.json."
+            f"Megatron backend has no place for and would leave out; repair config.json{folder.or_other}."
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.models.families import has_expert_bias
-from nemo_offload_rl.models.rope import rope_type
+from nemo_offload_rl.models.families import MEGATRON, has_expert_bias
+from nemo_offload_rl.models.rope import attention_factor, rope_settings, rope_type
 from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.backends.alternatives import advice
 from nemo_offload_rl.policy.backends.megatron.rules.section import megatron_section
-from nemo_offload_rl.policy.backends.megatron.supported import YARN, unsplit_layers, unsupported
+from nemo_offload_rl.policy.backends.megatron.supported import unsplit_layers, unsupported
 from nemo_offload_rl.policy.rules import PolicyRun, Rule, local_model_config
 
 KEY = "policy.megatron_cfg"
@@ -200,13 +201,13 @@ def megatron_layers_divide_over_stages(cfg: PolicyRun) -> str | None:
             f"{KEY}.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is set, but "
             "pipeline_model_parallel_size is 1; set them to null"
         )
-    if model is None or "num_hidden_layers" not in model or stages == 1:
+    if model is None or stages == 1 or (num_layers := ModelShape.of(model).num_layers) is None:
         return None
-    layers, middle = model["num_hidden_layers"] - sum(set_ends), stages - len(set_ends)
+    layers, middle = num_layers - sum(set_ends), stages - len(set_ends)
     if layers != 0 if middle == 0 else layers <= 0 or layers % middle != 0:
         return (
-            f"{KEY}.pipeline_model_parallel_size {stages} leaves {layers} of the model's {model['num_hidden_layers']} "
-            f"layers for {middle} stages without a set size, which must share them evenly; change it or "
+            f"{KEY}.pipeline_model_parallel_size {stages} leaves {layers} of the model's {num_layers} layers "
+            f"for {middle} stages without a set size, which must share them evenly; change it or "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
     return None
@@ -217,21 +218,20 @@ def megatron_takes_the_whole_model(cfg: PolicyRun) -> str | None:
     model = local_model_config(cfg)
     if megatron_section(cfg) is None or model is None or (reason := unsupported(model)) is None:
         return None
-    return (
-        f"{KEY}.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; use "
-        "policy.dtensor_cfg, or another model"
-    )
+    return f"{KEY}.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; {advice(model, MEGATRON)}"
 
 
 def fused_rotary_embeddings_have_no_factor(cfg: PolicyRun) -> str | None:
-    """The fused kernel for rotary embeddings leaves YaRN's attention factor out."""
+    """The fused kernel for rotary embeddings leaves an attention factor out."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or model is None or megatron.transformer_impl == "local":
         return None
-    if megatron.apply_rope_fusion and rope_type(model) == YARN:
+    if not megatron.apply_rope_fusion or unsupported(model) is not None:
+        return None
+    if (factor := attention_factor(model, rope_settings(model))) != 1.0:
         return (
-            f"{KEY}.apply_rope_fusion is true, but the model has rope_type yarn, whose attention factor the fused "
-            "kernel leaves out; set it to false"
+            f"{KEY}.apply_rope_fusion is true, but the model has rope_type {rope_type(model)} with an attention factor "
+            f"of {factor:g}, which the fused kernel leaves out; set it to false"
         )
     return None
 
