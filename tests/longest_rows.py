@@ -45,7 +45,7 @@ def main() -> None:
     found: dict[str, list[float | bool]] = {}
     for kind, rope in ROPES.items():
         parameters = {"rope_type": kind, "rope_theta": 1e4, **rope}
-        family_config("llama", rope_parameters=parameters).save_pretrained(folders / kind)
+        family_config("llama", rope_parameters=parameters, max_position_embeddings=1024).save_pretrained(folders / kind)
     for folder in sorted(folders.iterdir()):
         longest = longest_served(json.loads((folder / "config.json").read_text()))
         assert longest is not None
