@@ -170,7 +170,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v3-four": (
         "deepseek_v3",
-        {**_DEEPSEEK, **published("dsv3"), "num_experts_per_tok": 4, "initializer_range": 0.15},
+        {**_DEEPSEEK, **published("dsv3"), "q_lora_rank": 40, "num_experts_per_tok": 4, "initializer_range": 0.15},
     ),
     "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
     "deepseek_v3-moonlight": ("deepseek_v3", {**_DEEPSEEK, **published("moonlight"), "n_group": 1, "topk_group": 1}),

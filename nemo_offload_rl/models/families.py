@@ -27,16 +27,20 @@ class Refusal:
         key: Its name.
         accepted: Values that are trained; None stands for a config.json without the key too.
         reason: What follows the value in the message.
+        refused: The only values that are not trained, in place of `accepted`.
     """
 
     key: str
     accepted: tuple[object, ...]
     reason: str
+    refused: tuple[object, ...] = ()
 
     def problem(self, config: ModelConfig) -> str | None:
         """Why the model is refused, or None."""
         value = config.get(self.key)
-        return None if value in self.accepted else f"{self.key} {json.dumps(value)}, {self.reason}"
+        if value not in self.refused if self.refused else value in self.accepted:
+            return None
+        return f"{self.key} {json.dumps(value)}, {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class ModelFamily:
         model_type: As config.json names it.
         title: What people call its models, for docs/reference/models.md.
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
+        titles: In place of `title` for a backend that refuses some of its models.
         has_window: Whether a model of the family has layers that attend to the last tokens only.
         windows_trained_by: Those of `trained_by` that compute such layers.
         logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
@@ -68,6 +73,7 @@ class ModelFamily:
     model_type: str
     title: str
     trained_by: tuple[str, ...]
+    titles: Mapping[str, str] = field(default_factory=dict)
     has_window: Callable[[ModelConfig], bool] = windows.nowhere
     windows_trained_by: tuple[str, ...] = (DTENSOR,)
     logits_divisor: str | None = None
@@ -93,6 +99,7 @@ _MLP_BIAS = Refusal("mlp_bias", (None, False), _BIAS_LEFT_OUT)
 _AS_MINISTRAL = Refusal("layer_types", (None,), "for which the model library takes it for a model of type ministral")
 _NORMALIZED = Refusal("norm_topk_prob", (None, True), "and that backend normalizes them")
 _SCALED = Refusal("routed_scaling_factor", (None, 1), "by which that backend alone would multiply")
+_NO_QUERY_RANK = Refusal("q_lora_rank", (), "and that backend would put a norm ahead of the queries", refused=(None, 0))
 _DEEPSEEK = (
     Refusal("attention_bias", (None, False), _NOT_IN_ENGINE),
     Refusal("moe_layer_freq", (None, 1), "where the model library takes 1"),
@@ -131,8 +138,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "deepseek_v3",
             "DeepSeek-V3, Moonlight",
             (DTENSOR, MEGATRON),
+            titles={MEGATRON: "DeepSeek-V3"},
             has_expert_bias=True,
-            refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED)},
+            refused={DTENSOR: _DEEPSEEK, MEGATRON: (*_DEEPSEEK, _NORMALIZED, _NO_QUERY_RANK)},
         ),
         ModelFamily("ernie4_5", "ERNIE 4.5", (DTENSOR,)),
         ModelFamily("exaone4", "EXAONE 4", (DTENSOR,), has_window=windows.unless_types_say_no),

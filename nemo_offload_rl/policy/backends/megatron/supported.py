@@ -77,8 +77,6 @@ def unsupported_layers(config: Mapping[str, Any]) -> str | None:
     activations = _SILU if family is None else family.activations
     if config.get("hidden_act") not in (None, *activations):
         return f"hidden_act {config['hidden_act']}, and that backend computes {activations[0]}"
-    if config.get("kv_lora_rank") and not config.get("q_lora_rank"):
-        return "q_lora_rank null, and that backend would put a norm ahead of the queries"
     if has_attention_sinks(config) and not windows.in_turns(config):
         return "layer_types other than sliding_attention and full_attention in turns, as that backend has them"
     return _unsupported_experts(config)
