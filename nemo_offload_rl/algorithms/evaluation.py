@@ -21,7 +21,7 @@ from nemo_offload_rl.algorithms.rollout_log import score_record
 from nemo_offload_rl.config.convert import EvalConfig
 from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import ConfigError
@@ -29,6 +29,7 @@ from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, unscored_rates
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.policy.backends.model_folder import model_vocab_size
 
 if TYPE_CHECKING:
     from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
@@ -86,6 +87,8 @@ def run_eval(config: EvalConfig) -> Results:
     code = load_code(config.env)
     splits = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
     prompts = splits.validation[: config.eval.max_samples]
+    vocab_size = model_vocab_size(config.engine.model_name, config.engine.hf_config_overrides)
+    check_token_ids(tokenizer, (prompt.token_ids for prompt in prompts), vocab_size)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -27,11 +27,12 @@ from nemo_offload_rl.data.datasets import load_prompts
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
-from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.policy.backends.model_folder import model_vocab_size
 from nemo_offload_rl.policy.settings import TeacherSettings
 from nemo_offload_rl.utils.flops import read_model_speed
 from nemo_offload_rl.utils.garbage import frozen_objects
@@ -116,6 +117,8 @@ def run_with_rollouts(
     tokenizer = load_tokenizer(config.policy.tokenizer)
     data = with_given_rows(config.data, given.train_data, given.validation_data)
     prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    rows = (prompt.token_ids for prompt in (*prompts.train, *prompts.validation))
+    check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
     _check_validation(config, prompts)
     _check_metric(config, prompts)
     loader = ShuffledLoader(

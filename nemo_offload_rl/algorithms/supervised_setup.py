@@ -30,9 +30,10 @@ from nemo_offload_rl.data.datasets import load_example_pairs, load_examples
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part, digest_of_lengths
-from nemo_offload_rl.data.tokenizer import load_tokenizer, padding_id, whole_text
+from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer, padding_id, whole_text
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.policy.backends.model_folder import model_vocab_size
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.garbage import frozen_objects
 from nemo_offload_rl.utils.logger import RunLogger
@@ -72,6 +73,8 @@ def run_sft(
     kwargs = config.policy.tokenizer.chat_template_kwargs
     data = with_given_rows(config.data, train_data, validation_data)
     examples = load_examples(data, tokenizer, kwargs, last_turn_only=config.sft.only_unmask_final)
+    rows = (example.token_ids for example in (*examples.train, *examples.validation))
+    check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
     recipe = SftRecipe(
         examples=examples,
         decode=whole_text(tokenizer),
@@ -99,6 +102,9 @@ def run_dpo(
     tokenizer = load_tokenizer(config.policy.tokenizer)
     data = with_given_rows(config.data, train_data, validation_data)
     pairs = load_example_pairs(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    both = (example for pair in (*pairs.train, *pairs.validation) for example in (pair.chosen, pair.rejected))
+    rows = (example.token_ids for example in both)
+    check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
     saved: ReferenceFile | None = None
     if config.dpo.precompute_reference_logprobs and config.checkpointing.enabled:
         path = Path(config.checkpointing.checkpoint_dir) / FILE_NAME

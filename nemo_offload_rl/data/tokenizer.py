@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.records import Example
@@ -66,6 +68,34 @@ def template_text(given: str | None) -> str | None:
             "the path of a .jinja file, or `default` for the tokenizer's own"
         )
     return text
+
+
+def check_token_ids(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int] | np.ndarray], vocab_size: int | None
+) -> None:
+    """Refuse rows with tokens that the model has no embedding for.
+
+    A tokenizer may know more tokens than its model, as that of Gemma 3 knows images, if rows have none of these.
+
+    Args:
+        tokenizer: With which rows were encoded.
+        rows: Token ids of each; read only if the tokenizer is larger than the model.
+        vocab_size: Embeddings of the model; None where its config.json leaves them to the model library's default.
+
+    Raises:
+        DataError: With the largest such token.
+    """
+    known = 1 + max(tokenizer.get_vocab().values())
+    if vocab_size is None or known <= vocab_size:
+        return
+    largest = max((int(max(row)) for row in rows if len(row)), default=0)
+    largest = max(largest, padding_id(tokenizer))
+    if largest >= vocab_size:
+        raise DataError(
+            f"the tokenizer makes token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), but the model has "
+            f"embeddings for {vocab_size} tokens (vocab_size in its config.json); set policy.tokenizer.name to the "
+            f"model's own, or save the model with model.resize_token_embeddings({known})"
+        )
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -41,6 +41,12 @@ CASES = {
     ),
     "no chat template": (sft, [SFT_DATA, "policy.tokenizer.name={folder}/bare"], ["bare has no chat template"]),
     "row too long": (sft, [SFT_DATA, "data.max_input_seq_length=8"], ["rows.jsonl:", "8", "overlong_rows=drop"]),
+    "tokens without an embedding": (
+        sft, [SFT_DATA, "+policy.hf_config_overrides.vocab_size=20"], ["embeddings for 20 tokens", "resize_token_embed"]
+    ),
+    "pair of tokens without an embedding": (
+        dpo, [DPO_DATA, "+policy.hf_config_overrides.vocab_size=20"], ["the tokenizer makes token 257 ('<|im_end|>')"]
+    ),
     "fewer rows than a batch": (
         sft, [SFT_DATA, "policy.train_global_batch_size=64"], ["one batch needs 64", "lower policy.train_global_batch_"]
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.models.shape import ModelShape
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
@@ -75,6 +77,16 @@ def find_weight_files(model_name: str) -> list[Path]:
     if missing:
         raise UserError(f"{path} names {len(missing)} files that are not there, first {missing[0]}; add them")
     return [file for file in files.values() if file is not None]
+
+
+def model_vocab_size(model_name: str, overrides: Mapping[str, Any]) -> int | None:
+    """Embeddings that a model has; None where its config.json leaves them to the model library's default.
+
+    Args:
+        model_name: As for `read_model_config`.
+        overrides: `policy.hf_config_overrides`.
+    """
+    return ModelShape.of({**read_model_config(model_name), **overrides}).vocab_size
 
 
 def read_model_config(model_name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@ import pytest
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.data.config import TokenizerConfig
-from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.errors import DataError
 
 
@@ -71,3 +71,18 @@ def test_a_tokenizer_without_a_chat_template_or_an_end_is_an_error(tmp_path):
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(DataError, match="no chat template"):
         load_tokenizer(settings(tmp_path / "bare"))
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_rows_have_them():
+    tokenizer = make_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    words = [[1, 2], [], [size - 1]]
+    check_token_ids(tokenizer, words, None)
+    check_token_ids(tokenizer, words, size + 1)
+    check_token_ids(tokenizer, words, size)  # as that of Gemma 3, which knows images
+    with pytest.raises(DataError, match=rf"makes token {size} \('<image>'\), but the model has embeddings for {size}"):
+        check_token_ids(tokenizer, [*words, [size]], size)
+    tokenizer.pad_token = "<image>"
+    with pytest.raises(DataError, match=rf"or save the model with model.resize_token_embeddings\({size + 1}\)"):
+        check_token_ids(tokenizer, words, size)
