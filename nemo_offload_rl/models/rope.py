@@ -242,7 +242,7 @@ def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = rope["partial_rotary_factor"]
     kind = rope_type({"rope_parameters": rope})
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if kind in _LONG:  # transformers 4 refuses any other key there
+    if kind in _LONG and rope.get("attention_factor") is None:  # transformers 4 refuses any other key there
         scaling = {"type": kind, **{key: scaling[key] for key in ("short_factor", "long_factor")}}
     return {**found, "rope_theta": rope["rope_theta"], "rope_scaling": None if kind == "default" else scaling}
 

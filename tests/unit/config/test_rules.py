@@ -400,7 +400,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (
             ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.match_all_linear=false"],
             "name layers, for instance",
-        )
+        ),
+        (
+            ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj]"],
+            "target_modules is [q_proj] and match_all_linear is true, which adapts every layer; set match_all_linear",
+        ),
     ],
 }
 

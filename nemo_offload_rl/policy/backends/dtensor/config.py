@@ -19,7 +19,7 @@ class DTensorLoraConfig:
         tuple[str, ...],
         doc(
             "Linear layers that get adapters: names such as `q_proj`, or patterns of full names such as "
-            "`*.layers.0.*`; `*` is every layer, including the output layer. Ignored with `match_all_linear`."
+            "`*.layers.0.*`; `*` is every layer, including the output layer. Empty with `match_all_linear`."
         ),
     ]
     exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get no adapters.")]

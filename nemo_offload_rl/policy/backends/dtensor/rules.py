@@ -172,12 +172,17 @@ def adapters_need_whole_layers(cfg: PolicyRun) -> str | None:
 
 
 def adapters_have_their_layers(cfg: PolicyRun) -> str | None:
-    """Low-rank adapters have target layers."""
+    """Low-rank adapters have target layers: those named, or all."""
     lora = cfg.policy.dtensor_cfg.lora_cfg
     if lora.enabled and not lora.match_all_linear and not lora.target_modules:
         return (
             "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
             "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
+        )
+    if lora.enabled and lora.match_all_linear and lora.target_modules:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.target_modules is [{', '.join(lora.target_modules)}] and match_all_linear is "
+            "true, which adapts every layer; set match_all_linear to false, or target_modules to []"
         )
     return None
 
