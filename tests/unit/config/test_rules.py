@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, training
+from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, phases, training
 from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
 from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
@@ -422,8 +422,9 @@ MODEL_RULES = (
 
 
 def test_every_rule_is_listed_and_broken_here() -> None:
-    # In test_megatron_rules.py, test_memory_rules.py and test_model_rules.py.
+    # In test_megatron_rules.py, test_memory_rules.py, test_model_rules.py and beside what phases need.
     listed = (*megatron.RULES, *memory.RULES, *model.RULES, *memory.ROLLOUT_RULES, *model.ROLLOUT_RULES)
+    listed = (*listed, *phases.RULES, *phases.ROLLOUT_RULES)
     elsewhere = {rule.__name__ for rule in (*listed, *MODEL_RULES)}
     elsewhere.add(engine_weights_are_what_a_refit_brings.__name__)  # below: it asks the model's folder
     assert {rule.__name__ for rule in GRPO_RULES} - elsewhere == set(BROKEN)
