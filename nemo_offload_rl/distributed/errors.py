@@ -7,7 +7,7 @@ import re
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.errors import WorkerDiedError
-from nemo_offload_rl.policy.ray_memory import killed_by_monitor
+from nemo_offload_rl.policy.ray_memory import killed_by_kernel, killed_by_monitor
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:
@@ -37,7 +37,10 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
         )
     if isinstance(error, RayActorError | OutOfMemoryError):
         text = str(error)
-        return WorkerDiedError(f"{worker} died during {method}: {killed_by_monitor(text) or _one_line_cause(text)}")
+        cause, by_kernel = killed_by_monitor(text), killed_by_kernel()
+        if cause is None:
+            cause = _one_line_cause(text) + (f" ({by_kernel})" if by_kernel else "")
+        return WorkerDiedError(f"{worker} died during {method}: {cause}")
     return error
 
 

@@ -1,16 +1,19 @@
-"""Ray's memory monitor: it kills a worker once its host uses more than a share of its memory.
+"""What kills a worker for lack of host memory: Ray's memory monitor, or the kernel.
+
+The monitor kills a worker once its host uses more than a share of its memory.
 
 Source: `src/ray/common/threshold_memory_monitor.cc` and "Out-Of-Memory Prevention" in Ray's documentation (2.60).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nemo_offload_rl.residency import HostLimit, memory_total_bytes, read_host_limits
+from nemo_offload_rl.residency import HostLimit, memory_total_bytes, oom_kills, read_host_limits
 
 THRESHOLD = "RAY_memory_usage_threshold"
 _REFRESH = "RAY_memory_monitor_refresh_ms"
@@ -80,3 +83,22 @@ def killed_by_monitor(text: str) -> str | None:
         f"{THRESHOLD} allows {allowed:.2f} ({found.group(3)} %). Keep less in host memory (docs/guides/memory.md), or "
         f"set {THRESHOLD} higher where Ray starts"
     )
+
+
+@functools.cache
+def oom_kills_at_first() -> Mapping[str, int]:
+    """The kernel's counters as they were at the first call; to be made before workers start."""
+    return oom_kills()
+
+
+def killed_by_kernel() -> str | None:
+    """One line if the kernel has killed processes since `oom_kills_at_first`; None if not, or on another host."""
+    before = oom_kills_at_first()
+    for folder, count in oom_kills().items():
+        if (num_killed := count - before.get(folder, 0)) > 0:
+            processes = "1 process" if num_killed == 1 else f"{num_killed} processes"
+            return (
+                f"the kernel has killed {processes} of the cgroup {folder} since the start, for lack of memory: keep "
+                "less in host memory (docs/guides/memory.md), or raise its limit"
+            )
+    return None

@@ -115,6 +115,19 @@ def read_host_limits(proc: Path = PROC) -> tuple[HostLimit, ...]:
     return tuple(limits)
 
 
+def oom_kills(proc: Path = PROC) -> dict[str, int]:
+    """Processes that the kernel has killed so far for lack of memory, by the folder of their cgroup, of version 2 or 1.
+
+    Only cgroups that this process is in. The machine's counter has other cgroups' too.
+
+    Args:
+        proc: Where the kernel's files are.
+    """
+    files = [folder / name for folder in _cgroup_folders(proc) for name in ("memory.events", "memory.oom_control")]
+    counts = {str(file.parent): _table(file).get("oom_kill") for file in files if file.is_file()}
+    return {folder: count for folder, count in counts.items() if count is not None}
+
+
 def lockable_bytes() -> int | None:
     """RLIMIT_MEMLOCK of this process, None without a limit."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from cgroups import write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.policy.ray_memory import THRESHOLD, as_started_here, host_limits, killed_by_monitor, watched
-from nemo_offload_rl.residency import HostLimit, memory_total_bytes, read_host_limits
+from nemo_offload_rl.policy import ray_memory
+from nemo_offload_rl.policy.ray_memory import (
+    THRESHOLD,
+    as_started_here,
+    host_limits,
+    killed_by_kernel,
+    killed_by_monitor,
+    oom_kills_at_first,
+    watched,
+)
+from nemo_offload_rl.residency import HostLimit, memory_total_bytes, oom_kills, read_host_limits
 
 CONTAINER = "/sys/fs/cgroup/memory.max"
 # What Ray 2.60 said of a worker that it had killed, without the list of processes that follows.
@@ -60,3 +72,30 @@ def test_a_worker_that_the_monitor_killed_is_explained_in_one_line_and_nothing_e
     assert told is not None and "\n" not in told
     assert "119.78 of 125.87 GiB" in told and "allows 119.57 (95.0 %)" in told
     assert killed_by_monitor("The actor died because its node has died.") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "text"),
+    [
+        (2, "memory.events", "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"),
+        (1, "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
+    ],
+)
+def test_kills_of_the_kernel_since_the_start_are_told_with_their_cgroup(tmp_path, monkeypatch, version, name, text):
+    folders = {"/": {}, "/job": {name: text.format(2)}, "/job/step": {name: text.format(1)}}
+    proc = write_tree(tmp_path, folders, "/job/step", version)
+    monkeypatch.setattr(ray_memory, "oom_kills", partial(oom_kills, proc))
+    oom_kills_at_first.cache_clear()
+    try:
+        assert oom_kills_at_first() == {
+            str(tmp_path / "cgroup" / "job" / "step"): 1,
+            str(tmp_path / "cgroup" / "job"): 2,
+        }
+        assert killed_by_kernel() is None
+        (tmp_path / "cgroup" / "job" / name).write_text(text.format(4))
+        told = killed_by_kernel()
+        assert (
+            told is not None and f"has killed 2 processes of the cgroup {tmp_path}/cgroup/job since the start" in told
+        )
+    finally:
+        oom_kills_at_first.cache_clear()
