@@ -47,7 +47,9 @@ def without_disagreement(
     return replace(batch, sample_mask=batch.sample_mask.masked_fill(is_left_out_B, 0.0)), metrics
 
 
-def disagreement(step: int, error: float, outside_rate: float, limit: float | None) -> str | None:
+def disagreement(
+    step: int, error: float, outside_rate: float, limit: float | None, section: str = "grpo"
+) -> str | None:
     """One line on a step whose engine and policy disagree; None where they agree.
 
     They disagree if the error of tokens in the policy's nucleus is above the limit, or if most tokens are outside it:
@@ -60,7 +62,8 @@ def disagreement(step: int, error: float, outside_rate: float, limit: float | No
         error: `token_mult_prob_error`: mean over the step's tokens of exp |log p_engine - log p_policy|, where tokens
             outside the nucleus count as 1.
         outside_rate: `outside_nucleus_rate`: share of those tokens, 0..1.
-        limit: The key `grpo.max_token_mult_prob_error`; None for none.
+        limit: The key `max_token_mult_prob_error` of the section; None for none.
+        section: The algorithm's section of the configuration.
     """
     if limit is None:
         return None
@@ -68,7 +71,7 @@ def disagreement(step: int, error: float, outside_rate: float, limit: float | No
     if error_inside > limit:
         fact = (
             f"engine and policy give the same tokens different probabilities (token_mult_prob_error is "
-            f"{error_inside:.4g} where 1 is agreement), above grpo.max_token_mult_prob_error={limit:g}"
+            f"{error_inside:.4g} where 1 is agreement), above {section}.max_token_mult_prob_error={limit:g}"
         )
     elif outside_rate > MAX_OUTSIDE_RATE:
         fact = (
@@ -85,5 +88,5 @@ def disagreement(step: int, error: float, outside_rate: float, limit: float | No
     ]
     return (
         f"step {step}: {fact}, so training on them would go astray; look at {', at '.join(causes)}; checkpoints of "
-        "earlier steps are intact, grpo.max_token_mult_prob_error=null lifts the limit"
+        f"earlier steps are intact, {section}.max_token_mult_prob_error=null lifts the limit"
     )

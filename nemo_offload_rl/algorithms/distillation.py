@@ -40,6 +40,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
         progress: Shows steps to a person.
     """
 
+    section: ClassVar = "distillation"
     shown: ClassVar = {"loss": "loss", "reward": "reward_mean"}
 
     def __init__(

@@ -51,9 +51,11 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         progress: Shows steps to a person.
 
     Attributes:
+        section: Of the class: the algorithm's section of the configuration.
         shown: Of the class: metrics of a step that a person is shown, by the name that they are shown under.
     """
 
+    section: ClassVar[str] = "grpo"
     shown: ClassVar[Mapping[str, str]] = {"reward": "reward_mean"}
 
     def __init__(
@@ -233,6 +235,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             metrics["token_mult_prob_error"],
             metrics["outside_nucleus_rate"],
             self._settings.max_token_mult_prob_error,
+            self.section,
         )
         if message is not None:
             raise AgreementError(message)
