@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_FILE = "progress.json"
 FORMAT = "nemo_offload_rl checkpoint 1"
 _OWN_CHECKSUM = "checksum"
+_EXPORT = "hf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ class CheckpointKeeper:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             if self.exports_weights:
-                checksums = _below("hf", policy.export_hf(partial / "hf"))
+                checksums = _below(_EXPORT, policy.export_hf(partial / _EXPORT))
             if settings.save_optimizer:
                 policy.start_save(partial / "policy", in_background=settings.async_save)
         except (OSError, CheckpointError) as error:
@@ -283,7 +284,7 @@ class CheckpointKeeper:
             logger.warning("%s has no checksums, since an earlier version wrote it: not checked", checkpoint.folder)
         if damage := policy.damaged_files(checkpoint.folder, checkpoint.checksums):
             older = self._continuable(before=checkpoint.step)
-            sound = next((it for it in older if not policy.damaged_files(it.folder, it.checksums)), None)
+            sound = next((it for it in older if not policy.damaged_files(it.folder, _read_at_resume(it))), None)
             self._refuse_damage(checkpoint, damage, self._fallback(sound))
         logger.info("resuming after step %d from %s", checkpoint.step, checkpoint.folder)
         policy.load_checkpoint(checkpoint.folder / "policy")
@@ -319,7 +320,7 @@ class CheckpointKeeper:
         """Raise `CheckpointError` for a damaged file that a resume reads, and warn of one that it does not."""
         for name, fault in damage.items():
             path = checkpoint.folder / name
-            if checkpoint.has_optimizer and Path(name).parts[0] == "hf":
+            if checkpoint.has_optimizer and Path(name).parts[0] == _EXPORT:
                 logger.warning(
                     "%s %s: do not use this folder; the run goes on from policy/, which is sound", path, fault
                 )
@@ -406,6 +407,11 @@ def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: Checkpointi
 
 def _below(folder: str, checksums: Mapping[str, str]) -> dict[str, str]:
     return {f"{folder}/{name}": checksum for name, checksum in checksums.items()}
+
+
+def _read_at_resume(checkpoint: Checkpoint) -> dict[str, str]:
+    """Checksums of the files that a resume reads."""
+    return {name: checksum for name, checksum in checkpoint.checksums.items() if Path(name).parts[0] != _EXPORT}
 
 
 def _write_record(folder: Path, record: Mapping[str, Any], checksums: Mapping[str, str]) -> None:

@@ -72,6 +72,7 @@ def file_checksum(path: Path) -> str:
         while size := file.readinto(chunk):
             found.update(chunk[:size])
             show_progress()
+            show_progress()
     return found.hexdigest()
 
 

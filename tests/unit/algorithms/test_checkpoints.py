@@ -408,6 +408,7 @@ def test_a_flipped_bit_is_refused_with_the_newest_sound_checkpoint_to_fall_back_
 
     for step in (20, 30):
         flip_a_bit(tmp_path / f"step_{step}" / "policy" / "state")
+    flip_a_bit(tmp_path / "step_10" / "hf" / "model.safetensors")
     sound = r"step_30/policy/state has the checksum .* damaged; remove step_20, step_30 to go on from step_10"
     with pytest.raises(CheckpointError, match=sound):
         keeper.load(keeper.newest(), FilePolicy(), make_loader())

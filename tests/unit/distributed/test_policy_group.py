@@ -56,7 +56,10 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
         policy.prepare_for_training()
         policy.train(make_batch(seed=step), NLL())
         refit(policy, engine)
-        policy.export_hf(tmp_path / f"step{step}")
+        checksums = policy.export_hf(tmp_path / f"step{step}")
+        assert "model.safetensors" in checksums
+        assert policy.damaged_files(tmp_path / f"step{step}", checksums) == {}
+        assert policy.damaged_files(tmp_path, checksums).keys() == checksums.keys()  # as if all were lost
         model = AutoModelForCausalLM.from_pretrained(tmp_path / f"step{step}").float().eval()
         completions = [completion for (completion,) in engine.generate(prompts, greedy)]
         for prompt, completion in zip(prompts, completions, strict=True):
