@@ -97,15 +97,12 @@ def as_written(node: Any) -> Any:
 
 
 def _with_texts(node: Any, replace: Callable[[FromEnvironment], str]) -> Any:
-    match node:
-        case Mapping():
-            return {key: _with_texts(value, replace) for key, value in node.items()}
-        case list():
-            return [_with_texts(value, replace) for value in node]
-        case FromEnvironment():
-            return replace(node)
-        case _:
-            return node
+    if isinstance(node, Mapping):
+        items = cast("Mapping[Any, Any]", node).items()
+        return {key: _with_texts(value, replace) for key, value in items}
+    if isinstance(node, list):
+        return [_with_texts(value, replace) for value in cast("list[Any]", node)]
+    return replace(node) if isinstance(node, FromEnvironment) else node
 
 
 def extend[T](target: type[T], base: Any, **more: Any) -> T:

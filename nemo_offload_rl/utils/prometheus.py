@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -160,13 +161,13 @@ class _Server:
 
     def __init__(self, where: Listening, answer: Callable[[], bytes], kind: str) -> None:
         self._where, self._metrics, self._kind = where, answer, kind
-        bound = where.bound()
-        self.port = int(bound.getsockname()[1])
-        self._open: dict[asyncio.Task[None], None] = {}
+        self._listening = where.bound()
+        self._listening.setblocking(False)
+        self._listening.listen()
+        self.port = int(self._listening.getsockname()[1])
+        self._open: dict[asyncio.Task[None], socket.socket] = {}
         self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._converse, sock=bound, limit=_LONGEST_HEAD_BYTES)
-        )
+        self._loop.add_reader(self._listening, self._accept)
         self._thread = threading.Thread(target=self._loop.run_forever, name="prometheus", daemon=True)
         self._thread.start()
 
@@ -178,21 +179,28 @@ class _Server:
         self._loop.close()
 
     async def _end(self) -> None:
-        self._server.close()
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request and close."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError as error:  # the client has gone, or this process has too many files open
+            _LOG.debug("a connection is not accepted: %s", error)
+            return
         if len(self._open) >= _MOST_OPEN:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.cancel()
-        self._open[task] = None
+            next(iter(self._open)).cancel()  # the one that has taken longest
+        task = self._loop.create_task(self._converse(connection))
+        self._open[task] = connection
+        task.add_done_callback(lambda task: self._open.pop(task).close())
+
+    async def _converse(self, connection: socket.socket) -> None:
+        """Answer one request and close."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_HEAD_BYTES)
         try:
             with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(_REQUEST_S):
@@ -206,7 +214,6 @@ class _Server:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            self._open.pop(task, None)
             writer.transport.abort()
 
     def _answered(self, head: bytes) -> bytes:

@@ -133,7 +133,7 @@ def closed(connection: socket.socket) -> bytes:
 
 
 def test_half_requests_cost_no_threads_do_not_delay_a_scrape_and_are_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(prometheus, "_REQUEST_S", 2.0)
     sink = PrometheusSink(HERE, tmp_path)
@@ -151,6 +151,7 @@ def test_half_requests_cost_no_threads_do_not_delay_a_scrape_and_are_closed(
         sink.close()
         for connection in slow:
             connection.close()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +177,13 @@ def test_a_malformed_request_is_told(tmp_path: Path, request_head: bytes, status
         sink.close()
 
 
-def test_a_client_that_does_not_read_does_not_keep_the_sink_from_closing(tmp_path: Path) -> None:
-    sink = PrometheusSink(HERE, tmp_path)
-    with socket.create_connection(("127.0.0.1", sink.port)) as connection:
-        connection.sendall(b"GET /metr")
-        sink.close()
-        assert closed(connection) == b""
+def test_a_client_that_goes_on_does_not_keep_the_sink_from_closing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(20):  # it is closed while it is accepted too
+        sink = PrometheusSink(HERE, tmp_path)
+        with socket.create_connection(("127.0.0.1", sink.port)) as connection:
+            connection.sendall(b"GET /metr")
+            sink.close()
+            assert closed(connection) == b""
+    assert not [record for record in caplog.records if record.name == "asyncio"]
