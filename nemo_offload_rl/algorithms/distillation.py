@@ -42,6 +42,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
 
     section: ClassVar = "distillation"
     shown: ClassVar = {"loss": "loss", "reward": "reward_mean"}
+    trains_on_rewards: ClassVar = False
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ There is one optimizer step for each global batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -29,11 +29,9 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
-from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import TrainBatch
-from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
@@ -41,12 +39,6 @@ from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 
 logger = logging.getLogger(__name__)
-
-_REASONS = {
-    "failed": "scoring failed",
-    "timed_out": "the time limit was over; raise env.NAME.timeout_s",
-    "no_reward": "no reward applies to it (all are None); correct the rewards of env.NAME, or the data",
-}
 
 
 class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
@@ -96,23 +88,6 @@ class GrpoTrainer(RolloutTrainer[GrpoSectionConfig]):
         if groups is not None:
             self._engine.start_handover()
         return groups
-
-    def _drawn_by(
-        self,
-        sampler: RolloutSampler,
-        step: int,
-        draw: int,
-        prompts: Sequence[Prompt],
-        generated: Callable[[], object] | None = None,
-    ) -> RolloutBatch:
-        batch = super()._drawn_by(sampler, step, draw, prompts, generated)
-        if not batch.scored().any():
-            reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
-            raise DataError(
-                f"step {step}: not one of {len(batch)} rollouts has a score, so there is nothing to train on; "
-                f"the first: {reasons[0].reason or _REASONS[reasons[0].why]}"
-            )
-        return batch
 
     def _train(self, step: int, groups: SampledGroups) -> dict[str, float]:
         parts, timer, rollouts = self._parts, self._timer, groups.trained

@@ -27,7 +27,7 @@ from nemo_offload_rl.algorithms.rollout_sampler import RolloutSampler
 from nemo_offload_rl.algorithms.run_end import RunEnd
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.errors import AgreementError
+from nemo_offload_rl.errors import AgreementError, DataError
 from nemo_offload_rl.experience.types import RolloutBatch
 from nemo_offload_rl.generation.config import GenerationConfig
 from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
@@ -36,6 +36,12 @@ from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics
 
 logger = logging.getLogger(__name__)
+
+_REASONS = {
+    "failed": "scoring failed",
+    "timed_out": "the time limit was over; raise env.NAME.timeout_s",
+    "no_reward": "no reward applies to it (all are None); correct the rewards of env.NAME, or the data",
+}
 
 _ROLLOUT_PHASES = ("generation", "exposed_generation", "reward", "validation")
 
@@ -53,10 +59,12 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
     Attributes:
         section: Of the class: the algorithm's section of the configuration.
         shown: Of the class: metrics of a step that a person is shown, by the name that they are shown under.
+        trains_on_rewards: Of the class: rollouts without a score are not trained on.
     """
 
     section: ClassVar[str] = "grpo"
     shown: ClassVar[Mapping[str, str]] = {"reward": "reward_mean"}
+    trains_on_rewards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -213,7 +221,15 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
         generated: Callable[[], object] | None = None,
     ) -> RolloutBatch:
         size, sampling = self._settings.num_generations_per_prompt, self._generation.sampling
-        return sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated)
+        batch = sampler.draw(prompts, size, sampling, f"{step}:{draw}", "generation", generated)
+        if not (batch.scored() if self.trains_on_rewards else batch.response_lengths()).any():
+            lacking = "a score" if self.trains_on_rewards else "a token of the policy"
+            reasons = [rollout.unscored for rollout in batch.rollouts if rollout.unscored is not None]
+            why = f"; the first: {reasons[0].reason or _REASONS[reasons[0].why]}" if reasons else ""
+            raise DataError(
+                f"step {step}: not one of {len(batch)} rollouts has {lacking}, so there is nothing to train on{why}"
+            )
+        return batch
 
     def _end_early(self, step: int) -> None:
         """The data ended within the step after `step`: what belongs to a run's last step is done for `step`."""

@@ -46,7 +46,7 @@ class VerifiersAgent:
         """One rollout.
 
         A row with a column `example_id` is that row of the environment's own data set; of any other row the question
-        is the user's message, and the answer what the rubric compares with.
+        is the user's message, and the answer what the rubric compares with. None where the environment gave no reward.
         """
         from openai import AsyncOpenAI
 
@@ -58,8 +58,8 @@ class VerifiersAgent:
         error = output.get("error")
         if error is not None and not any(name in str(error) for name in _OF_THE_POLICY):
             raise RuntimeError(f"verifiers: {error}")
-        reward = float(output.get("reward") or 0.0)
-        return Score(reward=reward, correct=reward >= self._correct_from)
+        reward = output.get("reward")
+        return None if reward is None else Score(reward=reward, correct=reward >= self._correct_from)
 
     def _input(self, task: AgentTask) -> Any:
         number = task.metadata.get("example_id")

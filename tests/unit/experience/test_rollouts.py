@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_offload_rl.algorithms.metrics import rollout_metrics
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
-from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn
+from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn, Unscored
 from nemo_offload_rl.environments.retry import RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
@@ -165,6 +165,23 @@ def test_a_rollout_goes_on_only_where_an_answer_of_one_token_still_fits(max_toke
     assert batch.num_turns().tolist() == [num_turns]
     assert batch.rewards().tolist() == [reward]
     assert batch.truncated().tolist() == [False]  # what was said was said to its end
+
+
+def test_a_rollout_whose_second_turn_cannot_be_scored_has_no_score_and_its_group_goes_on():
+    class Flaky(ArithmeticEnvironment):
+        def step(self, responses: Sequence[Response]) -> list[Score | Unscored]:
+            outcomes = super().step(responses)
+            return [
+                Unscored("failed", "no judge") if response.text == "8" else outcome
+                for response, outcome in zip(responses, outcomes, strict=True)
+            ]
+
+    engine = ScriptedEngine({"1+1=": ["2", "3", "4"], "1+1=3no ": ["8"], "1+1=4no ": ["2"]})
+    environments = {"arithmetic": RetryEnvironment(Flaky(), "no ")}
+    batch = collect(engine, [prompt("1+1=", "2")], environments, group_size=3, max_turns=3)
+    assert batch.scored().tolist() == [True, False, True]
+    assert batch.num_turns().tolist() == [1, 2, 2]
+    assert rollout_metrics(batch)["failed_rate"] == pytest.approx(1 / 3)
 
 
 def test_a_rollout_ends_where_a_hook_says_so_with_the_score_that_it_or_the_observation_has():
