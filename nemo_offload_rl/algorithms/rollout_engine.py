@@ -18,6 +18,8 @@ from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.timer import PhaseTimer
 from nemo_offload_rl.weight_sync.refit import refit
 
+_HANDOVER_S = 60.0
+
 type Restart = Callable[[UserError], None]
 """Takes the error after which the engine is needed again, asleep; raises it if no restart is left."""
 
@@ -110,13 +112,17 @@ class RolloutEngine:
             self._is_awake = False
             self._with_restarts(lambda: self._engine.finish_generation(discard_weights=True))
 
-    def end(self) -> None:
-        """End the engines, after a handover under way has ended, however it ends."""
-        self._is_awake = False
+    def make_room(self, on_devices: bool) -> None:
+        """Wait for a handover under way, however it ends; with `on_devices` end the engines, which are of no more use.
+
+        An engine that does not go to sleep is waited for no longer than `_HANDOVER_S`.
+        """
         handover, self._handover = self._handover, None
         if handover is not None:
-            wait([handover.engine_asleep, handover.policy_ready])
-        self._engine.shutdown()
+            wait([handover.engine_asleep, handover.policy_ready], timeout=_HANDOVER_S)
+        if on_devices:
+            self._is_awake = False
+            self._engine.shutdown()
 
     def restart(self, error: UserError) -> None:
         """Start the engine again after `error`, or raise it: see `Restart`."""

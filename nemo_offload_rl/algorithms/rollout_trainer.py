@@ -99,7 +99,7 @@ class RolloutTrainer[Settings: RolloutSectionConfig](ABC):
             run_logger.run_dir,
             say=progress.note,
             waits_for_rollouts=lambda: self._timer.current() in _ROLLOUT_PHASES,
-            free_devices=self._engine.end,
+            make_room=self._engine.make_room,
         )
 
     def _bring_policy(self) -> object:

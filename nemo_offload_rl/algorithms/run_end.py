@@ -142,7 +142,8 @@ class RunEnd:
         run_dir: Where metrics are, for the last line.
         say: Shows a line to a person.
         waits_for_rollouts: Whether the main thread generates or scores rollouts now, which may be broken off.
-        free_devices: Called before weights are exported in the middle of a step: ends the engines.
+        make_room: Called before a save in the middle of a step: waits for what is done beside the main thread, and ends
+            the engines if the weights are exported, for which they come to the devices.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RunEnd:
         *,
         say: Callable[[str], object],
         waits_for_rollouts: Callable[[], bool] = lambda: False,
-        free_devices: Callable[[], object] = lambda: None,
+        make_room: Callable[[bool], object] = lambda exports: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._settings = checkpoints.settings
@@ -161,7 +162,7 @@ class RunEnd:
         self._run_dir = run_dir
         self._say = say
         self._waits_for_rollouts = waits_for_rollouts
-        self._free_devices = free_devices
+        self._make_room = make_room
         self._signals = StopSignals(self._settings.grace_s, self._may_break_off)
         self._deadline = SaveDeadline(self._settings.checkpoint_must_save_by, self._settings.grace_s)
         self._finished: _Finished | None = None
@@ -315,12 +316,11 @@ class RunEnd:
                 self._checkpoints.finish()
             if self._unsaved is None or not self._settings.save_at_end:
                 return None
+            self._make_room(self._checkpoints.exports_weights)
             problem = self._policy.save_problem()
             if problem is not None:
                 return problem
             logger.info("saving step %d", self._unsaved.step)
-            if self._checkpoints.exports_weights:
-                self._free_devices()
             self.save({}, prunes=False)
             with self._saving():
                 self._checkpoints.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,6 +237,17 @@ def test_a_key_says_that_nothing_is_saved_at_an_early_end(tmp_path, model):
         run(tmp_path, model, "checkpointing.save_at_end=false", environment=environment).run()
     assert saved(tmp_path) == ["step_2"]
     assert caught.value.__notes__[-1].startswith("steps 3 to 3 are not saved: checkpointing.save_at_end is false; ")
+
+
+def test_a_checkpoint_folder_that_is_gone_hides_no_error(tmp_path, model):
+    def break_off() -> None:
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "checkpoints").touch()
+        raise DataError("row 5 has no answer; add one")
+
+    with pytest.raises(DataError, match="row 5") as caught:
+        run(tmp_path, model, environment=At(BAD_STEP, break_off)).run()
+    assert caught.value.__notes__[-1].startswith("steps 3 to 3 are not saved: ")
 
 
 # -- SFT and DPO

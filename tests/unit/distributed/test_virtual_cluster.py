@@ -100,7 +100,7 @@ def check_all_end(processes: list[psutil.Process]) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals) -> None:
     driver, processes = start_driver(tmp_path)
     assert stat.S_IMODE((tmp_path / ".ray/auth_token").stat().st_mode) == 0o600
@@ -108,7 +108,7 @@ def test_a_stopped_driver_leaves_no_process(tmp_path: Path, stop: signal.Signals
     assert "0.0.0.0" not in {each.laddr.ip for process in processes for each in process.net_connections()}
     os.kill(driver.pid, stop)
     done = driver.wait(60)
-    assert done.status == {signal.SIGINT: -2, signal.SIGTERM: 143}[stop]
+    assert done.status == {signal.SIGINT: -2, signal.SIGHUP: 129}[stop]
     if stop == signal.SIGINT:
         assert done.stderr.strip().endswith("KeyboardInterrupt")
     check_all_end(processes)

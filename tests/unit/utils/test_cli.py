@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.cli import parse_launch_arguments, run_main, set_up_logging
+from nemo_offload_rl.utils.cli import LastLine, parse_launch_arguments, run_main, set_up_logging
 
 
 def test_overrides_may_stand_on_both_sides_of_the_option() -> None:
@@ -33,11 +33,21 @@ def raise_(error: BaseException) -> Callable[[], int]:
     return main
 
 
+def noted(error: BaseException) -> BaseException:
+    error.add_note("Raised in policy worker 0, train:\nTraceback")
+    error.add_note(LastLine("go on so"))
+    return error
+
+
 @pytest.mark.parametrize(
     ("main", "status", "stderr"),
     [
         (raise_(ConfigError("fact, reason;\n  fix")), 2, "error: fact, reason; fix\n"),
         (raise_(KeyboardInterrupt()), 130, "interrupted\n"),
+        (raise_(noted(KeyboardInterrupt())), 130, "interrupted\ngo on so\n"),
+        (raise_(noted(ConfigError("fact"))), 2, "error: fact\ngo on so\n"),
+        (raise_(noted(SystemExit(138))), 138, "ended by SIGUSR1\ngo on so\n"),
+        (raise_(SystemExit(3)), 3, ""),
         (lambda: None, None, ""),
         (lambda: 3, 3, ""),
     ],
