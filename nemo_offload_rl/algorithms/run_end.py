@@ -220,8 +220,8 @@ class RunEnd:
         self._deadline.step_done()
         return self._checkpoints.is_due(step, is_last or self._deadline.reached)
 
-    def save(self, validation: Mapping[str, float], *, prunes: bool = True) -> None:
-        """Save the step that was trained last, with the metrics of its validation; not if `save_problem` objects.
+    def save(self, validation: Mapping[str, float], *, prunes: bool = True) -> str | None:
+        """Save the step that was trained last, with the metrics of its validation; what objects, if it is not saved.
 
         Raises:
             CheckpointError: It cannot be written, or the save before it could not.
@@ -231,11 +231,12 @@ class RunEnd:
         problem = self._policy.save_problem()
         if problem is not None:
             logger.warning("step %d is not saved: %s", finished.step, problem)
-            return
+            return problem
         metrics = {**finished.metrics, "val": validation}
         with self._saving():
             self._begun_step = finished.step
             self._checkpoints.save(finished.step, self._policy, finished.loader, metrics, prunes=prunes)
+        return None
 
     def step_done(self, step: int, last_step: int) -> bool:
         """Complete a save that has been written by now; whether the run ends with this step.
@@ -271,7 +272,7 @@ class RunEnd:
         try:
             with self._deadline.saving():
                 yield
-        except CheckpointError:
+        except BaseException:
             self._begun_step = self._saved_step
             raise
         finally:
@@ -287,14 +288,13 @@ class RunEnd:
             trouble = "a second signal came" if self._signals.is_urgent else self._save_what_is_left(error)
         except KeyboardInterrupt:
             trouble = "a second signal came"
-        line = self._last_line(trouble, is_complete=error is None and not self._is_stopping)
-        received = self._signals.received
-        if received is None or (error is None and not self._is_stopping):
-            is_stopped = False
-        else:
-            is_stopped = error is None or isinstance(error, UserError | KeyboardInterrupt)
-        if is_stopped:
-            assert received is not None
+        except UserError as failed:
+            failed.add_note(LastLine(self._last_line("the save failed", is_complete=False)))
+            raise
+        is_complete = error is None and not self._is_stopping
+        line = self._last_line(trouble, is_complete=is_complete)
+        received = None if is_complete else self._signals.received
+        if received is not None and (error is None or isinstance(error, UserError | KeyboardInterrupt)):
             if isinstance(error, UserError):
                 logger.warning("after %s: %s", received.name, error)
             _raise_stopped(received, line, error)
@@ -317,23 +317,23 @@ class RunEnd:
             if self._unsaved is None or not self._settings.save_at_end:
                 return None
             self._make_room(self._checkpoints.exports_weights)
-            problem = self._policy.save_problem()
-            if problem is not None:
-                return problem
             logger.info("saving step %d", self._unsaved.step)
-            self.save({}, prunes=False)
+            problem = self.save({}, prunes=False)
             with self._saving():
                 self._checkpoints.finish()
         except UserError as failed:  # a worker has died, or the disk is full
+            if error is None:
+                raise
             return str(failed)
-        return None
+        return problem
 
     def _last_line(self, trouble: str | None, *, is_complete: bool) -> str:
         unsaved, parts = self._unsaved, []
         if unsaved is not None:
-            reason = trouble or ("checkpointing.save_at_end" if self._settings.enabled else "checkpointing.enabled")
-            reason = reason if trouble else f"{reason} is false"
-            parts.append(f"steps {self._saved_step + 1} to {unsaved.step} are not saved: {reason}")
+            key = "checkpointing.save_at_end" if self._settings.enabled else "checkpointing.enabled"
+            first = self._saved_step + 1
+            steps = f"step {first} is" if first == unsaved.step else f"steps {first} to {unsaved.step} are"
+            parts.append(f"{steps} not saved: {trouble or f'{key} is false'}")
         elif trouble is not None:
             parts.append(trouble)
         newest = self._checkpoints.newest_folder()

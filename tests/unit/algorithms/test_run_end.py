@@ -21,7 +21,14 @@ from tiny_models import save_model_folder
 from nemo_offload_rl.algorithms.supervised_setup import StartPolicy, local_policy
 from nemo_offload_rl.config.convert import SupervisedConfig
 from nemo_offload_rl.environments.interfaces import Response, Score
-from nemo_offload_rl.errors import DataError, DeviceMemoryError, UserCodeError, UserError, WorkerDiedError
+from nemo_offload_rl.errors import (
+    CheckpointError,
+    DataError,
+    DeviceMemoryError,
+    UserCodeError,
+    UserError,
+    WorkerDiedError,
+)
 from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
@@ -170,7 +177,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, model):
     assert caught.value.code == 143
     assert saved(tmp_path) == ["step_2"]
     (line,) = caught.value.__notes__
-    assert line.startswith("steps 3 to 3 are not saved: a second signal came; start the same command again to go on")
+    assert line.startswith("step 3 is not saved: a second signal came; start the same command again to go on")
 
 
 def test_a_signal_in_the_last_step_and_one_that_the_process_ignores_end_nothing(tmp_path, model):
@@ -236,7 +243,7 @@ def test_a_key_says_that_nothing_is_saved_at_an_early_end(tmp_path, model):
         environment = At(BAD_STEP, raise_(DataError("row 5 has no answer; add one")))
         run(tmp_path, model, "checkpointing.save_at_end=false", environment=environment).run()
     assert saved(tmp_path) == ["step_2"]
-    assert caught.value.__notes__[-1].startswith("steps 3 to 3 are not saved: checkpointing.save_at_end is false; ")
+    assert caught.value.__notes__[-1].startswith("step 3 is not saved: checkpointing.save_at_end is false; ")
 
 
 def test_a_checkpoint_folder_that_is_gone_hides_no_error(tmp_path, model):
@@ -247,7 +254,7 @@ def test_a_checkpoint_folder_that_is_gone_hides_no_error(tmp_path, model):
 
     with pytest.raises(DataError, match="row 5") as caught:
         run(tmp_path, model, environment=At(BAD_STEP, break_off)).run()
-    assert caught.value.__notes__[-1].startswith("steps 3 to 3 are not saved: ")
+    assert caught.value.__notes__[-1].startswith("step 3 is not saved: ")
 
 
 # -- SFT and DPO
@@ -318,6 +325,15 @@ def test_sft_and_dpo_lose_the_step_under_way_alone_and_nothing_where_a_signal_le
     assert "step_4" in saved(folder)
     later = start_run(rows, folder.name, *EVERY_SECOND, f"{name}.max_num_steps=5")
     assert results(later)[: len(whole)] == results(whole)
+
+
+def test_the_last_save_of_a_run_that_fails_in_the_background_is_its_error(rows):
+    full = CheckpointError("step_4 cannot be written (No space left on device); free space there")
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        start = starting(in_call(2, "finish_save", raise_(full)))
+        sft(rows, "full", *EVERY_SECOND, start=start)
+    assert saved(rows / "full") == ["step_2"]
+    assert caught.value.__notes__[-1].startswith("steps 3 to 4 are not saved: the save failed; start the same command")
 
 
 def test_a_state_between_two_steps_is_not_saved(rows):
