@@ -83,6 +83,9 @@ def run_eval(config: EvalConfig) -> Results:
     Raises:
         UserError: Something that the user can fix.
     """
+    if config.eval.save_path is not None:
+        with _writing(Path(config.eval.save_path)) as folder:  # before hours of sampling
+            (folder / RESPONSES_FILE).open("a").close()
     tokenizer = load_tokenizer(config.tokenizer)
     code = load_code(config.env)
     splits = load_prompts(config.data, tokenizer, config.tokenizer.chat_template_kwargs)
@@ -192,18 +195,25 @@ def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, r
         for metric in results[next(iter(results))]
     ]
     page = evaluation_page(config.engine.model_name, list(results), table, records, config.resolved)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
         summary = {"model": config.engine.model_name, "results": results, "config": config.resolved}
         (folder / RESULTS_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         with (folder / RESPONSES_FILE).open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (folder / "index.html").write_text(page, encoding="utf-8")
+    return folder / "index.html"
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[Path]:
+    """Make `folder`, for files that are written in the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
     except OSError as error:
         raise ConfigError(
             f"eval.save_path {folder} cannot be written: {error.strerror}; name another folder or set null"
         ) from error
-    return folder / "index.html"
 
 
 def _records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:

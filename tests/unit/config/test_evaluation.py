@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_offload_rl.algorithms.evaluation import run_eval
 from nemo_offload_rl.config import load_eval_config, load_grpo_config
 from nemo_offload_rl.config.convert import model_folder
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
@@ -79,3 +80,12 @@ def test_a_checkpoint_stands_for_its_model_folder_and_a_run_for_its_newest(tmp_p
         model_folder(str(tmp_path))
     with pytest.raises(ConfigError, match=r"is a folder without config\.json and no checkpoint"):
         model_folder(str(tmp_path / "other"))
+
+
+def test_a_folder_for_results_that_cannot_be_written_is_told_before_anything_is_sampled(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = load_eval_config(EVAL, [f"eval.save_path={tmp_path}/file/out"])
+    with pytest.raises(
+        ConfigError, match=r"eval\.save_path .*/file/out cannot be written: Not a directory; name another"
+    ):
+        run_eval(config)
