@@ -198,9 +198,10 @@ def write_evaluation(folder: Path, config: EvalConfig, evaluation: Evaluation, r
     with _writing(folder):
         summary = {"model": config.engine.model_name, "results": results, "config": config.resolved}
         (folder / RESULTS_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        with (folder / RESPONSES_FILE).open("w", encoding="utf-8") as file:
+        # A lone surrogate, which UTF-8 does not have, becomes its escape, which JSON has.
+        with (folder / RESPONSES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        (folder / "index.html").write_text(page, encoding="utf-8")
+        (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
     return folder / "index.html"
 
 

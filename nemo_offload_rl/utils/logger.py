@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import yaml
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.utils.config import without_secrets
 from nemo_offload_rl.utils.metric_sinks import open_sinks, user_sinks
 from nemo_offload_rl.utils.schema import LoggerConfig
@@ -145,7 +145,8 @@ class RunLogger:
         folder = self.run_dir / SAMPLES_FOLDER
         with self._trying():
             folder.mkdir(exist_ok=True)
-            (folder / f"step_{step}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            text = "\n".join(lines) + "\n"
+            (folder / f"step_{step}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
         for sink in self._sinks:
             sink.write_samples(step, lines)
 
@@ -178,8 +179,10 @@ class RunLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The error that ends the run says more than one of a callback at its end.
+        with suppress(UserCodeError) if kind is not None else nullcontext():
+            self.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

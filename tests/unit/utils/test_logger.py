@@ -222,6 +222,30 @@ def test_a_full_disk_costs_one_warning_and_what_it_refused_is_written_when_there
     assert caplog.text.count("cannot be written (File too large); the run goes on") == 1
 
 
+def test_samples_with_characters_that_no_file_can_hold_are_written_by_their_codes(tmp_path: Path) -> None:
+    with RunLogger(settings(tmp_path), {}) as logger:
+        logger.log_samples(1, ["right '\ud800' -> '2'"])
+    assert (tmp_path / "samples/step_1.txt").read_text() == "right '\\ud800' -> '2'\n"
+
+
+class _EndsBadly:
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Takes them."""
+
+    def close(self) -> None:
+        raise RuntimeError("cannot be closed")
+
+
+def test_an_error_at_the_end_of_a_callback_hides_no_other(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserCodeError, match="cannot be closed"),
+        RunLogger(settings(tmp_path), {}, None, [_EndsBadly()]),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, None, [_EndsBadly()]):
+        _ = 1 / 0
+
+
 def test_lines_that_were_never_written_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(ZeroDivisionError), RunLogger(settings(tmp_path), {}, resume_after=0) as logger:
