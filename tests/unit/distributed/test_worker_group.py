@@ -76,6 +76,7 @@ def test_an_error_of_one_rank_keeps_its_type_and_message_while_the_other_rank_ha
     assert type(raised.value) is DataError
     assert str(raised.value) == "row 7 has no answer"
     assert any("echo worker 1, raise_on" in note for note in raised.value.__notes__)
+    assert not workers.settle(0.1)  # the other rank takes no further call
     pids = workers.pids()
     workers.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -87,6 +88,7 @@ def test_an_error_with_its_own_arguments_keeps_its_type(cluster: VirtualCluster)
     with pytest.raises(TwoArgumentError) as raised:
         workers.run_all("raise_on", 0, "bug")
     assert raised.value.code == 3
+    assert workers.settle(0)
     workers.shutdown()
 
 
@@ -105,6 +107,7 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     dead = workers.pids()[1]
     with pytest.raises(WorkerDiedError, match=rf"^echo worker 1 died during die_on: process {dead}: .*unexpected"):
         workers.run_all("die_on", 1)
+    assert not workers.settle(60)
     with pytest.raises(WorkerDiedError, match="echo worker 1 died during greet"):
         workers.run_all("greet")
     workers.shutdown()
