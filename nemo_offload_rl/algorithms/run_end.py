@@ -234,6 +234,8 @@ class RunEnd:
             return problem
         metrics = {**finished.metrics, "val": validation}
         with self._saving():
+            self._checkpoints.finish()  # the save before this one
+        with self._saving():
             self._begun_step = finished.step
             self._checkpoints.save(finished.step, self._policy, finished.loader, metrics, prunes=prunes)
         return None
