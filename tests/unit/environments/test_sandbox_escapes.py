@@ -360,7 +360,9 @@ def test_a_call_by_the_entry_for_32_bits_ends_the_process(module, number):
         f"page.write(b'\\xb8{chr(92)}x{number:02x}\\0\\0\\0\\xcd\\x80\\xc3')\n"  # mov eax, number; int 0x80; ret
         "enter = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))\n"
     )
-    result = run_python("import given\nprint('before', flush=True)\nprint(given.enter())", modules=(name,))
+    result = run_python(
+        "import given\nprint('before', flush=True)\nprint(given.enter())", modules=(name,), timeout_s=60.0
+    )
     assert (result.status, result.output) == ("killed", "before\n")
 
 
@@ -389,11 +391,11 @@ def test_files_that_modules_hold_open_are_closed(module):
         "    except OSError as error:\n"
         "        assert error.errno == 9, error\n"
     )
-    assert run_python(code, modules=("os", name)).output == ""
+    assert run_python(code, modules=("os", name), timeout_s=60.0).output == ""
 
 
 def test_what_modules_print_is_none_of_the_output(module):
-    assert run_python("2 + 2", modules=(module("print('hello' * 20_000)"),)).output == "4\n"
+    assert run_python("2 + 2", modules=(module("print('hello' * 20_000)"),), timeout_s=60.0).output == "4\n"
 
 
 def test_secrets_of_the_environment_are_not_in_the_process(monkeypatch):
@@ -407,7 +409,7 @@ def test_secrets_of_the_environment_are_not_in_the_process(monkeypatch):
         "    names.append(pointer[len(names)].partition(b'=')[0].decode())\n"
         "print(sorted(names))\n"
     )
-    result = run_python(code, modules=("ctypes", "os"))
+    result = run_python(code, modules=("ctypes", "os"), timeout_s=60.0)
     assert set(json.loads(result.output.replace("'", '"'))) <= {
         "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "LD_LIBRARY_PATH",
         "LC_CTYPE",

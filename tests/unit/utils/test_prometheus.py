@@ -135,7 +135,7 @@ def closed(connection: socket.socket) -> bytes:
 def test_half_requests_cost_no_threads_do_not_delay_a_scrape_and_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prometheus, "_REQUEST_S", 2.0)
+    monkeypatch.setattr(prometheus, "_REQUEST_S", 5.0)
     sink = PrometheusSink(HERE, tmp_path)
     sink.write(1, {"train/reward_mean": 0.25})
     num_threads = threading.active_count()
