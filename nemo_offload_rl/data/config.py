@@ -39,7 +39,11 @@ class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
 
     dataset_name: Annotated[Literal["ResponseDataset"], doc("Selects this data set.")]
     input_key: Annotated[
-        str, doc("Row field with the prompt; `a.b.0` addresses nested fields, with 0 the first item of a list.")
+        str,
+        doc(
+            "Row field with the prompt, text or a list of messages; `a.b.0` addresses nested fields, with 0 the first "
+            "item of a list."
+        ),
     ]
     output_key: Annotated[str, doc("Row field with the answer, addressed in the same way.")]
 

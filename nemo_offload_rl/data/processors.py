@@ -37,7 +37,12 @@ type Processor = Callable[[Row, PromptTemplates], list[Message]]
 
 
 def question_and_prompt_file(row: Row, templates: PromptTemplates) -> list[Message]:
-    """The system prompt, if any, and one user message: the question put into the prompt file."""
+    """The system prompt, if any, and one user message: the question put into the prompt file.
+
+    Of a row with messages: these, as `with_prompt_files` changes them.
+    """
+    if row.messages is not None:
+        return with_prompt_files(row.messages, templates)
     question = row.question
     if templates.prompt is not None:
         question = templates.prompt.fill(question)
@@ -99,11 +104,15 @@ def processor_named(name: str | None) -> Processor:
 
 @cache
 def _of_user(target: str) -> Processor:
-    """A function `(prompt, answer, **row)` of a user's: text is a message of the user, anything else messages."""
+    """A function `(prompt, answer, **row)` of a user's: text is a message of the user, anything else messages.
+
+    `prompt` is the row's messages where it has some.
+    """
     code = UserCode.named("processor", target)
 
     def process(row: Row, templates: PromptTemplates) -> list[Message]:
-        given = {**row.metadata, "prompt": row.question, "answer": row.answer}
+        prompt = row.question if row.messages is None else [dict(message) for message in row.messages]
+        given = {**row.metadata, "prompt": prompt, "answer": row.answer}
         code.check_named(given)
         made = code.call_named(given)
         messages = [{"role": "user", "content": made}] if isinstance(made, str) else made
@@ -152,7 +161,7 @@ class PromptEncoder:
         messages = processor_named(self.task.processor)(row, self.templates)
         kwargs = self.chat_template_kwargs if row.tools is None else {**self.chat_template_kwargs, "tools": row.tools}
         text = render(self.tokenizer, messages, row.origin, add_generation_prompt=True, kwargs=kwargs)
-        if row.tools is not None:
+        if row.tools is not None or row.messages is not None:
             check_shown(text, messages, row.tools, row.origin)
         token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if self.add_bos and (bos := missing_bos(self.tokenizer, token_ids)):
@@ -174,6 +183,7 @@ class PromptEncoder:
             data_set=self.data_set,
             loss_multiplier=0.0 if is_overlong else 1.0,
             question=row.question,
+            messages=row.messages,
         )
 
 

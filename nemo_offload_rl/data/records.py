@@ -21,11 +21,13 @@ class Row:
     """One problem as a data set holds it.
 
     Attributes:
-        question: What the user asks, without prompt file or chat template.
+        question: What the user asks, without prompt file or chat template; of `messages` the text of the user's last.
         answer: The reference answer: what an environment compares with, or what SFT imitates.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
         metadata: Anything else that an environment reads.
         tools: What the assistant may call, for the chat template; None where there is nothing.
+        messages: The prompt, where the data set writes it as messages; it does not end with the assistant. None where
+            the prompt is `question` alone.
     """
 
     question: str
@@ -33,6 +35,12 @@ class Row:
     origin: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tools: Tools | None = None
+    messages: tuple[Message, ...] | None = None
+
+    @property
+    def asked(self) -> str:
+        """The whole prompt as text; rows with the same are the same problem."""
+        return self.question if self.messages is None else repr(self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,8 @@ class Prompt:
         data_set: Where the row comes from, as metrics name it.
         loss_multiplier: 0 for a prompt that is too long: `token_ids` are its first ones, and no response to it is
             trained on.
-        question: The row's prompt, without prompt file and chat template.
+        question: The row's `question`.
+        messages: The row's `messages`.
     """
 
     token_ids: tuple[int, ...]
@@ -59,6 +68,7 @@ class Prompt:
     data_set: str = ""
     loss_multiplier: float = 1.0
     question: str = ""
+    messages: tuple[Message, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
         )
         for record in records
     ]
-    return split_by(rows, lambda row: row.question, size=settings.split_validation_size, seed=settings.seed)
+    return split_by(rows, lambda row: row.asked, size=settings.split_validation_size, seed=settings.seed)
 
 
 def _with_whole_numbers(records: list[Record], key: str) -> list[Record]:
@@ -123,14 +123,58 @@ def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed
 
 
 def response_row(record: Record, input_key: str, output_key: str) -> Row:
-    """A question and its answer, text or number, and every other field as metadata."""
+    """A prompt and its answer, and every other field as metadata.
+
+    The prompt is text, a number, or a list of messages; the answer is text, a number, or one message of the assistant.
+    """
     rest = {key: value for key, value in record.fields.items() if key not in (input_key, output_key)}
+    messages = _prompt_messages(record, input_key)
+    if messages is None:
+        question = text_of(record, input_key, "input_key")
+    else:
+        question = next(message["content"] for message in reversed(messages) if message["role"] == "user")
     return Row(
-        question=text_of(record, input_key, "input_key"),
-        answer=text_of(record, output_key, "output_key"),
+        question=question,
+        answer=_answer(record, output_key),
         origin=record.origin,
         metadata=rest,
+        messages=messages,
     )
+
+
+def _prompt_messages(record: Record, key: str) -> tuple[Message, ...] | None:
+    """The prompt as messages; None where the field holds something else."""
+    value = field_of(record, key, "input_key")
+    if not is_message_list(value):
+        return None
+    messages = _messages(value, key, record.origin)
+    if not any(message["role"] == "user" for message in messages):
+        raise DataError(f"{record.origin}: field {key!r} has no message of the user; a prompt needs one")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{record.origin}: field {key!r} ends with the assistant, so there is nothing left to answer; leave that "
+            "message out, or for SFT use dataset_name=OpenAIFormatDataset"
+        )
+    return messages
+
+
+def _answer(record: Record, key: str) -> str:
+    """Text or a number as text; of a list with one message of the assistant, its text."""
+    value = field_of(record, key, "output_key")
+    if not is_message_list(value):
+        return text_of(record, key, "output_key")
+    messages = _messages(value, key, record.origin)
+    if [message["role"] for message in messages] != ["assistant"] or "tool_calls" in messages[0]:
+        raise DataError(
+            f"{record.origin}: field {key!r} is not one message of the assistant with text alone; for SFT write the "
+            "whole conversation into one field and use dataset_name=OpenAIFormatDataset"
+        )
+    return messages[0]["content"]
+
+
+def is_message_list(value: Any) -> bool:
+    """Whether a field holds messages: a list of objects, with `role` in the first."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
 
 
 def conversation(record: Record, chat_key: str, tool_key: str | None) -> Conversation:
@@ -218,7 +262,7 @@ def text_of(record: Record, key: str, setting: str) -> str:
     value = field_of(record, key, setting)
     if isinstance(value, bool) or not isinstance(value, str | Real) or value != value:
         kind = {"NoneType": "empty (null)", "float": "not a number (NaN)"}.get(type(value).__name__)
-        path = f", or name the text in it, such as {setting}={key}.0.content" if isinstance(value, list) else ""
+        path = f", or name the entry in it, such as {setting}={key}.0" if isinstance(value, list) else ""
         fact = f"{record.origin}: field {key!r} is {kind or 'a ' + type(value).__name__}"
         raise DataError(f"{fact}; write text or a number{path}")
     return str(value)
@@ -237,6 +281,8 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
         # Tables give every message every field, None where it had none.
         message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
         message = with_tool_calls(message, f"{origin}: message {number} of {key!r}")
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], f"{origin}: message {number} of {key!r}")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(
                 f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both (beside "
@@ -244,6 +290,17 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
             )
         messages.append(message)
     return tuple(messages)
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    """The text of a content that is a list of parts, as OpenAI's format writes it."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(f"{where} has a part of type {kind}; text alone is trained on, take the row out")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def opening(messages: Sequence[Message]) -> str:

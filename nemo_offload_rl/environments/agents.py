@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from nemo_offload_rl.data.records import Message
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode
@@ -33,9 +34,11 @@ class AgentTask:
         base_url: Of an API as OpenAI's, for this rollout alone: what is said there is what is trained on.
         api_key: What the API is to be given.
         model: The model's name there.
-        question: The row's prompt; prompt files are not for agents, which write their messages themselves.
+        question: The row's prompt; prompt files are not for agents, which write their messages themselves. Of a prompt
+            of messages the text of the user's last.
         answer: The reference answer.
         metadata: The row's other columns.
+        messages: The row's prompt as messages: one of the user where the row has text.
     """
 
     base_url: str
@@ -44,6 +47,7 @@ class AgentTask:
     question: str
     answer: str
     metadata: Mapping[str, Any]
+    messages: Sequence[Message]
 
 
 def is_agent(parts: Sequence[UserCode]) -> bool:

@@ -65,8 +65,8 @@ class VerifiersAgent:
         number = task.metadata.get("example_id")
         if number is not None:
             return dict(self._environment.get_dataset()[int(number)])
-        prompt = [{"role": "user", "content": task.question}]
+        prompt = [dict(message) for message in task.messages]
         system = self._environment.system_prompt
-        if system:
+        if system and prompt[0]["role"] != "system":
             prompt.insert(0, {"role": "system", "content": system})
         return {"prompt": prompt, "answer": task.answer, "info": dict(task.metadata), "example_id": 0}

@@ -115,6 +115,7 @@ def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
         question=prompt.question,
         answer=prompt.reference_answer,
         metadata=prompt.metadata,
+        messages=prompt.messages or ({"role": "user", "content": prompt.question},),
     )
 
 

@@ -91,6 +91,21 @@ def test_prompt_file_and_system_prompt_surround_the_question(tmp_path):
     assert first.text == 'Be brief. Solve what is 0? and answer as {"answer": ...}.>'
 
 
+def test_a_prompt_of_messages_is_what_the_chat_template_makes_of_all_of_them(tmp_path):
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"q": messages, "a": "1"}) + "\n")
+    (tmp_path / "prompt.txt").write_text("Solve {}")
+    (tmp_path / "system.txt").write_text("Be brief. ")
+    source = replace(write_jsonl(tmp_path / "other.jsonl"), path=str(tmp_path / "d.jsonl"))
+    (prompt,) = load(source).train
+    assert prompt.text == TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert (prompt.question, prompt.messages) == ("u", tuple(messages))
+    files = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt_file": str(tmp_path / "system.txt")}
+    messages[1]["content"] = "Solve u"  # the system prompt of its own stays
+    (prompt,) = load(replace(source, **files)).train
+    assert prompt.text == TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 def test_a_missing_prompt_file_and_an_unknown_processor_are_errors():
     with pytest.raises(DataError, match=r"prompt_file nowhere\.txt cannot be read"):
         load(replace(ARITHMETIC, prompt_file="nowhere.txt"))

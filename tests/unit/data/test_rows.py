@@ -27,12 +27,28 @@ def test_a_row_keeps_its_place_and_its_other_fields():
     assert response_row(record(q="1+1", a=np.int64(2), level="easy"), "q", "a") == row
 
 
+def test_a_prompt_of_messages_keeps_them_and_asks_what_the_user_says_last():
+    system, parts = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": t} for t in ("a", "b")]
+    prompt = [system, user("1+1"), assistant("2"), user(parts)]
+    row = response_row(record(q=prompt, a=[assistant("ab")]), "q", "a")
+    messages = (system, user("1+1"), assistant("2"), user("ab"))
+    assert row == Row(question="ab", answer="ab", origin="data.jsonl:2", messages=messages)
+    others = [response_row(record(q=[system, user("ab")], a="ab"), "q", "a"), row]
+    assert len({other.asked for other in others}) == 2  # the same question after other turns is another problem
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"question": "x", "a": "y"}, r"data.jsonl:2 has no field 'q' \(fields: a, question\); set input_key"),
         ({"q": "x"}, r"data.jsonl:2 has no field 'a' .*set output_key"),
-        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list; .* such as input_key=q\.0\.content"),
+        ({"q": ["x"], "a": "y"}, r"data.jsonl:2: field 'q' is a list; .* such as input_key=q\.0$"),
+        ({"q": [], "a": "y"}, r"data.jsonl:2: field 'q' is a list; "),
+        ({"q": [user("x"), assistant("y")], "a": "y"}, r"field .q. ends with the assistant.*=OpenAIFormatDataset$"),
+        ({"q": [{"role": "system", "content": "x"}], "a": "y"}, r"field 'q' has no message of the user"),
+        ({"q": [user("x"), {"role": "user"}], "a": "y"}, r"message 2 of 'q' has no text"),
+        ({"q": [user([{"type": "image", "url": "x"}])], "a": "y"}, r"message 1 of 'q' has a part of type image"),
+        ({"q": "x", "a": [user("y")]}, r"field 'a' is not one message of the assistant"),
         ({"q": "x", "a": None}, r"data.jsonl:2: field 'a' is empty \(null\)"),
         ({"q": "x", "a": float("nan")}, r"data.jsonl:2: field 'a' is not a number \(NaN\)"),
     ],

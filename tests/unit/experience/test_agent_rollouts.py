@@ -110,7 +110,15 @@ def test_a_conversation_is_one_sequence_whose_sampled_tokens_alone_are_counted()
 
     batch = rolled(talking, [prompt(question="How?")], one=run)
     assert tasks == [
-        AgentTask(base_url="url0", api_key="none", model="model", question="How?", answer="7", metadata={"level": 3})
+        AgentTask(
+            base_url="url0",
+            api_key="none",
+            model="model",
+            question="How?",
+            answer="7",
+            metadata={"level": 3},
+            messages=({"role": "user", "content": "How?"},),
+        )
     ]
     (rollout,) = batch.rollouts
     sequence, aside = rollout.sequences()
@@ -248,7 +256,7 @@ def test_agents_in_processes_of_their_own_are_shared_out_and_keep_their_order() 
     )
     try:
         tasks = [
-            AgentTask(base_url="", api_key="", model="", question=str(number), answer="", metadata={})
+            AgentTask(base_url="", api_key="", model="", question=str(number), answer="", metadata={}, messages=())
             for number in range(5)
         ]
         assert environment.run(tasks) == [Score(2.0 * number, number > 0) for number in range(5)]

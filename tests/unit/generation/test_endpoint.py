@@ -387,7 +387,10 @@ def test_an_environment_of_verifiers_converses_as_it_is_and_every_token_is_kept(
     for name, metadata in rows.items():
         told = {"question": "Who is there?", "answer": "me"}
         url = rollout(engine, name)
-        task = AgentTask(base_url=url, api_key=TOKEN, model=ask_model(url), metadata=metadata, **told)
+        messages = ({"role": "user", "content": told["question"]},)
+        task = AgentTask(
+            base_url=url, api_key=TOKEN, model=ask_model(url), metadata=metadata, messages=messages, **told
+        )
         score = asyncio.run(agent.run(task))
         calls = taken(engine, name)
         assert [call.parent for call in calls] == [None, *range(num_turns - 1)]
