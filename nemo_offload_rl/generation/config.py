@@ -34,7 +34,9 @@ class VllmConfig:
     max_model_len: Annotated[
         int, doc("Maximum length of prompt plus response in tokens; the engine ends every response there.", ge=2)
     ]
-    enforce_eager: Annotated[bool, doc("Disable CUDA graphs: slower generation, faster startup.")]
+    enforce_eager: Annotated[
+        bool, doc("Disable CUDA graphs: slower generation, faster startup. A CPU has none, whatever the key says.")
+    ]
     per_request_seeds: Annotated[
         bool,
         doc(

@@ -16,6 +16,7 @@ from nemo_offload_rl.migrate.features import FEATURES
 from nemo_offload_rl.migrate.fills import ABSENT, FILLS, FOLLOWS
 from nemo_offload_rl.migrate.report import Outcome, Report
 from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Ignored, Off, Renamed, Rule, Same
+from nemo_offload_rl.utils.config import EXEMPLARS as FOLDER
 from nemo_offload_rl.utils.config import load_config
 
 ALGORITHMS = ("grpo", "sft", "dpo", "distillation", "eval")
@@ -26,12 +27,12 @@ EXEMPLARS = {
     "distillation": "distillation_math.yaml",
     "eval": "eval.yaml",
 }
-_CONFIGS = Path(__file__).parents[2] / "examples/configs"
 
 # Other things that NeMo-RL trains; its files for them may inherit a section of ours.
 _OTHER_ALGORITHMS = ("ppo", "rm")
 _ONLY_THEIRS = (
     "policy.offload_optimizer_for_logprob",
+    "policy.use_coalesced_optimizer_offload",
     "policy.generation_batch_size",
     "policy.draft",
     "policy.dtensor_cfg._v2",
@@ -52,8 +53,6 @@ _ONLY_THEIRS = (
 )
 _ONLY_OURS = (
     "policy.residency_overlap",
-    "policy.use_pinned_optimizer_offload",
-    "policy.offload_optimizer_states_for_logprob",
     "policy.max_skipped_updates",
     "data.overlong_rows",
 )
@@ -152,7 +151,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
 
 @cache
 def _exemplar(algorithm: str) -> dict[str, Any]:
-    return load_config(_CONFIGS / EXEMPLARS[algorithm])
+    return load_config(FOLDER / EXEMPLARS[algorithm])
 
 
 def _leave_out_what_is_off(draft: Draft) -> None:

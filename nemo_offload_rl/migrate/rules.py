@@ -116,7 +116,7 @@ SAME: Mapping[str, Rule] = {
         "policy",
         "model_name hf_config_overrides hf_config_overrides.* train_global_batch_size train_micro_batch_size "
         "logprob_batch_size logprob_chunk_size max_total_sequence_length precision "
-        "max_grad_norm",
+        "max_grad_norm use_pinned_optimizer_offload offload_optimizer_states_for_logprob",
     ),
     **_same("policy.tokenizer", "name chat_template_kwargs chat_template_kwargs.*"),
     **_same("policy.dynamic_batching", _BATCHING),
@@ -238,6 +238,7 @@ IGNORED: Mapping[str, Rule] = {
         "policy.megatron_cfg.track_moe_metrics",
         "grpo.debug_payload_metrics",
     ),
+    **_ignored("copies of small tensors share one page-locked buffer here", "policy.use_coalesced_optimizer_offload"),
     **_ignored(
         _MEMORY,
         "grpo.calculate_advantages_on_gpu",

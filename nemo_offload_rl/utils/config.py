@@ -1,9 +1,11 @@
 """From a YAML file and command-line overrides to a plain resolved dictionary.
 
-1. Read the file and what its `defaults:` name (a path or a list, relative to the file), parents first, later wins.
+1. Read the file and what its `defaults:` name (a path or a list, relative to the file, or the name of one of this
+   package's `EXEMPLARS`), parents first, later wins.
    A mapping with `_override_: true` replaces the inherited one instead of being merged into it; `_remove_: true` as its
    only key takes the inherited one away.
-2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
+2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. A value that Hydra can only read
+   in quotes, such as `a=b` or `später`, is text without them.
 3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text that comes from the
    environment (`oc.env`) remembers how it is written (`FromEnvironment`), so that no record of a run holds a secret.
 
@@ -31,6 +33,9 @@ from omegaconf.resolvers import oc
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.schema import FromEnvironment
+
+EXEMPLARS = Path(__file__).parents[1] / "exemplars"
+"""The folder of the configurations that the package brings; in a checkout `examples/configs`."""
 
 _REPLACE_MARK = "_override_"
 _REMOVE_MARK = "_remove_"
@@ -224,7 +229,10 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
         raise ConfigError(f"{path}: `defaults` is {parents!r}; write the path of a YAML file or a list of paths")
     config = OmegaConf.create({})
     for name in parents:
-        config = _merge(config, _load_with_defaults(path.parent / name, (*seen, resolved_path)))
+        parent = path.parent / name
+        if not parent.exists() and Path(name).name == name and (EXEMPLARS / name).is_file():
+            parent = EXEMPLARS / name
+        config = _merge(config, _load_with_defaults(parent, (*seen, resolved_path)))
     return _merge(config, own)
 
 
@@ -283,7 +291,7 @@ def _marked_paths(config: DictConfig, mark: str) -> list[str]:
 
 
 def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | None) -> None:
-    override = _parse_override(text)
+    override = _parse_override(text, config)
     key = override.key_or_group
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     known = list(flatten_keys(raw))
@@ -305,21 +313,47 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
         raise ConfigError(f"override {text!r} cannot be applied: {_first_line(error)}") from error
 
 
-def _parse_override(text: str) -> Override:
-    key, _, value = text.partition("=")
-    # In Hydra's grammar such a value needs quotes, which the shell takes away.
-    quoted = f'{key}="{value}"' if value.startswith("~/") else text
+def _parse_override(text: str, config: DictConfig) -> Override:
+    parser = OverridesParser.create()
     try:
-        override = OverridesParser.create().parse_override(quoted)
+        override = parser.parse_override(text)
     except HydraException as error:
-        raise ConfigError(
-            f"override {text!r} is not in Hydra's grammar ({_first_line(error)}); write key=value, +key=value or ~key"
-        ) from error
+        try:
+            return parser.parse_override(_quoted(text))
+        except HydraException:
+            raise ConfigError(
+                f"override {text!r} is not in Hydra's grammar ({_first_line(error)}); write key=value, +key=value or "
+                "~key"
+            ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"override {text!r} is a sweep; give one value, or write a list as [a,b]")
+        if isinstance(_raw_value(config, override.key_or_group), str | None):
+            return parser.parse_override(_quoted(text))
+        key, _, value = text.partition("=")
+        raise ConfigError(
+            f"override {text!r} is a sweep; give one value, a list as {key}=[{value}], or text as "
+            f"\"{key}='{value}'\" with both kinds of quotes"
+        )
     if override.package is not None:
         raise ConfigError(f"override {text!r} names a package with @; write the dotted key instead")
     return override
+
+
+def _quoted(text: str) -> str:
+    """The override with its value in quotes, which the shell takes away; as it is where the value has a structure."""
+    key, equals, value = text.partition("=")
+    if not equals or value.lstrip()[:1] in {"[", "{", "'", '"'}:
+        return text
+    # A backslash is itself, except before a quote.
+    escaped = re.sub(r'(\\*)("|$)', lambda match: 2 * match[1] + ("\\" + match[2] if match[2] else ""), value)
+    return f'{key}="{escaped}"'
+
+
+def _raw_value(config: DictConfig, key: str) -> Any:
+    """The value of a key as it is written; None where there is none."""
+    node: Any = OmegaConf.to_container(config, resolve=False)
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def _delete(config: DictConfig, override: Override, exists: bool, known: list[str]) -> None:

@@ -58,6 +58,7 @@ def engine_args(settings: VllmSettings, device_type: str) -> dict[str, Any]:
                 "policy.generation.vllm_cfg.kv_cache_memory_gib is null, but on CPU vLLM would take "
                 "gpu_memory_utilization of the machine's memory; give a size, for example 0.25"
             )
+        arguments["enforce_eager"] = True  # TorchDynamo is off (`vllm_cpu_env`), and a CPU has no graphs
         arguments["worker_cls"] = f"{_PACKAGE}.cpu_worker.RefitCpuWorker"
         if settings.per_request_seeds:
             # vLLM 0.25.1 rewinds a request's generator where its prompt is computed in chunks; those of a CPU cannot.

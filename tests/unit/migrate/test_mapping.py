@@ -214,6 +214,17 @@ def test_values_of_a_backend_that_is_off_are_not_read():
     assert migrate(theirs).report.missing == {}
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_files_of_the_requests_that_named_our_keys_are_theirs(is_on):
+    keys = ("use_pinned_optimizer_offload", "offload_optimizer_states_for_logprob", "use_coalesced_optimizer_offload")
+    theirs = changed(grpo_file(), **{f"policy__{key}": is_on for key in keys})
+    del theirs["policy"]["offload_optimizer_for_logprob"]
+    migration = migrate(theirs)
+    assert migration.report.missing == {}
+    assert [at(migration.config, f"policy.{key}") for key in keys[:2]] == [is_on, is_on]
+    check("grpo", migration.config)
+
+
 def test_our_own_files_are_not_taken_for_theirs():
     for name in EXEMPLARS.values():
         config = load_config(Path("examples/configs") / name)

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.schema import as_used, as_written
-from nemo_offload_rl.utils.config import load_config, nearest_key
+from nemo_offload_rl.utils.config import _apply_override, load_config, nearest_key
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -198,13 +202,36 @@ def test_later_overrides_win(small: Path) -> None:
     [
         ("policy.batch", "Hydra's grammar"),
         ("x y", "Hydra's grammar"),
-        ("policy.batch=1,2", "sweep"),
+        (
+            "policy.batch=1,2",
+            "a list as policy.batch=[1,2], or text as \"policy.batch='1,2'\" with both kinds of quotes",
+        ),
         ("policy@x=1", "package"),
         ("+policy.batch.deep=1", "nothing can be below it"),
     ],
 )
 def test_malformed_overrides_end_in_one_line(small: Path, override: str, part: str) -> None:
     assert part in message(small, override)
+
+
+def test_a_value_that_hydra_reads_only_in_quotes_is_text_without_them(small: Path) -> None:
+    texts = ("a=b", "x#1", "a,b", "später", "lr=1e-3, später", "C:\\ü\\", 'say="a\\"', "a: b (c", "${policy.batch}=x")
+    for text in texts:
+        expected = text.replace("${policy.batch}", "4")
+        assert load_config(small, [f"logger.wandb.project={text}"])["logger"]["wandb"]["project"] == expected
+        assert load_config(small, [f"+policy.new={text}"])["policy"]["new"] == expected
+
+
+@given(st.text(st.characters(exclude_categories=["C"]), min_size=1))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    config = OmegaConf.create({"name": "x"})
+    try:
+        _apply_override(config, f"name={text}", None)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    if isinstance(config.name, str) and not re.search(r"""^\s*['"\[{]|[\\$]""", text):
+        assert config.name == text.strip(" \t")
 
 
 def test_nearest_prefers_a_very_like_sibling_then_the_same_name_elsewhere() -> None:
