@@ -188,9 +188,12 @@ class ChatEncoder:
     ) -> Iterator[tuple[int, int]]:
         """Where in `whole` each counted turn begins and ends, as `loss_span` says, by rendering up to both."""
         for turn in counted:
-            before = self._render(messages[:turn], origin, add_generation_prompt=self.loss_span != "message")
             is_last = turn == len(messages) - 1
             after = whole if is_last else self._render(messages[: turn + 1], origin, add_generation_prompt=False)
+            if turn:
+                before = self._render(messages[:turn], origin, add_generation_prompt=self.loss_span != "message")
+            else:
+                before = self._before_first(messages[0], origin)
             if not (after.startswith(before) and whole.startswith(after)):
                 fix = "sft.only_unmask_final=true, or set " if not (is_last or self.last_turn_only) else ""
                 raise DataError(
@@ -202,6 +205,19 @@ class ChatEncoder:
             has_end = end_token is not None and after.rstrip().endswith(str(end_token))
             end = len(after.rstrip()) if has_end and self.loss_span == "response" else len(after)
             yield len(before), max(end, len(before))
+
+    def _before_first(self, message: Message, origin: str) -> str:
+        """What the template writes before the text of a first message: it cannot render no messages at all."""
+        text = "text of the assistant"
+        before, found, _ = self._render([{**message, "content": text}], origin, add_generation_prompt=False).partition(
+            text
+        )
+        if self.loss_span == "message" or not found:
+            raise DataError(
+                f"{origin}: the conversation begins with the assistant, and what the template writes before its text "
+                "cannot be told from a system prompt; set data.loss_span=response, or begin with another message"
+            )
+        return before
 
     def _with_ends(
         self, token_ids: np.ndarray, mask: np.ndarray, *, ends_counted: bool

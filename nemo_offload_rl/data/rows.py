@@ -304,9 +304,9 @@ def _joined(parts: Sequence[Any], where: str) -> str:
 
 
 def opening(messages: Sequence[Message]) -> str:
-    """What comes before the assistant's first turn."""
+    """The messages before the assistant's first turn; that turn, where the conversation begins with it."""
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    return repr(messages[:first])
+    return repr(messages[: max(first, 1)])
 
 
 def _num_shared(left: Sequence[Message], right: Sequence[Message]) -> int:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -39,3 +43,18 @@ def test_files_that_configurations_name_exist() -> None:
         default = load_config(path)["data"]["default"]
         for key in ("prompt_file", "system_prompt_file"):
             assert default[key] is None or Path(default[key]).is_file(), f"{path}: data.default.{key}"
+
+
+def test_a_wheel_has_the_exemplars_that_defaults_name_from_any_folder(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(name, tmp_path)
+    for name in ("nemo_offload_rl", "examples"):
+        shutil.copytree(name, tmp_path / name, symlinks=True)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        packed = {Path(name).name: archive.read(name) for name in archive.namelist() if "/exemplars/" in name}
+    assert packed == {path.name: path.read_bytes() for path in Path("examples/configs").glob("*.yaml")}
+    (tmp_path / "mine.yaml").write_text("defaults: sft.yaml\n")
+    assert load_config(tmp_path / "mine.yaml") == load_config("examples/configs/sft.yaml")

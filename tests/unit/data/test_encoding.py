@@ -122,6 +122,16 @@ WITH_A_CALL = [
 ]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["measured", "marked by the template"])
+def test_a_conversation_may_begin_with_the_assistant(template):
+    messages = [{"role": "assistant", "content": "assistant"}, *TWO_TURNS[1:3]]
+    told = "<assistant>[[assistant<|im_end|>]]\n<user>Grüße<|im_end|>\n<assistant>[[héllo<|im_end|>]]\n"
+    assert shown(template, messages) == told
+    assert shown(template, messages, last_turn_only=True) == told.replace("[[", "", 1).replace("]]", "", 1)
+    with pytest.raises(DataError, match=r"^d\.jsonl:1: the conversation begins with the assistant"):
+        shown(template, messages, loss_span="message")
+
+
 def test_marks_belong_to_the_turn_that_they_stand_in_though_other_turns_have_none_or_several():
     encoder = make_encoder(MARKS_TEXTS_ONLY, add_bos=False)
     plain = encoder.tokenizer.apply_chat_template(WITH_A_CALL, tokenize=False)

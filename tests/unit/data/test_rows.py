@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from nemo_offload_rl.data.readers import Record
 from nemo_offload_rl.data.records import Row
-from nemo_offload_rl.data.rows import binary_pair, conversation, ranked_pair, response_row, split_by
+from nemo_offload_rl.data.rows import binary_pair, conversation, opening, ranked_pair, response_row, split_by
 from nemo_offload_rl.errors import DataError
 
 
@@ -75,6 +75,11 @@ def test_the_split_is_seeded_and_keeps_rows_with_the_same_question_together():
 def test_a_conversation_loses_the_empty_fields_that_tables_give_every_message():
     given = [{**user("a"), "name": None}, {**assistant("b"), "name": "bot"}]
     assert conversation(record(m=given), "m", "tools").messages == (user("a"), {**assistant("b"), "name": "bot"})
+
+
+def test_conversations_that_begin_with_the_assistant_are_told_apart_by_what_it_says():
+    assert opening([assistant("a"), user("b")]) != opening([assistant("c"), user("b")])
+    assert opening([user("a"), assistant("b")]) == opening([user("a"), assistant("c")])
 
 
 @pytest.mark.parametrize(
