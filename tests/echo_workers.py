@@ -88,6 +88,10 @@ class EchoWorker:
             time.sleep(600)
         if kind == "user":
             raise DataError("row 7 has no answer")
+        if kind == "memory":
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB.")
         if kind == "died":
             raise WorkerDiedError("a process of this worker has ended")
         raise TwoArgumentError(3, "bug")

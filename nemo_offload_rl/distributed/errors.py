@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+import torch
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from nemo_offload_rl.errors import WorkerDiedError
+from nemo_offload_rl.errors import UserError, WorkerDiedError
 from nemo_offload_rl.policy.ray_memory import killed_by_kernel, killed_by_monitor
+from nemo_offload_rl.residency import DeviceOutOfMemoryError
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:
@@ -19,8 +21,8 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
         method: The call.
 
     Returns:
-        The exception that the worker raised, with the remote traceback as a note; `WorkerDiedError` if its process
-        ended; otherwise `error` itself.
+        The exception that the worker raised, with the remote traceback as a note, as a `UserError` if it is a lack of
+        the device's memory; `WorkerDiedError` if its process ended; otherwise `error` itself.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -28,6 +30,12 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
             cause = cause.cause
         if not isinstance(cause, BaseException):
             return error
+        if isinstance(cause, torch.OutOfMemoryError | DeviceOutOfMemoryError):
+            cause = UserError(
+                f"{worker} ran out of the device's memory during {method} ({' '.join(str(cause).split())[:300]}); free "
+                "what other processes hold of it, lower policy.generation.vllm_cfg.gpu_memory_utilization where an "
+                "engine shares it, or use more GPUs"
+            )
         cause.add_note(f"Raised in {worker}, {method}:\n{_without_colours(str(error)).strip()}")
         return cause
     if isinstance(error, ActorUnavailableError):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
-from huggingface_hub import try_to_load_from_cache
-
-from nemo_offload_rl.policy.backends.model_folder import is_hub_name
+from nemo_offload_rl.policy.backends.model_folder import local_folder
 from nemo_offload_rl.policy.config import TrainedPolicyConfig
 from nemo_offload_rl.utils.schema import ClusterConfig
 
@@ -36,12 +33,8 @@ def local_model_config(cfg: PolicyRun) -> Mapping[str, Any] | None:
 
     Of a hub's model it is known once a run has used it, or it was downloaded otherwise; None before.
     """
-    name = cfg.policy.model_name
-    path = Path(name) / "config.json"
-    if is_hub_name(name):
-        cached = try_to_load_from_cache(name, "config.json")
-        path = Path(cached) if isinstance(cached, str) else path
-    if not path.is_file():
+    folder = local_folder(cfg.policy.model_name)
+    if folder is None or not (path := folder / "config.json").is_file():
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

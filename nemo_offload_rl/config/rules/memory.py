@@ -29,9 +29,12 @@ from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
 from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
 from nemo_offload_rl.policy.backends.megatron import rules as megatron
 from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
+from nemo_offload_rl.policy.backends.model_folder import local_folder
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.policy.host_plan import (
     DEVICE_STATE,
+    ENGINE,
+    ENGINE_PROCESS_BYTES,
     HostNeed,
     foresee_host_memory,
     gpu_limit_refusal,
@@ -55,7 +58,7 @@ from nemo_offload_rl.residency import (
     memory_total_bytes,
     resolve_plan,
 )
-from nemo_offload_rl.utils.flops import read_model_sizes
+from nemo_offload_rl.utils.flops import ModelSizes, read_model_sizes
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 _GIB = 2**30
@@ -277,8 +280,13 @@ def num_parameters(cfg: RunConfig) -> int | None:
     """Of the policy's model; None for one that is no local folder."""
     if (planned := _PLANNED.get()) is not None and planned.num_parameters is not None:
         return planned.num_parameters
-    sizes = read_model_sizes(cfg.policy.model_name)
+    sizes = _model_sizes(cfg.policy.model_name)
     return None if sizes is None else sizes.num_parameters
+
+
+def _model_sizes(model_name: str) -> ModelSizes | None:
+    """Of a local folder, or of a hub's model whose weights are in the cache."""
+    return read_model_sizes(str(local_folder(model_name) or model_name))
 
 
 def group_bytes(cfg: RunConfig) -> dict[str, int] | None:
@@ -287,7 +295,7 @@ def group_bytes(cfg: RunConfig) -> dict[str, int] | None:
     if count is None:
         return None
     if isinstance(cfg.policy.backend, MegatronConfig):
-        sizes = read_model_sizes(cfg.policy.model_name)
+        sizes = _model_sizes(cfg.policy.model_name)
         in_experts = sizes.num_in_experts if sizes is not None and sizes.num_parameters == count else None
         groups = megatron.least_group_bytes(cfg, count, in_experts)
     else:
@@ -341,10 +349,19 @@ def host_need(cfg: RunConfig, groups: Mapping[str, int]) -> HostNeed:
         sizes=sizes,
         reference_bytes=reference_bytes,
         device_bytes=device_bytes,
-        other={DEVICE_STATE: sum(groups.values())} if on_cpu else {},
+        other={DEVICE_STATE: sum(groups.values()), **_engine_on_the_host(cfg)} if on_cpu else {},
         activation_bytes=0 if on_megatron else dtensor.most_activation_bytes(cfg, settings),
         reference_is_cast=is_cast,
     )
+
+
+def _engine_on_the_host(cfg: RunConfig) -> dict[str, int]:
+    """Main memory of an engine that computes there beside a worker: weights, cache and process."""
+    if not isinstance(cfg, WITH_ROLLOUTS) or not cfg.policy.generation.colocated.enabled:
+        return {}
+    vllm = cfg.policy.generation.vllm_cfg
+    weights_bytes = (num_parameters(cfg) or 0) * COMPUTE_DTYPES[vllm.precision].itemsize
+    return {ENGINE: weights_bytes + int((vllm.kv_cache_memory_gib or 0.0) * _GIB) + ENGINE_PROCESS_BYTES["cpu"]}
 
 
 def _keeps_reference(cfg: RunConfig) -> bool:
@@ -371,7 +388,7 @@ def reference_fits_its_folder(cfg: RunConfig) -> str | None:
 
 def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
     """Of one worker's part of the teacher; None for a model that is no local folder."""
-    if (sizes := read_model_sizes(cfg.teacher.model_name)) is None:
+    if (sizes := _model_sizes(cfg.teacher.model_name)) is None:
         return None
     backend, num_ranks = cfg.policy.backend, cfg.cluster.world_size
     if isinstance(backend, MegatronConfig):

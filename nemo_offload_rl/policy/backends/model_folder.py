@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +35,14 @@ def is_hub_name(model_name: str) -> bool:
     """Whether a name of the form `owner/name` that is no folder stands for a model hub's."""
     is_path = model_name.startswith((".", "/", "~")) or Path(model_name).is_dir()
     return model_name.count("/") == 1 and not is_path
+
+
+def local_folder(model_name: str) -> Path | None:
+    """Where files of a model are on this host, perhaps not all of them; None for a hub's model that has no cache."""
+    if not is_hub_name(model_name):
+        return Path(model_name)
+    cached = try_to_load_from_cache(model_name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def find_file(model_name: str, file_name: str) -> Path | None:

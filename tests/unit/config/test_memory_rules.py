@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from hub_cache import fill_hub_cache
+from safetensors.torch import save_file
 
 from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.config.rules import memory
@@ -267,6 +271,25 @@ def test_a_host_that_cannot_hold_what_its_workers_offload_is_refused_before_anyt
     load([*one, "policy.host_memory_budget_gib=40"], parameters=2 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"policy\.host_memory_budget_gib leaves 13\.00 GiB; use "):
         load([*one, "policy.host_memory_budget_gib=13"], parameters=GIB, gpu_gib=80)
+
+
+def test_on_a_cpu_the_engine_s_weights_and_cache_are_counted_before_it_starts(load, monkeypatch):
+    monkeypatch.setitem(globals(), "HOST_BYTES", 20 * GIB)
+    cpu = partial(load, parameters=GIB, gpu_gib=None, path=CONFIGS / "grpo_arithmetic_cpu.yaml")
+    with pytest.raises(
+        ConfigError, match=r"process 0\.50, engine 6\.75, state in use 16\.00\), but MemAvailable leaves 19\.00"
+    ):
+        cpu(["policy.generation.vllm_cfg.kv_cache_memory_gib=2", "policy.model_name=a-folder"])
+
+
+def test_a_hub_s_model_whose_weights_are_in_the_cache_has_a_size(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**QWEN2, "num_attention_heads": 8}))
+    save_file({"weight": torch.zeros(5, 6)}, folder / "model.safetensors")
+    fill_hub_cache(monkeypatch, tmp_path / "cache", "some/model", folder)
+    sizes = [memory._model_sizes(name) for name in ("some/model", str(folder), "some/other")]
+    assert [found and found.num_parameters for found in sizes] == [30, 30, None]
 
 
 def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advised_fits(load, monkeypatch):

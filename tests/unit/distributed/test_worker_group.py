@@ -19,7 +19,7 @@ from nemo_offload_rl.distributed.actors import WorkerLocation
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import CallTimes, CallWatch
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.errors import DataError, WorkerDiedError, WorkerHungError
+from nemo_offload_rl.errors import DataError, UserError, WorkerDiedError, WorkerHungError
 
 ECHO = "echo_workers:EchoWorker"
 
@@ -113,7 +113,7 @@ def test_a_dead_worker_is_the_cause_even_when_its_peer_fails_first(cluster: Virt
     workers.shutdown()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("user", DataError), ("died", WorkerDiedError)])
+@pytest.mark.parametrize(("kind", "error"), [("user", DataError), ("memory", UserError), ("died", WorkerDiedError)])
 def test_a_group_knows_the_errors_that_its_calls_raised(
     cluster: VirtualCluster, group: RayWorkerGroup, kind: str, error: type[Exception]
 ) -> None:
@@ -122,6 +122,9 @@ def test_a_group_knows_the_errors_that_its_calls_raised(
         workers.run_all("raise_on", 0, kind)
     assert workers.has_raised(raised.value)
     assert not workers.has_raised(error("raised elsewhere"))
+    if kind == "memory":
+        told = "echo worker 0 ran out of the device's memory during raise_on (CUDA out of memory. Tried to al"
+        assert str(raised.value).startswith(told)
     assert not group.has_raised(raised.value)
     workers.shutdown()
 
