@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +56,8 @@ class HostedWorker:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; how a run ends is the driver's to decide
         set_up_logging()  # into the process's own log file
         dump_stacks_on_signal()
         self._warnings = _Warnings()

@@ -1,7 +1,8 @@
 """Signs of life of a worker process, which other processes of its host read.
 
 1. A worker calls `show_progress` after each piece of its work: a micro-batch, a tensor, a finished response. This
-   touches the file that its standard error goes to. Whatever is written there counts as progress too.
+   touches the file that its standard error goes to. Whatever is written there counts as progress too, and in Ray's
+   file of its standard output, where loaders show theirs.
 2. After `dump_stacks_on_signal` it writes the Python stacks of its threads there on SIGUSR2, even while its main thread
    is stuck in native code and holds the interpreter's lock.
 3. `examine` reads both.
@@ -83,8 +84,10 @@ def examine(pid: int, stderr_path: str, *, with_stacks: bool) -> ProcessState:
     processes = list(_family(pid))
     stopped = tuple(process.pid for process in processes if _status(process) in _STOPPED)
     idle_s: float | None = None
-    with suppress(OSError):
-        idle_s = max(0.0, time.time() - os.stat(stderr_path).st_mtime)
+    for path in (Path(stderr_path), Path(stderr_path).with_suffix(".out")):
+        with suppress(OSError):
+            found_s = max(0.0, time.time() - path.stat().st_mtime)
+            idle_s = found_s if idle_s is None else min(idle_s, found_s)
     if not processes:
         return ProcessState((), None)
     dumping = [process for process in processes if process.pid not in stopped and _dumps(process)]

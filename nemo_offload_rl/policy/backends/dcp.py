@@ -300,6 +300,9 @@ class _DataPlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{name} is damaged, or names code") from error
 
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        show_progress()
+
 
 class _Reader(FileSystemReader):
     """Reads tensors of one checkpoint, whose metadata is read once."""

@@ -256,9 +256,14 @@ def test_progress_and_a_suspended_driver_put_off_the_end_of_a_call(cluster: Virt
     wait(5.0)  # the worker's last progress is an hour old: 1e4 - 3600 s are left
     os.utime(stderr, (hour_ago - 1e4, hour_ago - 1e4))
     wait(5.0)
+    output = stderr.with_suffix(".out")
+    output.touch()
     watched._waited_s += 6401.0
+    wait(0.0)  # it has just written something
+    os.utime(output, (0.0, 0.0))
+    watched._waited_s += 10001.0
     with pytest.raises(
-        WorkerHungError, match=r"^slow worker 0 has not answered: train has taken 164\d\d s, the last 10000 s"
+        WorkerHungError, match=r"^slow worker 0 has not answered: train has taken 264\d\d s, the last 10000 s"
     ):
         wait(0.0)
 

@@ -580,3 +580,35 @@ def test_weights_that_do_not_fit_the_config_are_refused(folders, tmp_path):
         PolicyWorker(
             make_settings(folder, hf_config_overrides={"intermediate_size": 64}), ONE_RANK, keep_reference=False
         )
+
+
+def test_each_micro_batch_and_each_tensor_read_or_written_shows_progress(
+    make_worker, backend, folders, tmp_path, monkeypatch
+):
+    folder, _ = folders("qwen3-tied")
+    seen = []
+    utime = os.utime
+
+    def seen_utime(*args, **kwargs):
+        seen.append(args)
+        utime(*args, **kwargs)
+
+    monkeypatch.setattr(os, "utime", seen_utime)
+
+    def num_shown(work, *args):
+        seen.clear()
+        work(*args)
+        return seen.count((2,))  # standard error
+
+    with make_worker(folder) as worker:
+        num_tensors = len(full_params(worker))
+        assert seen.count((2,)) >= num_tensors or backend == "megatron"  # its loader writes to standard output
+        batch = make_batch()
+        num_micro_batches = len(batch) // worker._settings.train_micro_batch_size
+        worker.prepare_for_training()
+        assert num_shown(worker.get_logprobs, batch) >= len(batch) // worker._settings.logprob_batch_size
+        assert num_shown(worker.train, batch, NLL()) >= num_micro_batches
+        assert num_shown(worker.evaluate, batch, NLL()) >= num_micro_batches
+        assert num_shown(worker.save_checkpoint, tmp_path / "saved") > num_tensors
+        assert num_shown(worker.load_checkpoint, tmp_path / "saved") > num_tensors
+        assert num_shown(worker.export_hf, tmp_path / "exported") > 0
