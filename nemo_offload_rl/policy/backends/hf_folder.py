@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folde
     written = json.loads(path.read_text(encoding="utf-8"))
     other_names = {old: written[new] for old, new in config.attribute_map.items() if new in written}
     older = {"torch_dtype": name, **other_names, **older_rope_keys(written)}
+    again = type(config).from_dict(deepcopy({**older, **written}))  # which it changes
+    if again.to_dict().get("rope_parameters") != config.to_dict().get("rope_parameters"):
+        del older["rope_scaling"]  # most families of transformers 5 take it for the settings of all layer types
     path.write_text(json.dumps({**older, **written}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -149,6 +149,17 @@ def test_readers_on_transformers_4_and_5_find_in_an_export_what_was_published(tm
     assert json.loads((tmp_path / "second" / "config.json").read_text()) == written
 
 
+def test_rotary_settings_by_layer_type_are_read_from_an_export_as_they_were(tmp_path: Path) -> None:
+    scaled, plain = {**YARN, "rope_theta": 500000.0}, {"rope_type": "default", "rope_theta": 500000.0}
+    for model_type in ("olmo3", "gemma3_text"):
+        settings = {"full_attention": scaled, "sliding_attention": plain}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "rope_parameters": settings}))
+        config = load_config(str(tmp_path), {})
+        export_config(config, torch.bfloat16, [], tmp_path)
+        assert load_config(str(tmp_path), {}).rope_parameters == config.rope_parameters
+        assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 500000.0
+
+
 def test_an_export_promises_no_layers_that_it_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}))
     config = load_config(str(tmp_path), {})
