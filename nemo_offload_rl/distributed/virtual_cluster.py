@@ -268,16 +268,23 @@ def _signals_as_exit() -> Iterator[None]:
 def _shut_ray_down(daemons: list[psutil.Process]) -> None:
     """Shut Ray down. It asks its daemons in turn with SIGTERM, which they do not hear, and kills each a second later.
 
-    Here the first one that has ended takes the others along.
+    Here the first one that has ended takes along the others and what they have started, such as the raylet's agents,
+    which would notice its end by themselves, but after a while.
     """
+    processes = list(daemons)
+    for daemon in daemons:
+        with suppress(psutil.NoSuchProcess):
+            processes += daemon.children(recursive=True)
 
     def kill_all(ended: psutil.Process) -> None:
-        for daemon in daemons:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
-                daemon.kill()
+                process.kill()
 
-    threading.Thread(target=psutil.wait_procs, args=(daemons, _SHUTDOWN_S, kill_all), daemon=True).start()
+    follower = threading.Thread(target=psutil.wait_procs, args=(daemons, _SHUTDOWN_S, kill_all), daemon=True)
+    follower.start()
     ray.shutdown()
+    follower.join(_SHUTDOWN_S)
 
 
 def _any_ended(daemons: list[psutil.Process]) -> bool:
