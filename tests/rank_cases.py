@@ -78,6 +78,7 @@ def divided(weights, model):
 
 def goes_on_bit_by_bit(process, folder, **changes):
     """Steps with every phase between them, a reference pass that fails and a resume from disk, against none of it."""
+    changes = {"train_micro_batch_size": 2, **changes}  # a rank of two has two micro-batches
     changes |= {"clip_grad": 0.5} if changes.get("backend") == "megatron" else {"max_grad_norm": 0.5}
     batches = [make_batch(seed=seed) for seed in range(3)]
     with make_worker(process, folder, **changes) as worker:

@@ -163,7 +163,7 @@ def test_gradients_reduced_once_a_step_are_those_reduced_after_every_micro_batch
     for batch in (make_batch(), ends_uncounted):
         grads, events = [], []
         for reduces_each in (False, True):
-            with one_rank_worker(folder, precision=precision) as worker:
+            with one_rank_worker(folder, precision=precision, train_micro_batch_size=2) as worker:
                 if reduces_each:
                     worker._backend._built.fsdp_root.set_requires_gradient_sync = events.append
                 worker.prepare_for_training()
@@ -178,7 +178,7 @@ def test_gradients_that_were_not_reduced_yet_are_given_up_with_the_step(folders,
     folder, _ = folders("qwen3-tied")
     grads = []
     for gives_up in (False, True):
-        with one_rank_worker(folder, precision=precision) as worker:
+        with one_rank_worker(folder, precision=precision, train_micro_batch_size=2) as worker:
             worker.prepare_for_training()
             if gives_up:
                 with pytest.raises(ArithmeticError):

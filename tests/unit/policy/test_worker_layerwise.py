@@ -112,7 +112,7 @@ def test_a_filter_and_a_stat_of_the_scores_are_the_same_too(folders):
             loss = Counted(TokenStat.ENTROPY)
             result = worker.train(make_batch(), loss)
             evaluated = worker.evaluate(make_batch(seed=1), loss)
-            assert loss.num_calls == 8
+            assert loss.num_calls == 4
             found.append((result.loss, result.metrics, result.grad_norm, evaluated.loss, evaluated.metrics))
     assert found[0] == found[1]
 
@@ -193,7 +193,7 @@ def test_layers_that_are_not_computed_again_or_that_drop_at_random_take_one_micr
             torch.manual_seed(0)
             assert_same_steps(steps(worker, 1), expected)
             params_in, *_ = crossings(worker, lambda worker=worker: worker.forward_backward(make_batch(), NLL()))
-            assert params_in == [4, 8, 8, 4]
+            assert params_in == [2, 4, 4, 2]
             params_in, *_ = crossings(worker, lambda worker=worker: worker.evaluate(make_batch(), NLL()))
             assert params_in == [1, 1, 1, 1]
 
@@ -275,7 +275,8 @@ def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothi
 
         return fail
 
-    with recomputed(folder, keep_reference=True) as clean, layerwise(folder, keep_reference=True) as hurt:
+    by_two = {"keep_reference": True, "train_micro_batch_size": 2, "logprob_batch_size": 3}
+    with recomputed(folder, **by_two) as clean, layerwise(folder, **by_two) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())
@@ -310,7 +311,8 @@ def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_
         if num_calls in (6, 17):  # in backward of a group of four micro-batches, and of two
             raise torch.OutOfMemoryError("no memory\nfor it")
 
-    with recomputed(folder) as clean, layerwise(folder) as hurt:
+    by_two = {"train_micro_batch_size": 2, "logprob_batch_size": 3}
+    with recomputed(folder, **by_two) as clean, layerwise(folder, **by_two) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
         hook = forward_hook_on_layer(hurt, 1, runs_out)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 COEFF, RATE = 0.05, 0.02
-TRAINED = {"backend": "megatron", "freeze_moe_router": False}
+TRAINED = {"backend": "megatron", "freeze_moe_router": False, "train_micro_batch_size": 2}
 
 
 def routed(model, batch):
