@@ -1,9 +1,10 @@
 """Training with checkpoints that is killed at random moments, again and again; run by a test as a process of its own.
 
-`python tests/killed_saves.py FOLDER NUM_KILLS`. Each life is forked from this process, so that none pays for imports.
-It resumes by the keeper's rules, then trains and saves until it is killed, and notes what it did: where it resumed,
-and a digest of its weights after each step. Some lives keep all state on the device and some none, whose updates a kill
-breaks off between two parts of the model. A last life without checkpoints does all the steps in one go.
+`python tests/killed_saves.py FOLDER NUM_KILLS`; more kills follow until one has hit a save. Each life is forked from
+this process, so that none pays for imports. It resumes by the keeper's rules, then trains and saves until it is killed,
+and notes what it did: where it resumed, and a digest of its weights after each step. Some lives keep all state on the
+device and some none, whose updates a kill breaks off between two parts of the model. A last life without checkpoints
+does all the steps in one go.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def main(folder: Path, num_kills: int) -> None:
     torch.set_num_threads(1)
     save_model_folder(folder / "model", 0, qwen3_config(tied=True, num_layers=1, hidden_size=32))
     draw = random.Random(0)
-    lives = []
-    for life in range(num_kills):
+    lives: list[dict[str, Any]] = []
+    while len(lives) < num_kills or not any(is_interrupted(life) for life in lives):
+        life = len(lives)
         log = folder / f"life_{life}.jsonl"
         asynchronous, in_parts = life % 2 == 0, life % 4 >= 2
         pid = forked(
@@ -137,6 +139,11 @@ def main(folder: Path, num_kills: int) -> None:
     pid = forked(lambda: live(folder, whole, async_save=False, checkpoints=False, last_step=last))
     if os.waitpid(pid, 0)[1]:
         sys.exit("the run in one go failed")
+
+
+def is_interrupted(life: dict[str, Any]) -> bool:
+    """Whether the kill hit a save."""
+    return any(name.endswith(".partial") for name in life["left"])
 
 
 def read_notes(path: Path) -> list[dict[str, object]]:

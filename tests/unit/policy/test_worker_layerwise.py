@@ -36,6 +36,11 @@ from nemo_offload_rl.policy.settings import TokenFilter
 from nemo_offload_rl.residency import CpuDevice, ResidencyError
 
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)
+FORMS = {
+    "float32": {"logprob_chunk_size": 3, "max_grad_norm": 0.1},
+    "bfloat16": {"precision": "bfloat16"},
+    "packed": {"precision": "bfloat16", "sequence_packing": PACKED},
+}
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
 
 
@@ -72,17 +77,22 @@ def crossings(worker, run):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "form"),
     [
-        {"logprob_chunk_size": 3, "max_grad_norm": 0.1},
-        {"precision": "bfloat16"},
-        {"precision": "bfloat16", "sequence_packing": PACKED},
+        ("qwen3", "bfloat16"),
+        ("qwen3-tied", "float32"),
+        ("qwen3-tied", "packed"),
+        ("qwen2", "packed"),
+        ("llama", "float32"),
+        ("gemma2-tied", "bfloat16"),
+        ("gemma2-tied", "packed"),  # windows over packed rows
+        ("qwen3-moe", "packed"),
+        ("olmo2", "float32"),
     ],
-    ids=["float32", "bfloat16", "packed"],
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "gemma2-tied", "qwen3-moe", "olmo2"])
-def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(folders, family, changes):
+def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(folders, family, form):
     folder, _ = folders(family)
+    changes = FORMS[form]
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
     with layerwise(folder, keep_reference=True, **changes) as worker:
@@ -120,8 +130,7 @@ def test_a_filter_and_a_stat_of_the_scores_are_the_same_too(folders):
 # -- the link ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), DeferredDevice()], ids=["", "overlapped"])
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("rows", "device"), [(1, DeferredDevice()), (2, CpuDevice()), (8, DeferredDevice())])
 def test_a_part_crosses_once_in_each_direction_of_a_pass_whatever_the_number_of_micro_batches(
     eight_layers, use_device, rows, device
 ):
@@ -157,11 +166,8 @@ def test_tied_embeddings_come_once_more_for_the_gradient_that_is_the_sum_of_both
         assert passed == [[3, 2, 2], [0] * 3, [0] * 3, [1] * 3]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
-def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_the_same_numbers(
-    folders, use_device, family
-):
-    folder, _ = folders(family)
+def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_the_same_numbers(folders, use_device):
+    folder, _ = folders("qwen3-tied")
     changes = {"precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
@@ -260,9 +266,8 @@ def test_a_device_for_one_whole_part_and_what_is_in_none_is_enough_and_a_byte_le
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
-def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders, family):
-    folder, _ = folders(family)
+def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders):
+    folder, _ = folders("qwen3-tied")
     batch = make_batch()
     num_calls = 0
 
@@ -300,9 +305,8 @@ def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothi
         assert_same_steps(steps(hurt), steps(clean))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
-def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_batches(folders, family):
-    folder, _ = folders(family)
+def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_batches(folders):
+    folder, _ = folders("qwen3-tied")
     num_calls = 0
 
     def runs_out(*_):
@@ -394,8 +398,7 @@ def test_groups_get_smaller_where_later_micro_batches_take_more_than_the_first_o
         assert num_tries
 
 
-@pytest.mark.parametrize("raised", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("part", [1, 4, 10])
+@pytest.mark.parametrize(("part", "raised"), [(1, KeyboardInterrupt), (4, ArithmeticError), (10, KeyboardInterrupt)])
 def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_work(
     eight_layers, two_steps, tmp_path, part, raised
 ):

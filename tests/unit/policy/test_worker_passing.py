@@ -45,40 +45,41 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {},
-        {"precision": "bfloat16", "residency_verify": True},
-        {"activation_checkpointing": True, "precision": "bfloat16"},
-        {"logprob_chunk_size": 3, "max_grad_norm": 0.1},
+        ("qwen3", {"precision": "bfloat16", "residency_verify": True}),
+        ("qwen3-tied", {"activation_checkpointing": True, "precision": "bfloat16"}),
+        ("qwen3-tied", {"logprob_chunk_size": 3, "max_grad_norm": 0.1}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
 def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_device(
     folders, family, changes, use_device
 ):
     folder, _ = folders(family)
     with one_rank_worker(folder, keep_reference=True, **changes) as worker:
-        expected = steps(worker)
+        expected = steps(worker, 2)
     for device in (CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)):
         use_device(device)
         with in_parts(folder, keep_reference=True, **changes) as worker:
-            assert_same_steps(steps(worker), expected)
+            assert_same_steps(steps(worker, 2), expected)
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), DeferredDevice(), DeferredDevice(free_bytes=0)], ids=type)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("precision", "device"),
+    [("bfloat16", CpuDevice()), ("float32", DeferredDevice()), ("bfloat16", DeferredDevice(free_bytes=0))],
+    ids=["whole", "overlapped", "tight"],
+)
 def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tmp_path, use_device, precision, device):
     folder, _ = folders("qwen3-tied")
     changes = {"keep_reference": True, "precision": precision}
     with one_rank_worker(folder, **changes) as worker:
-        expected = steps(worker)
+        expected = steps(worker, 2)
     use_device(device)
     with in_parts(folder, reference_dir=str(tmp_path), residency_verify=True, **changes) as worker:
         (file,) = open_files(tmp_path)
         assert worker.residency.host_bytes()["reference"] <= worker._host_need.resolve().arena["reference"]
-        assert_same_steps(steps(worker), expected)
+        assert_same_steps(steps(worker, 2), expected)
         own = worker.get_logprobs(make_batch())
         os.truncate(file, file.stat().st_size // 2)
         with pytest.raises(ResidencyError, match="could not be read: it ends at byte"):
@@ -87,7 +88,7 @@ def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tm
     assert open_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma-tied", "gemma2-tied", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2-tied", "qwen3-moe"])
 def test_other_families_too(folders, family):
     folder, _ = folders(family)
     with one_rank_worker(folder, keep_reference=True) as worker:
@@ -172,8 +173,8 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
 @pytest.mark.parametrize(
     ("order", "countdown"),
     [
-        *((in_parts, countdown) for countdown in (1, 2, 10, 15, 24, 29, 40, 57)),
-        *((layerwise, countdown) for countdown in (1, 2, 9, 10, 11, 12, 20, 30, 37)),
+        *((in_parts, countdown) for countdown in (1, 2, 15, 29, 57)),
+        *((layerwise, countdown) for countdown in (1, 2, 10, 12, 37)),
     ],
 )
 def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
@@ -192,7 +193,7 @@ def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_th
         assert_equal(full_params(worker), two_steps[2])
 
 
-@pytest.mark.parametrize("countdown", [1, 2, 3, 4, 5, 20, 44])
+@pytest.mark.parametrize("countdown", [1, 2, 3, 4, 44])
 def test_a_copy_that_fails_in_an_update_leaves_the_old_state_or_a_worker_that_refuses(
     eight_layers, two_steps, use_device, tmp_path, countdown
 ):
@@ -216,9 +217,8 @@ def test_a_copy_that_fails_in_an_update_leaves_the_old_state_or_a_worker_that_re
                 use()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
-def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders, family):
-    folder, _ = folders(family)
+def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders):
+    folder, _ = folders("qwen3-tied")
     batch = make_batch()
 
     def fail(*_):
@@ -229,7 +229,7 @@ def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothi
             worker.prepare_for_training()
             worker.train(batch, NLL())
         with pytest.raises(ArithmeticError):
-            hurt.train(batch, RaisesAt(call=3))
+            hurt.train(batch, RaisesAt(call=2))
         assert hurt.train(batch, Poisoned(factor=float("nan"))).is_skipped == [True]
         hurt.prepare_for_lp_inference()
         for get in (hurt.get_logprobs, hurt.get_reference_logprobs):
