@@ -5,7 +5,6 @@ Processes of vLLM's own, an engine core or workers, are forked from it, where vL
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,16 +171,10 @@ def engine_process() -> Iterator[EngineProcess]:
 
 def engine_here(settings: VllmSettings) -> Any:
     """An engine in this process, whose variables are vLLM's already; processes of vLLM's own are forked from it."""
-    from vllm.model_executor.models import registry
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
-
     from nemo_offload_rl.generation.vllm.async_engine import AsyncVllmEngine
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
 
-    for module in (utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
-    registry._run_in_subprocess = lambda look: look()  # at a class of models: 8 s of a CPU for each, to import vLLM
+    forked.fork_processes_of_vllm()
     return (AsyncVllmEngine if settings.async_engine else VllmEngine)(settings)
 
 

