@@ -13,7 +13,7 @@ from one_process_grpo import run_in_this_process
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.policy.policy import Policy
 
-LIMIT_S = 30
+LIMIT_S = 300
 came_back = threading.Event()
 prepare, score = Policy.prepare_for_lp_inference, ArithmeticEnvironment.step
 

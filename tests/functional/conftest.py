@@ -177,7 +177,7 @@ class RunningGrpo:
         """Exit status, the line on standard error that says why (the last but one), and children that live on."""
         done = self.script.wait(timeout_s)
         self._look()
-        _, alive = psutil.wait_procs(self.children, timeout=5)
+        _, alive = psutil.wait_procs(self.children, timeout=300)
         return done.status, done.stderr.splitlines()[-2], alive
 
     def _look(self) -> None:
@@ -243,7 +243,7 @@ def run_grpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
         _, *argv = command(*overrides, config=config, **script)
         folder = tmp_path_factory.mktemp("output")
         variables = {**environment(), **forked_workers.variables(), **(env or {})}
-        return Script(argv, folder, cwd=ROOT, env=variables).wait(300)
+        return Script(argv, folder, cwd=ROOT, env=variables).wait(500)
 
     return run
 
@@ -254,7 +254,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finish
 
     def run(script: str, *arguments: str, env: dict[str, str] | None = None) -> Finished:
         variables = {**environment(), **forked_workers.variables(), **(env or {})}
-        return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(300)
+        return Script([script, *arguments], tmp_path_factory.mktemp("output"), cwd=ROOT, env=variables).wait(500)
 
     return run
 
@@ -265,7 +265,7 @@ def launch_grpo() -> Callable[..., Finished]:
 
     def launch(*overrides: str) -> Finished:
         options: dict[str, Any] = {"cwd": ROOT, "env": environment(BEFORE_TESTS), "capture_output": True, "text": True}
-        done = subprocess.run(command(*overrides), timeout=300, **options)
+        done = subprocess.run(command(*overrides), timeout=500, **options)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return launch

@@ -103,8 +103,8 @@ def test_the_launch_scripts_end_with_status_2_and_the_line_alone(folder, tmp_pat
         keys = [*common(folder, "script"), "~data.train", data.format(folder=folder)]
         return [f"examples/run_{algorithm}.py", *keys]
 
-    by_user = subprocess.run([sys.executable, *words("sft")], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    forked = Script(words("dpo"), tmp_path, cwd=ROOT, env=os.environ).wait(300)
+    by_user = subprocess.run([sys.executable, *words("sft")], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    forked = Script(words("dpo"), tmp_path, cwd=ROOT, env=os.environ).wait(500)
     for status, stdout, stderr in (
         (by_user.returncode, by_user.stdout, by_user.stderr),
         (forked.status, forked.stdout, forked.stderr),

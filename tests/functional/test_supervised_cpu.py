@@ -47,7 +47,7 @@ def arguments(folder: Path, algorithm: str, *overrides: str) -> list[str]:
 def sft_output(folder):
     """What a run wrote to standard output that a user starts: by a new Python, in a Ray cluster of its own."""
     words = arguments(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -63,7 +63,7 @@ def dpo_keys(folder, sft_output):
 def resumed_dpo(folder, dpo_keys, joined, tmp_path_factory):
     """Metrics of a DPO run of two workers in a cluster that runs already; after two of four steps one goes on."""
     words, environment = arguments(folder, "dpo", *dpo_keys, "dpo.max_num_steps=2"), {**os.environ, **joined()}
-    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(300)
+    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(500)
     assert done.status == 0, done.stderr
     return dpo(folder, "dpo", *dpo_keys)
 

@@ -281,7 +281,7 @@ def test_a_run_tells_prometheus_its_memory_phases_and_rates_while_it_goes_on_and
     seen = {}
 
     def scrape(step, metrics):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         seen[step] = {
             (sample.name.removeprefix("nemo_offload_rl_"), *sample.labels.values()): sample.value

@@ -36,7 +36,7 @@ def test_no_jobs_give_no_outcomes(sleepers):
 
 
 def test_outcomes_keep_the_order_of_jobs():
-    pool = GradingPool(operator.mul, num_workers=2, timeout_s=60.0)
+    pool = GradingPool(operator.mul, num_workers=2, timeout_s=300.0)
     try:
         assert pool.map([(i, 10) for i in range(20)]) == [10 * i for i in range(20)]
     finally:
@@ -45,7 +45,7 @@ def test_outcomes_keep_the_order_of_jobs():
 
 def test_a_worker_that_dies_is_replaced_and_closing_leaves_no_process():
     others = set(multiprocessing.active_children())
-    pool = GradingPool(os._exit, num_workers=1, timeout_s=60.0)
+    pool = GradingPool(os._exit, num_workers=1, timeout_s=300.0)
     outcomes = pool.map([(3,), (4,)])
     assert [outcome.reason for outcome in outcomes] == [
         "the grading process ended with exit code 3",
@@ -57,7 +57,7 @@ def test_a_worker_that_dies_is_replaced_and_closing_leaves_no_process():
 
 
 def test_a_worker_that_cannot_start_is_an_error_and_not_an_endless_restart():
-    pool = GradingPool(os._exit, num_workers=1, timeout_s=60.0, warm_up=(7,))
+    pool = GradingPool(os._exit, num_workers=1, timeout_s=300.0, warm_up=(7,))
     with pytest.raises(WorkerDiedError, match="exit code 7"):
         pool.map([(0,)])
     pool.close()
@@ -99,7 +99,7 @@ def test_processes_that_a_job_starts_end_with_its_timeout(duration):
 
 
 def test_processes_that_a_job_starts_stay_for_the_next_and_end_with_the_pool(duration):
-    pool = GradingPool(os.system, num_workers=1, timeout_s=60.0)
+    pool = GradingPool(os.system, num_workers=1, timeout_s=300.0)
     try:
         assert pool.map([(LEAVES.format(duration),)]) == [0]
         wait_for(lambda: len(running(duration)) == 3)
@@ -112,7 +112,7 @@ def test_processes_that_a_job_starts_stay_for_the_next_and_end_with_the_pool(dur
 
 def test_processes_of_what_was_awaited_too_long_end_before_the_next_job(duration):
     """Of many responses that are awaited together one is given up, and its worker lives."""
-    pool = GradingPool(eval, num_workers=1, timeout_s=60.0, warm_up=("0",))
+    pool = GradingPool(eval, num_workers=1, timeout_s=300.0, warm_up=("0",))
     outcome = "[__import__('nemo_offload_rl.environments.grading_pool', fromlist=['TimedOut']).TimedOut()]"
     try:
         (first,) = pool.map([("__import__('os').getpid()",)])
@@ -143,7 +143,7 @@ def test_processes_that_a_job_starts_end_with_the_run_even_where_that_is_killed(
 
 
 def test_a_worker_that_is_ended_by_a_signal_says_which():
-    pool = GradingPool(eval, num_workers=1, timeout_s=60.0)
+    pool = GradingPool(eval, num_workers=1, timeout_s=300.0)
     try:
         (failed,) = pool.map([("__import__('os').kill(__import__('os').getpid(), 9)",)])
         assert failed.reason == "the grading process ended with exit code 137"

@@ -6,7 +6,7 @@ from nemo_offload_rl.environments.math import MathEnvironment
 
 @pytest.fixture(scope="module")
 def environment():
-    made = MathEnvironment(num_workers=1, timeout_s=30.0)
+    made = MathEnvironment(num_workers=1, timeout_s=300.0)
     yield made
     made.close()
 

@@ -12,17 +12,19 @@ import platform
 import select
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from nemo_offload_rl.environments import sandboxed_process
-from nemo_offload_rl.environments.sandbox import SandboxError, run_python
+from nemo_offload_rl.environments import sandbox, sandboxed_process
+from nemo_offload_rl.environments.sandbox import SandboxError
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter of system calls is x86-64's"),
 ]
 
+run_python = partial(sandbox.run_python, timeout_s=300.0)
 MODULES = (
     "os", "sys", "socket", "subprocess", "threading", "resource", "signal", "ctypes", "mmap", "select", "fcntl", "time",
     "errno", "json", "_thread", "_posixshmem", "tempfile", "shutil", "encodings.idna", "multiprocessing",
@@ -319,9 +321,7 @@ def attempts() -> list[tuple[str, str]]:
 def test_every_attempt_is_refused_by_the_kernel(library, memory_mib):
     tried = attempts()
     code = RUNNER.format(modules=", ".join(MODULES), library=library, attempts=json.dumps(tried))
-    result = run_python(
-        code, modules=(*MODULES, library), memory_mib=memory_mib, timeout_s=120.0, max_output_bytes=100_000
-    )
+    result = run_python(code, modules=(*MODULES, library), memory_mib=memory_mib, max_output_bytes=100_000)
     assert len(tried) > 200
     assert result.output.splitlines() == [f"tried {len(tried)}"]
 
@@ -336,7 +336,7 @@ def test_every_other_system_call_is_refused_by_its_number():
         f"libc = ctypes.CDLL(None, use_errno=True)\n"
         f"[n for n in {numbers} if (libc.syscall(n, 0, 0, 0, 0, 0, 0), ctypes.get_errno()) != (-1, 1)]"
     )
-    assert run_python(f"import ctypes\n{code}", modules=("ctypes",), timeout_s=60.0).output == "[]\n"
+    assert run_python(f"import ctypes\n{code}", modules=("ctypes",)).output == "[]\n"
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def test_secrets_of_the_environment_are_not_in_the_process(monkeypatch):
     ],
 )
 def test_whatever_code_ends_with_is_a_result_and_no_error_of_the_sandbox(code, output, status):
-    result = run_python(code, modules=("os", "sys", "ctypes", "builtins"), timeout_s=30.0)
+    result = run_python(code, modules=("os", "sys", "ctypes", "builtins"))
     assert result.status == status
     if output is not None:
         assert result.output == output

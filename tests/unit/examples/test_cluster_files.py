@@ -53,7 +53,7 @@ def slurm(tmp_path):
         "RAY_PORT": str(find_free_port(24000, 24999)),
         "RAY_HEAD_ARGS": "--num-cpus=3 --num-gpus=0 --object-store-memory=100000000 --include-dashboard=false",
         "RAY_WORKER_ARGS": "--num-cpus=2 --num-gpus=0 --object-store-memory=100000000",
-        "RAY_START_TIMEOUT_S": "60",
+        "RAY_START_TIMEOUT_S": "300",
         "RAY_prestart_worker_first_driver": "0",  # the report needs no worker
     }
 
@@ -69,12 +69,12 @@ def run_script(environment, *arguments):
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     left = [p for p in psutil.process_iter() if process.pid in _session_of(p)]
-    psutil.wait_procs(left, timeout=30)
+    psutil.wait_procs(left, timeout=300)
     assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     return process.returncode, output
 
@@ -106,7 +106,7 @@ def leave(number, frame):
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, leave)
 os.kill(int(os.environ["SHELL_PID"]), getattr(signal, sys.argv[1]))
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -115,7 +115,7 @@ time.sleep(100)
 def test_a_signal_to_the_slurm_script_reaches_the_run_whose_end_is_awaited(slurm, tmp_path, name, status):
     (tmp_path / "run.py").write_text(STOPPED)
     # Ray is not needed for this: it "runs" until it is stopped, and what waits for it finds all nodes.
-    stand_in(tmp_path, "ray", "exec sleep 100\n")
+    stand_in(tmp_path, "ray", "exec sleep 600\n")
     stand_in(tmp_path, "python", f'[[ "$1" == - ]] && exit 0\nSHELL_PID=$PPID exec {sys.executable} "$@"\n')
     stand_in(tmp_path / "bin", "scontrol", "[[ $1 == requeue ]] && echo requeued $2 || printf 'node1\\nnode2\\n'\n")
     variables = {**slurm, "PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": "77"}
@@ -141,7 +141,7 @@ def test_with_a_container_every_command_of_the_run_is_in_it(slurm, tmp_path):
     address, *others = log.read_text().splitlines()
     assert "hostname" in address and "--container-image" not in address
     assert all("--container-image=/shared/image.sqsh" in line and "=/shared:/shared" in line for line in others)
-    assert sorted(line.split()[-1] for line in others if "/opt/python - " in line) == ["60"]
+    assert sorted(line.split()[-1] for line in others if "/opt/python - " in line) == ["300"]
     head, worker = sorted(
         (line for line in others if "/opt/ray start --block" in line), key=lambda line: "--head" not in line
     )

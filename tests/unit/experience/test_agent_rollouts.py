@@ -68,13 +68,14 @@ def rolled(
     prompts: Sequence[Prompt],
     group_size: int = 1,
     on_error: OnError = None,
+    timeout_s: float = 300.0,
     **runs: Callable[[AgentTask], Any],
 ) -> RolloutBatch:
     agents = {
         name: AgentEnvironment(
             UserCode(f"env.{name}.target", Made(run)),
             num_workers=0,
-            timeout_s=0.5,
+            timeout_s=timeout_s,
             name=f"env.{name}",
             on_error=on_error,
         )
@@ -175,7 +176,7 @@ def test_rollouts_that_fail_hang_or_say_nothing_are_told_of_and_not_trained_on(
 
     questions = ["fails", "hangs", "silent", "text", "nan", "none", "fine"]
     with caplog.at_level(logging.WARNING):
-        batch = rolled(talking, [prompt(question=question) for question in questions], one=run)
+        batch = rolled(talking, [prompt(question=question) for question in questions], timeout_s=0.5, one=run)
     assert [rollout.unscored and rollout.unscored.why for rollout in batch.rollouts] == [
         "failed", "timed_out", "failed", "failed", "failed", "no_reward", None,
     ]  # fmt: skip
@@ -252,7 +253,7 @@ def test_every_conversation_is_trained_on_with_the_advantage_of_its_rollout_and_
 @pytest.mark.processes
 def test_agents_in_processes_of_their_own_are_shared_out_and_keep_their_order() -> None:
     environment = AgentEnvironment(
-        UserCode.named("env.x.target", "agents_of_tests.Doubling"), num_workers=2, timeout_s=30, name="env.x"
+        UserCode.named("env.x.target", "agents_of_tests.Doubling"), num_workers=2, timeout_s=300, name="env.x"
     )
     try:
         tasks = [

@@ -364,7 +364,7 @@ def test_odd_requests_are_refused_or_answered_and_never_fail_in_the_server(engin
     """Whatever a field holds; and the engine goes on."""
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     failed = []
-    with httpx.Client(headers=bearer, timeout=60) as chat:
+    with httpx.Client(headers=bearer, timeout=300) as chat:
         for where in (f"{engine[1]}/v1/chat/completions", f"{rollout(engine, 'odder')}/chat/completions"):
             for odd in ODD:
                 answer = chat.post(where, json={"messages": HELLO, "max_tokens": 2} | odd)
@@ -440,7 +440,7 @@ def test_what_is_being_answered_when_the_engine_goes_to_sleep_is_aborted(engine,
     url = rollout(engine, "aborted", SamplingSettings(max_new_tokens=350, temperature=1.0, seed=5))
 
     async def sleep_meanwhile() -> list[int]:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as chat:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300) as chat:
             # So many that none can be done before the others are under way.
             asked = {"messages": HELLO, "ignore_eos": False}
             calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json=asked)) for _ in range(24)]
@@ -464,7 +464,7 @@ def test_what_is_being_answered_while_the_engine_is_paused_for_new_weights_is_no
     new = make_family("qwen3", 7)
 
     async def pause_meanwhile() -> list[int]:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as chat:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300) as chat:
             asked = {"messages": messages}
             calls = [asyncio.create_task(chat.post(f"{url}/chat/completions", json=asked))]
             await asyncio.sleep(0.1)

@@ -119,7 +119,7 @@ def test_entering_a_phase_does_not_wait_for_the_disk_and_closing_does(tmp_path, 
     may_read, preadv = threading.Event(), os.preadv
 
     def late(fd, buffers, offset):
-        assert may_read.wait(60)
+        assert may_read.wait(300)
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", late)

@@ -65,7 +65,7 @@ class TightDevice(CpuDevice):
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         def region(num_bytes: int) -> PageableRegion:
-            assert self.may_go_on.wait(30)
+            assert self.may_go_on.wait(300)
             return PageableRegion(num_bytes)
 
         return HostArena(allowance, region)

@@ -149,7 +149,7 @@ def test_weights_and_biases_works_offline(tmp_path: Path) -> None:
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
     assert record.name == f"run-{run_id}.wandb"
     # wandb's own process writes the file a moment after `finish` returned.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while b"train/loss" not in (written := record.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert b"train/loss" in written
@@ -294,7 +294,7 @@ def test_the_end_of_weights_and_biases_own_process_costs_a_warning(
         helpers = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
         for helper in helpers:
             helper.kill()
-        psutil.wait_procs(helpers, timeout=30)
+        psutil.wait_procs(helpers, timeout=300)
         for step in (1, 2, 3):
             logger.log(step, {"loss": 0.5})
             logger.log_samples(step, ["right '1+1=' -> '2'"])

@@ -121,7 +121,7 @@ def process(target: Callable[[Connection], None]) -> Iterator[tuple[Connection, 
     there.close()
     yield here, child
     child.kill()
-    child.join(30)
+    child.join(300)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_the_senders_memory_is_free_after_its_receiver_was_killed_with_a_buffer_
         receiver.send(sender.recv())
         assert receiver.recv() > 0
         engine.kill()
-        engine.join(30)
+        engine.join(300)
         sender.send("killed")
         assert sender.recv() == 0
 

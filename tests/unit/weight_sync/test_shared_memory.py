@@ -26,7 +26,7 @@ def sending_process() -> Iterator[Connection]:
     child_pipe.close()
     yield pipe
     child.kill()
-    child.join(30)
+    child.join(300)
 
 
 @pytest.fixture(scope="module")
