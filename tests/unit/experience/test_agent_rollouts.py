@@ -298,7 +298,7 @@ def test_agents_reach_their_endpoint_beside_a_proxy(monkeypatch: pytest.MonkeyPa
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        task = AgentTask(base_url=url, api_key="", model="", question="", answer="", metadata={})
+        task = AgentTask(base_url=url, api_key="", model="", question="", answer="", metadata={}, messages=())
         assert AgentRuns(UserCode("env.x.target", Made(run)), timeout_s=600)([task]) == [
             Score(reward=1.0, correct=True)
         ]
