@@ -23,7 +23,14 @@ OBJECT_STORE_BYTES = 100 * 2**20
 # Folders and files in which nearly every test starts Ray, vLLM or other processes, or makes models and trains them.
 MARKED = {
     "processes": ("functional", "unit/distributed", "unit/generation"),
-    "trains": ("unit/policy", "unit/algorithms/test_grpo.py", "unit/algorithms/test_supervised.py"),
+    "trains": (
+        "unit/policy",
+        "unit/algorithms/test_async_grpo.py",
+        "unit/algorithms/test_grpo.py",
+        "unit/algorithms/test_run_end.py",
+        "unit/algorithms/test_supervised.py",
+        "unit/algorithms/test_supervised_megatron.py",
+    ),
 }
 
 
