@@ -56,7 +56,7 @@ ROWS = [(name, backend) for name in FAMILIES for backend in trained_by(name)]
 DATA_PARALLELISM = "two data-parallel ranks"
 RATE, EPSILON = 1e-3, 1e-2
 PACKING = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)
-BATCHES = [make_batch(seed=seed) for seed in range(3)]
+BATCHES = [make_batch(seed=seed) for seed in range(2)]
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
 # vLLM's cache blocks hold 128 tokens on CPU: the last two prompts fill one and two of them.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 60, 140, 300)]
@@ -171,7 +171,7 @@ def steps(worker: PolicyWorker, batches: Sequence[Any]) -> list[TrainResult]:
 
 
 def trains_like_plain_torch(row: Row, root: Path) -> None:
-    """Import, logprobs, three steps, a checkpoint before the last, an export after it, and a resume bit by bit.
+    """Import, logprobs, two steps, a checkpoint between them, an export after them, and a resume bit by bit.
 
     Args:
         row: Of the matrix.
@@ -180,9 +180,9 @@ def trains_like_plain_torch(row: Row, root: Path) -> None:
     expected, losses, norms = plain_steps(row.folder)
     with row.worker() as worker:
         scores_like(worker, hf_model(row.folder))
-        results = steps(worker, BATCHES[:2])
+        results = steps(worker, BATCHES[:1])
         worker.save_checkpoint(root / "saved")
-        results += steps(worker, BATCHES[2:])
+        results += steps(worker, BATCHES[1:])
         assert_close([loss for result in results for loss in result.loss], losses)
         assert_close([norm for result in results for norm in result.grad_norm], norms)
         trained = checkpoint_names(row, weights_of(worker))
@@ -193,7 +193,7 @@ def trains_like_plain_torch(row: Row, root: Path) -> None:
     assert not getattr(exported.config, "num_nextn_predict_layers", 0)  # whose tensors are not there
     with row.worker() as worker:
         worker.load_checkpoint(root / "saved")
-        assert steps(worker, BATCHES[2:]) == results[2:]
+        assert steps(worker, BATCHES[1:]) == results[1:]
         assert_equal(checkpoint_names(row, weights_of(worker)), trained)
 
 
@@ -228,7 +228,7 @@ def adapters_move_the_merged_weights(row: Row, root: Path, engine: EngineProcess
     with lora_worker(row.folder, row.backend, **row.changes()) as worker:
         scores_like(worker, hf_model(row.folder))
         before = full_params(worker)
-        steps(worker, BATCHES[:2])
+        steps(worker, BATCHES)
         after = full_params(worker)
         assert all(not torch.equal(after[name], before[name]) for name in before if ".lora_" in name)
         worker.export_hf(root / "merged")
