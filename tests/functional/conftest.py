@@ -89,9 +89,10 @@ def small_config() -> Callable[..., tuple[Path, list[str]]]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with random weights, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    script = ROOT / "examples/demo/make_model.py"
-    subprocess.run([sys.executable, script, "--output", folder], env=environment(), check=True, capture_output=True)
+    folder, output = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("output")
+    script = Script([ROOT / "examples/demo/make_model.py", "--output", folder], output, cwd=ROOT, env=environment())
+    done = script.wait(500)
+    assert done.status == 0, done.stderr
     return folder
 
 

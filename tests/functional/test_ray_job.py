@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
+import forked_workers
 import psutil
 import pytest
 
@@ -41,6 +42,7 @@ def dashboard() -> Iterator[str]:
         f"--dashboard-agent-listen-port={find_free_port(22000, 22249)}",
     ]  # fmt: skip
     variables = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+    variables |= {**forked_workers.variables(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     log = Path(folder) / "start.log"
     with log.open("w") as sink:
         head = subprocess.Popen(command, env=variables, stdout=sink, stderr=subprocess.STDOUT)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_workers
 import pytest
 from documented_metrics import documented
 from forked import Script
@@ -44,11 +43,13 @@ def arguments(folder: Path, algorithm: str, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sft_output(folder):
-    """What a run wrote to standard output that a user starts: by a new Python, in a Ray cluster of its own."""
+def sft_output(folder, tmp_path_factory):
+    """What a run in a Ray cluster of its own wrote to standard output."""
     words = arguments(folder, "sft", "logger.num_val_samples_to_print=1", "checkpointing.save_consolidated=true")
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, **forked_workers.variables()}
+    environment.pop("RAY_ADDRESS", None)
+    done = Script(words, tmp_path_factory.mktemp("output"), cwd=ROOT, env=environment).wait(500)
+    assert done.status == 0, done.stderr
     return done.stdout
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Script
 from killed_saves import is_interrupted
 
 pytestmark = pytest.mark.processes
@@ -19,9 +18,10 @@ NUM_KILLS = 10
 
 def test_a_run_killed_again_and_again_at_random_goes_on_each_time_from_its_last_complete_checkpoint(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "killed_saves.py"), str(tmp_path), str(NUM_KILLS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (output := tmp_path / "output").mkdir()
+    command = [TESTS / "killed_saves.py", tmp_path, str(NUM_KILLS)]
+    done = Script(command, output, cwd=TESTS.parent, env=environment).wait(500)
+    assert done.status == 0, done.stderr[-3000:]
 
     lives = json.loads((tmp_path / "killed.json").read_text())
     notes = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
