@@ -126,7 +126,7 @@ class CheckpointKeeper:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun that `finish` has not completed."""
+        """Tell whether a save has begun that `finish` has not completed."""
         return self._pending is not None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.environments.agents import AgentEnvironment
 from nemo_offload_rl.environments.interfaces import Environment
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Decode, Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, unscored_rates
@@ -77,6 +78,18 @@ class Evaluation:
         return metrics | {f"{why}_rate": share for why, share in unscored_rates(rollouts).items()}
 
 
+@contextmanager
+def _own_keys() -> Iterator[None]:
+    """Name an evaluation's keys in errors of code that training shares, such as `tokenizer.name`."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).replace("policy.model_name", "generation.model_name")
+        error.args = (re.sub(r"\bpolicy\.(?=(?:tokenizer|generation)\.)", "", text),)
+        raise
+
+
+@_own_keys()
 def run_eval(config: EvalConfig) -> Results:
     """Evaluate a model from a checked configuration.
 

@@ -76,11 +76,11 @@ class Holder:
         )
 
     def is_seen_by(self, other: Holder) -> bool:
-        """Whether `other` can see in `/proc` if this process runs."""
+        """Tell whether `other` can see in `/proc` if this process runs."""
         return self.place == other.place
 
     def is_gone_for(self, other: Holder) -> bool:
-        """Whether `other` has proof that this process has ended."""
+        """Tell whether `other` has proof that this process has ended."""
         if self.is_seen_by(other):
             return _process_start(self.pid) != self.process_start
         return self.job is not None and self.job == other.job and self.restarts < other.restarts

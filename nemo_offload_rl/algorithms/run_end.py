@@ -216,7 +216,7 @@ class RunEnd:
         self._is_between = False
 
     def save_is_due(self, step: int, is_last: bool) -> bool:
-        """Whether a checkpoint belongs to this step; asked once a step, when all but its save is done."""
+        """Tell whether a checkpoint belongs to this step; asked once a step, when all but its save is done."""
         self._deadline.step_done()
         return self._checkpoints.is_due(step, is_last or self._deadline.reached)
 

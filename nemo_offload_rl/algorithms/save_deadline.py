@@ -18,7 +18,7 @@ def seconds_of(text: str) -> int | None:
 
 
 class SaveDeadline:
-    """Whether the step after this one, or its save, could end too late.
+    """Tell whether the step after this one, or its save, could end too late.
 
     One more step is expected to take as long as the longest until now, and its save as long as the longest save.
 

@@ -153,7 +153,10 @@ def _read_saved(folder: Path, split: str | None) -> list[Record]:
         known = ", ".join(map(str, loaded))
         if split is None or split not in loaded:
             asked = "no split is named" if split is None else f"there is no split {split!r}"
-            raise DataError(f"data folder {folder} has the splits {known}, and {asked}; set `split` to one of them")
+            raise DataError(
+                f"data folder {folder} has the splits {known}, and {asked}; set `split` to one of them, or `path` "
+                "to the folder of one"
+            )
         loaded, where = loaded[split], f"{folder} ({split})"
     elif split is not None:
         raise DataError(f"data folder {folder} holds one data set without splits, not {split!r}; set `split` to null")

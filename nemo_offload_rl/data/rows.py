@@ -173,7 +173,7 @@ def _answer(record: Record, key: str) -> str:
 
 
 def is_message_list(value: Any) -> bool:
-    """Whether a field holds messages: a list of objects, with `role` in the first."""
+    """Tell whether a field holds messages: a list of objects, with `role` in the first."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
 
 

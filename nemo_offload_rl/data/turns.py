@@ -79,7 +79,7 @@ class TurnEncoder:
         if len(rest) != 1 or lost:
             raise DataError(
                 f"the chat template does not show once what the assistant said, and the message {(lost or told)[0]!r} "
-                "after it; set policy.tokenizer.chat_template, or grpo.max_rollout_turns=1"
+                "after it; set policy.tokenizer.chat_template, or max_rollout_turns of grpo or distillation to 1"
             )
         token_ids = list(self._tokenizer.encode(rest[0], add_special_tokens=False))
         if response and response[-1] in token_ids:

@@ -183,7 +183,7 @@ def _temp_folder() -> str | None:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    """Whether a child of the raylet is one of its agents, not a worker."""
+    """Tell whether a child of the raylet is one of its agents, not a worker."""
     try:
         return "agent" in " ".join(process.cmdline()).lower()
     except psutil.NoSuchProcess:
@@ -198,7 +198,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _listens(address: str) -> bool:
-    """Whether something listens there, or its host is slow to answer."""
+    """Tell whether something listens there, or its host is slow to answer."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_GCS_TIMEOUT_S).close()

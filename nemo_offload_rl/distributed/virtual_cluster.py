@@ -288,7 +288,7 @@ def _shut_ray_down(daemons: list[psutil.Process]) -> None:
 
 
 def _any_ended(daemons: list[psutil.Process]) -> bool:
-    """Whether one of Ray's daemons has been killed; others then wait for each other for minutes."""
+    """Tell whether one of Ray's daemons has been killed; others then wait for each other for minutes."""
     ended, _ = psutil.wait_procs(daemons, timeout=_DAEMON_END_S)
     return bool(ended)
 

@@ -361,14 +361,14 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
 
 
 def has_sliding_window(config: ModelConfig, longest: int) -> bool:
-    """Whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
+    """Tell whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
     family = FAMILIES.get(str(config.get("model_type")))
     has_window = (windows.by_layer if family is None else family.has_window)(config)
     return has_window and (config.get("sliding_window") or 0) < longest
 
 
 def has_plain_rope_in_windows(config: ModelConfig) -> bool:
-    """Whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
+    """Tell whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
 
     transformers 5.12.1 scales those of all layers (huggingface/transformers#45945), and vLLM those of full attention
     alone, with which OLMo 3 was trained (arXiv 2512.13961): scaled in all layers it loses 4 points of MMLU

@@ -151,7 +151,7 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_usual_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Whether YaRN's attention factor is what follows from its scaling factor alone."""
+    """Tell whether YaRN's attention factor is what follows from its scaling factor alone."""
     return math.isclose(attention_factor(config, rope), _yarn_scale(_factor(config, rope)))
 
 
@@ -216,7 +216,7 @@ def unchanged_length(config: Mapping[str, Any]) -> int:
 
 
 def has_fixed_base(config: Mapping[str, Any]) -> bool:
-    """Whether type `dynamic` stands for a larger base of the frequencies, as Hunyuan's `alpha` has it.
+    """Tell whether type `dynamic` stands for a larger base of the frequencies, as Hunyuan's `alpha` has it.
 
     transformers and vLLM multiply the base by a power of it, whatever the length of rows, up to the model's positions.
     """

@@ -41,7 +41,7 @@ class SkippedUpdates:
 
     @property
     def leave_nothing_to_save(self) -> bool:
-        """Whether there were updates since the last save, or since the start, and none was applied."""
+        """Tell whether there were updates since the last save, or since the start, and none was applied."""
         num_applied, num_skipped = self._since_save
         return bool(num_skipped) and not num_applied
 

@@ -170,7 +170,7 @@ class GroupState:
 
     @property
     def can_release(self) -> bool:
-        """Whether copies out have finished whose memory is still to be released."""
+        """Tell whether copies out have finished whose memory is still to be released."""
         flight = self._flight
         if flight is None or not self.is_leaving:
             return False

@@ -310,7 +310,7 @@ class Streams:
 
     @property
     def _writes_states_only(self) -> bool:
-        """Whether parameters stay on the device while their states stream."""
+        """Tell whether parameters stay on the device while their states stream."""
         return all(len(bundle) == 1 for bundle in self._updated)
 
     @property

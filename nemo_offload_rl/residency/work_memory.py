@@ -147,11 +147,11 @@ class WorkMemory:
         return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
 
     def is_known(self, phase: Phase) -> bool:
-        """Whether the phase has been seen once, and in the present phase the present kind of pass."""
+        """Tell whether the phase has been seen once, and in the present phase the present kind of pass."""
         return phase in self._seen and (phase is not self._phase or self._is_known_kind)
 
     def has_room(self, phase: Phase, num_bytes: int) -> bool:
-        """Whether `num_bytes` fit beside the work of `phase`; never before `is_known`."""
+        """Tell whether `num_bytes` fit beside the work of `phase`; never before `is_known`."""
         return self.is_known(phase) and num_bytes <= self.room_bytes(phase)
 
     def room_bytes(self, *phases: Phase) -> int:
@@ -159,7 +159,7 @@ class WorkMemory:
         return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
 
     def is_too_tight(self, *, has_prefetched: bool) -> bool:
-        """Whether the present pass may need more than is free.
+        """Tell whether the present pass may need more than is free.
 
         A pass that is no larger than others of its kind does not. Of a kind that has not been seen, any pass may, where
         state was prefetched in this phase.

@@ -109,7 +109,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _dumps(process: psutil.Process) -> bool:
-    """Whether the process has a handler for the signal, which would end it otherwise."""
+    """Tell whether the process has a handler for the signal, which would end it otherwise."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except OSError:

@@ -84,7 +84,7 @@ async def _asked(raw_request: Request) -> ChatRequest:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether this is an integer that the engine's tensors cannot hold: it would end the engine."""
+    """Tell whether this is an integer that the engine's tensors cannot hold: it would end the engine."""
     return isinstance(value, int) and not -(2**31) <= value < 2**31
 
 

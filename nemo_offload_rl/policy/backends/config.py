@@ -53,7 +53,7 @@ class BackendConfig(Protocol):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether layers are computed again in the backward pass."""
+        """Tell whether layers are computed again in the backward pass."""
         ...
 
     @property

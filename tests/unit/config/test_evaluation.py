@@ -11,7 +11,7 @@ from nemo_offload_rl.config import load_eval_config, load_grpo_config
 from nemo_offload_rl.config.convert import model_folder
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
 from nemo_offload_rl.data.published_config import MathProblemsConfig
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, DataError
 
 EVAL = Path("examples/configs/eval.yaml")
 BROKEN: dict[str, tuple[list[str], str]] = {
@@ -88,4 +88,10 @@ def test_a_folder_for_results_that_cannot_be_written_is_told_before_anything_is_
     with pytest.raises(
         ConfigError, match=r"eval\.save_path .*/file/out cannot be written: Not a directory; name another"
     ):
+        run_eval(config)
+
+
+def test_errors_of_code_that_training_shares_name_the_keys_of_an_evaluation(tmp_path: Path) -> None:
+    config = load_eval_config(EVAL, ["eval.save_path=null", f"tokenizer.name={tmp_path}"])
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*; set tokenizer\.name to a folder"):
         run_eval(config)
