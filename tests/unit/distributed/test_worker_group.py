@@ -169,11 +169,11 @@ def test_a_worker_killed_while_idle_is_named_by_the_next_call(cluster: VirtualCl
 
 @pytest.fixture
 def limited(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayWorkerGroup]:
-    """Two workers that are built, and hang if they show no progress for 2 s."""
+    """Two workers that are built, and hang if they show no progress for 5 s."""
     monkeypatch.setattr(watch, "_stack_log", watch._StackLog())  # of an earlier test
     workers = RayWorkerGroup(cluster, WorkerSpec(name="echo", factory=ECHO, kwargs={"greeting": "hi"}))
     workers.wait_until_ready()
-    workers._times = CallTimes(warning_s=0.5, timeout_s=2.0, longest_s={})
+    workers._times = CallTimes(warning_s=0.5, timeout_s=5.0, longest_s={})
     yield workers
     workers.shutdown()
 
@@ -184,7 +184,7 @@ def test_a_rank_that_never_reaches_a_collective_ends_the_call_with_the_stacks_of
     pids = limited.pids()
     with pytest.raises(
         WorkerHungError,
-        match=r"^echo worker 0 and echo worker 1 have not answered: miss_a_collective has taken \d+ s, the last 2 s "
+        match=r"^echo worker 0 and echo worker 1 have not answered: miss_a_collective has taken \d+ s, the last 5 s "
         r"without progress\. .*raise cluster\.call_timeout_s",
     ) as raised:
         limited.run_all("miss_a_collective", 1)
