@@ -29,7 +29,6 @@ def test_two_policy_workers_refit_two_engines_with_what_they_have_learnt(
     settings = VllmSettings(
         model_name=str(tmp_path / "model"),
         hf_config_overrides={},
-        dropout=False,
         seed=0,
         async_engine=False,
         precision="float32",
