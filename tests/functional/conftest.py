@@ -39,6 +39,7 @@ SMALL = (
     "grpo.reward_shaping.enabled=true",
     "grpo.reward_shaping.overlong_buffer_length=15",
     "checkpointing.metric_name=null",
+    "cluster.call_warning_s=600",  # tests read what stands on standard error, however slow the machine is
 )
 
 

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["arithmetic problem", "data.max_input_seq_length=7", "data.overlong_rows"],
     ),
     "tokens without an embedding": (
-        ["+policy.hf_config_overrides.vocab_size=20"], ["embeddings for 20 tokens", "model.resize_token_embeddings"],
+        ["+policy.hf_config_overrides.vocab_size=4"], ["embeddings for 4 tokens", "model.resize_token_embeddings"],
     ),
     "every prompt too long": (["data.max_input_seq_length=2"], ["and all others are longer than"]),
     "prompts that leave no room in the engine": (

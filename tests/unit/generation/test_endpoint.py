@@ -399,8 +399,10 @@ def test_an_environment_of_verifiers_converses_as_it_is_and_every_token_is_kept(
         assert whole.startswith(f"<system>Be brief.<|im_end|><user>{question}<|im_end|><assistant>")
         assert whole.count(f"<user>Again: {answer}<|im_end|>") == num_turns - 1
         said = [make_tokenizer().decode(call.completion.token_ids, skip_special_tokens=True) for call in calls]
-        stripped, whole_texts = (sum(map(len, texts)) for texts in (map(str.strip, said), said))
-        assert stripped <= score.reward <= whole_texts and score.correct  # its client strips some messages
+        # Its client strips some messages, and vLLM leaves out bytes at the end that are not a whole character.
+        least = [text.strip().rstrip("\N{REPLACEMENT CHARACTER}") for text in said]
+        stripped, whole_texts = (sum(map(len, texts)) for texts in (least, said))
+        assert stripped <= score.reward <= whole_texts and score.correct
         for earlier, later in itertools.pairwise(calls):
             before = (*earlier.prompt_token_ids, *earlier.completion.token_ids)
             assert later.prompt_token_ids[: len(before)] == before
