@@ -56,6 +56,7 @@ class StopSignals:
     Attributes:
         received: The signal that stops the run; None while there is none.
         is_urgent: A second signal has come.
+        has_broken_off: `KeyboardInterrupt` was raised; a library that it passes through may raise another error for it.
         grace_is_over: The step under way is not waited for any more.
     """
 
@@ -70,6 +71,7 @@ class StopSignals:
         self._thread = threading.Thread(target=self._count_down, name="grace", daemon=True)
         self.received: signal.Signals | None = None
         self.is_urgent = False
+        self.has_broken_off = False
         self.grace_is_over = False
 
     def __enter__(self) -> Self:
@@ -94,12 +96,13 @@ class StopSignals:
         if self._is_nudge:
             self._is_nudge = False
             if not self._is_ending and self._may_break_off():
+                self.has_broken_off = True
                 raise KeyboardInterrupt
         elif self.received is None:
             self.received, self._received_s = signal.Signals(number), time.monotonic()
             self._wakes.put(False)
         elif time.monotonic() - self._received_s > _REPEAT_S:
-            self.is_urgent = True
+            self.is_urgent = self.has_broken_off = True
             raise KeyboardInterrupt
 
     def _count_down(self) -> None:
@@ -296,7 +299,8 @@ class RunEnd:
         is_complete = error is None and not self._is_stopping
         line = self._last_line(trouble, is_complete=is_complete)
         received = None if is_complete else self._signals.received
-        if received is not None and (error is None or isinstance(error, UserError | KeyboardInterrupt)):
+        is_stopped = self._signals.has_broken_off or error is None or isinstance(error, UserError | KeyboardInterrupt)
+        if received is not None and is_stopped:
             if isinstance(error, UserError):
                 logger.warning("after %s: %s", received.name, error)
             _raise_stopped(received, line, error)

@@ -170,8 +170,16 @@ def test_a_spot_instance_that_is_taken_in_a_long_step_saves_the_step_before_once
     assert numbers(run(tmp_path, model, *keys).run()) == whole[loop]
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path, model):
-    stopped = run(tmp_path, model, environment=At(BAD_STEP, stop_and_wait(signal.SIGTERM, times=2)))
+def test_a_second_signal_ends_the_run_at_once_whatever_a_library_makes_of_it(tmp_path, model):
+    wait = stop_and_wait(signal.SIGTERM, times=2)
+
+    def in_library() -> None:
+        try:
+            wait()
+        except KeyboardInterrupt:
+            raise TypeError("'NoneType' object is not callable") from None
+
+    stopped = run(tmp_path, model, environment=At(BAD_STEP, in_library))
     with pytest.raises(SystemExit) as caught:
         stopped.run()
     assert caught.value.code == 143
