@@ -21,6 +21,7 @@ from engine_process import TOKEN, EngineProcess, endpoint_settings, engine_proce
 from model_families import checkpoint_tensors, make_family, save_family_folder
 from ray_workers import RefitPolicy
 
+from nemo_offload_rl.distributed import watch
 from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.watch import CallTimes
@@ -48,8 +49,9 @@ def core_of(pid: int) -> psutil.Process:
 
 @torch.no_grad()
 def test_overlapping_requests_of_an_engine_over_two_devices_use_the_refitted_weights(
-    cluster: VirtualCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cluster: VirtualCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "_stack_log", watch._StackLog())  # one of another test was shown a moment ago, perhaps
     save_family_folder(tmp_path, "qwen3")
     settings = engine_settings(
         tmp_path, async_engine=True, tensor_parallel_size=2, endpoint=endpoint_settings(tmp_path)
