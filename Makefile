@@ -6,6 +6,7 @@
 # make test-models every family of models with an engine and over two ranks; writes benchmarks/results/models.json and the
 #                 table of docs/reference/models.md. ONLY="gemma2 or olmoe" make test-models for rows with one of these in their names
 # make test-gpu   tests that need a GPU (see README.md for its set-up)
+# make house      prints figures of the structure: imports, sizes; an error if one is worse than its limit
 # make setup      the virtual environment .venv for a machine without a GPU
 # make setup-gpu  the same for a machine with GPUs; what must be compiled is compiled once and kept (requirements/build.py)
 # make flash-attn FlashAttention, which Transformer Engine may use instead of cuDNN's; compiled once (nvcc, a long time)
@@ -30,7 +31,7 @@ LOCK := $(UV) pip compile pyproject.toml -c requirements/constraints.in --python
 IMAGE ?= nemo-offload-rl:latest
 BUILD = $(PYTHON) requirements/build.py --pip .tools/bin/python --uv $(UV) $(BUILD_ARGUMENTS)
 
-.PHONY: demo demo-sft test lint test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn image docs lock clean
+.PHONY: demo demo-sft test lint house test-cpu test-fast test-models test-gpu setup setup-gpu flash-attn image docs lock clean
 
 demo: setup
 	$(PYTHON) examples/demo/run.py --seed $(SEED)
@@ -50,6 +51,9 @@ lint: setup
 	.venv/bin/ruff format --check
 	.venv/bin/codespell
 	.venv/bin/pyright
+
+house:
+	$(PYTHON) tests/support/house.py
 
 test-cpu: setup
 	$(PYTEST) -m "not gpu and not models"

@@ -1,4 +1,4 @@
-"""Where the seconds of making a pinned arena and of one transition go; for whoever tunes residency/host_regions.py.
+"""Where the seconds of making a pinned arena and of one transition go; for whoever tunes residency/host/regions.py.
 
 python benchmarks/arena_profile.py --gib 12
 """

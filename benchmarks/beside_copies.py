@@ -26,8 +26,8 @@ from torch import Tensor
 
 from nemo_offload_rl.data.inputs import copy_in_pieces
 from nemo_offload_rl.residency import CpuDevice, Device, HostAllowance
-from nemo_offload_rl.residency.cuda import CudaDevice
-from nemo_offload_rl.residency.device import Copy
+from nemo_offload_rl.residency.device.cuda import CudaDevice
+from nemo_offload_rl.residency.device.pieces import Copy
 
 MIB = 1 << 20
 PIECE_BYTES = 64 * MIB

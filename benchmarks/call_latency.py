@@ -26,7 +26,7 @@ import ray
 
 from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 from nemo_offload_rl.distributed.worker_group import PendingCall, RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.utils.schema import ClusterConfig
+from nemo_offload_rl.keys.run import ClusterConfig
 
 WARM_UP_CALLS = 20
 

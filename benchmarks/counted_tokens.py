@@ -31,9 +31,9 @@ from nemo_offload_rl.algorithms.supervised_losses import (  # noqa: E402
     NLLLoss,
     counted_sums,
 )
-from nemo_offload_rl.config import load_dpo_config, load_sft_config  # noqa: E402
 from nemo_offload_rl.data.batch import PreferenceBatch, TokenBatch, TrainBatch  # noqa: E402
 from nemo_offload_rl.distributed.local import start_local_policy  # noqa: E402
+from nemo_offload_rl.runs.loading import load_dpo_config, load_sft_config  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def run_variant(config: Path, overrides: list[str], run: Path) -> None:
     """One run, whose metrics are in `run`."""
-    from nemo_offload_rl.algorithms.distillation_setup import run_distillation
-    from nemo_offload_rl.config import load_distillation_config
+    from nemo_offload_rl.runs.distillation import run_distillation
+    from nemo_offload_rl.runs.loading import load_distillation_config
     from nemo_offload_rl.utils.cli import set_up_logging
 
     set_up_logging()

@@ -30,9 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, tokens: int, calls: int) -> dict[str, Any]:
     """Seconds of each call, the first with compilation of kernels left out."""
-    from nemo_offload_rl.generation.interfaces import SamplingSettings
-    from nemo_offload_rl.generation.settings import VllmSettings
     from nemo_offload_rl.generation.vllm.engine import VllmEngine
+    from nemo_offload_rl.keys.engine import VllmSettings
+    from nemo_offload_rl.keys.generation import SamplingSettings
 
     settings: dict[str, Any] = {
         "model_name": str(model),

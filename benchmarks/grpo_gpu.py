@@ -105,8 +105,8 @@ def main() -> None:
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="grpo_gpu_"))
     write_model(folder / "model", arguments.shape, seed=0, max_positions=4096)
 
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
-    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.runs.loading import load_grpo_config
+    from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.cli import set_up_logging
 
     set_up_logging()

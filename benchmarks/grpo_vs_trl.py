@@ -156,8 +156,8 @@ def run_ours(
     """Medians of our phases, everything that was logged, and who held the GPU's memory in the last two steps."""
     from grpo_gpu import ROOT
 
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
-    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.runs.loading import load_grpo_config
+    from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
     steps_file = _steps_file(model.parent, "nemo_offload_rl")

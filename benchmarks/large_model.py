@@ -149,8 +149,8 @@ def main() -> None:
 
     from grpo_gpu import CPU_OVERRIDES
 
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
-    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.runs.loading import load_grpo_config
+    from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.cli import set_up_logging
 
     set_up_logging()

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/support"))
 MIB = 2**20
 
 
@@ -50,8 +50,8 @@ def rank_main(rank: int, world_size: int, folder: str, out: str) -> None:
     from policy_cases import make_settings  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
 
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
+    from nemo_offload_rl.backends.dtensor.backend import DTensorBackend
+    from nemo_offload_rl.protocols.backend import ProcessInfo
     from nemo_offload_rl.residency import local_tensor
 
     if world_size == 0:

@@ -215,13 +215,13 @@ def worker_of(
         keep_reference: Keep the initial parameters.
         process: Its `ProcessInfo`, as one of several ranks; None for a worker alone on the first device.
     """
+    from nemo_offload_rl.backends.dtensor import rules as of_dtensor
+    from nemo_offload_rl.backends.megatron import rules as of_megatron
     from nemo_offload_rl.config.convert import to_grpo_config
-    from nemo_offload_rl.config.schema import GrpoMasterConfig
     from nemo_offload_rl.config.validate import validate_keys
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.backends.dtensor import rules as of_dtensor
-    from nemo_offload_rl.policy.backends.megatron import rules as of_megatron
+    from nemo_offload_rl.keys.master import GrpoMasterConfig
     from nemo_offload_rl.policy.worker import PolicyWorker
+    from nemo_offload_rl.protocols.backend import ProcessInfo
     from nemo_offload_rl.utils.config import load_config
 
     common = [
@@ -301,7 +301,7 @@ def on_device(device: str) -> Iterator[None]:
     if device == "cuda":
         yield
         return
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/support"))
     shim = importlib.import_module("megatron_cpu_shim")
     with shim.megatron_on_cpu():
         yield
@@ -314,12 +314,12 @@ def import_everything(device: str, *, needs_megatron: bool) -> None:
     import nemo_offload_rl.policy.worker
 
     if not needs_megatron:
-        import nemo_offload_rl.policy.backends.dtensor.backend
+        import nemo_offload_rl.backends.dtensor.backend
 
         return
     with on_device(device):
-        import nemo_offload_rl.policy.backends.megatron.backend  # noqa: F401
-        from nemo_offload_rl.policy.backends.megatron.bridge_import import import_auto_bridge
+        import nemo_offload_rl.backends.megatron.backend  # noqa: F401
+        from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
 
         import_auto_bridge()
 

@@ -21,7 +21,7 @@ import torch
 from megatron_runs import Run, Variant, make_worker, on_device, parse_arguments, random_batch, run_children
 from residency_overlap import NLL
 
-from nemo_offload_rl.residency.cuda import CudaDevice
+from nemo_offload_rl.residency.device.cuda import CudaDevice
 
 LATE = "kernels loaded at first use"
 VARIANTS = (Variant("as it is"), Variant(LATE))

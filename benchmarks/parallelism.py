@@ -114,8 +114,8 @@ def alone(arrangement: Arrangement) -> Arrangement:
 
 def rank_main(rank: int, run: Run, arrangement: Arrangement, folder: str, resume: str | None) -> None:
     """One process: everything that is measured of it goes into a file."""
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.backends.ranks import join_process_group
+    from nemo_offload_rl.backends.ranks import join_process_group
+    from nemo_offload_rl.protocols.backend import ProcessInfo
 
     process = ProcessInfo(
         rank=rank,

@@ -46,9 +46,9 @@ def drop_page_cache(folder: Path) -> None:
 def measure_file(device_name: str, folder: Path, num_bytes: int, times: int) -> dict[str, float]:
     """GB/s of one file: written once, and read from the disk and from the page cache."""
     from nemo_offload_rl.residency import HostAllowance, make_device
-    from nemo_offload_rl.residency.disk_copy import DiskCopy
-    from nemo_offload_rl.residency.frozen import Content
-    from nemo_offload_rl.residency.groups import unique_storages
+    from nemo_offload_rl.residency.state.disk_copy import DiskCopy
+    from nemo_offload_rl.residency.state.frozen import Content
+    from nemo_offload_rl.residency.table.groups import unique_storages
 
     device = make_device(torch.device(device_name))
     whole = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device_name)

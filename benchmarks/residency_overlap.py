@@ -86,12 +86,12 @@ def write_model(shape_name: str, folder: Path, device: str) -> None:
 
 def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
     """A policy worker on one device."""
-    from nemo_offload_rl.data.config import TokenizerConfig
-    from nemo_offload_rl.policy.backends.base import ProcessInfo
-    from nemo_offload_rl.policy.backends.dtensor.config import DTensorConfig, DTensorLoraConfig
-    from nemo_offload_rl.policy.config import BatchingConfig, OptimizerConfig
-    from nemo_offload_rl.policy.settings import PolicySettings
+    from nemo_offload_rl.keys.data import TokenizerConfig
+    from nemo_offload_rl.keys.dtensor import DTensorConfig, DTensorLoraConfig
+    from nemo_offload_rl.keys.policy import BatchingConfig, OptimizerConfig
+    from nemo_offload_rl.keys.worker import PolicySettings
     from nemo_offload_rl.policy.worker import PolicyWorker
+    from nemo_offload_rl.protocols.backend import ProcessInfo
 
     off = BatchingConfig(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
     on_gpu = args.device == "cuda"

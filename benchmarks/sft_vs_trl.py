@@ -109,8 +109,8 @@ def run_ours(
     """Seconds and tokens of each step, from the run's own records: rows are shuffled, so tokens differ by step."""
     from rich.console import Console
 
-    from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_dpo, run_sft
-    from nemo_offload_rl.config import load_dpo_config, load_sft_config
+    from nemo_offload_rl.runs.loading import load_dpo_config, load_sft_config
+    from nemo_offload_rl.runs.supervised import local_policy, run_dpo, run_sft
 
     micro_tokens = sizes.packed_length * sizes.micro_rows
     longest = sizes.packed_length

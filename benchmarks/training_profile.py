@@ -10,7 +10,7 @@ step of two: how long the GPU was busy, the operations by the host's own time, a
 is busy for a small part of the unprofiled time waits for the host. The profiler makes the host slower, not the GPU.
 
 `--bridge-stream` leaves the nodes that add up Megatron's gradients in the stream in which Megatron-Bridge wraps a model
-(`policy/backends/megatron/model.py: hook_in_this_stream`).
+(`backends/megatron/model.py: hook_in_this_stream`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     variant = Variant(arguments.backend)
     if arguments.backend == "megatron":
         if arguments.bridge_stream:
-            from nemo_offload_rl.policy.backends.megatron import model
+            from nemo_offload_rl.backends.megatron import model
 
             model.hook_in_this_stream = lambda chunks: None
         worker = make_worker(run, variant)

@@ -29,12 +29,12 @@ from residency_overlap import add_loop_arguments, run_variant, write_model
 from residency_peers import grow_host_memory, probe_link
 
 from nemo_offload_rl.residency import ResidencyManager
-from nemo_offload_rl.residency.cuda import CudaDevice, CudaTransfer
-from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.leftovers import LeftoverCheck
-from nemo_offload_rl.residency.plan import Phase
-from nemo_offload_rl.residency.snapshot import Snapshot
-from nemo_offload_rl.residency.transaction import GroupSet, Transaction
+from nemo_offload_rl.residency.device.cuda import CudaDevice, CudaTransfer
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.state.snapshot import Snapshot
+from nemo_offload_rl.residency.state.transaction import GroupSet, Transaction
+from nemo_offload_rl.residency.table.leftovers import LeftoverCheck
+from nemo_offload_rl.residency.table.plan import Phase
 
 CALLS: dict[type, tuple[str, ...]] = {
     CudaDevice: ("allocate", "release", "release_cache", "used_bytes", "leftovers", "_cross"),

@@ -10,10 +10,10 @@ def main() -> None:
         default_config="examples/configs/distillation_math.yaml",
     )
     set_up_logging()
-    from nemo_offload_rl.config import load_distillation_config
+    from nemo_offload_rl.runs.loading import load_distillation_config
 
     config = load_distillation_config(arguments.config, arguments.overrides)
-    from nemo_offload_rl.algorithms.distillation_setup import run_distillation
+    from nemo_offload_rl.runs.distillation import run_distillation
 
     run_distillation(config)
 

@@ -9,10 +9,10 @@ def main() -> None:
         "Train a model on pairs of a better and a worse response.", default_config="examples/configs/dpo.yaml"
     )
     set_up_logging()
-    from nemo_offload_rl.config import load_dpo_config
+    from nemo_offload_rl.runs.loading import load_dpo_config
 
     config = load_dpo_config(arguments.config, arguments.overrides)
-    from nemo_offload_rl.algorithms.supervised_setup import run_dpo
+    from nemo_offload_rl.runs.supervised import run_dpo
 
     run_dpo(config)
 

@@ -9,10 +9,10 @@ def main() -> None:
         "Evaluate a model: pass@k, greedy and sampled.", default_config="examples/configs/eval.yaml"
     )
     set_up_logging()
-    from nemo_offload_rl.config import load_eval_config
+    from nemo_offload_rl.runs.loading import load_eval_config
 
     config = load_eval_config(arguments.config, arguments.overrides)
-    from nemo_offload_rl.algorithms.evaluation import run_eval
+    from nemo_offload_rl.runs.evaluation import run_eval
 
     run_eval(config)
 

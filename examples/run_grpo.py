@@ -7,10 +7,10 @@ def main() -> None:
     """Read the command line, check the configuration, run."""
     arguments = parse_launch_arguments("Train a policy with GRPO.", default_config="examples/configs/grpo_math_1B.yaml")
     set_up_logging()
-    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.runs.loading import load_grpo_config
 
     config = load_grpo_config(arguments.config, arguments.overrides)
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+    from nemo_offload_rl.runs.rollouts import run_grpo
 
     run_grpo(config)
 

@@ -9,10 +9,10 @@ def main() -> None:
         "Fine-tune a model on conversations.", default_config="examples/configs/sft.yaml"
     )
     set_up_logging()
-    from nemo_offload_rl.config import load_sft_config
+    from nemo_offload_rl.runs.loading import load_sft_config
 
     config = load_sft_config(arguments.config, arguments.overrides)
-    from nemo_offload_rl.algorithms.supervised_setup import run_sft
+    from nemo_offload_rl.runs.supervised import run_sft
 
     run_sft(config)
 

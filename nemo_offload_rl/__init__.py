@@ -10,37 +10,37 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
-    from nemo_offload_rl.algorithms.distillation_setup import run_distillation
-    from nemo_offload_rl.algorithms.evaluation import run_eval
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
     from nemo_offload_rl.algorithms.losses import sequence_mean_share, token_mean_share
-    from nemo_offload_rl.algorithms.supervised_setup import run_dpo, run_sft
-    from nemo_offload_rl.config import (
-        load_distillation_config,
-        load_dpo_config,
-        load_eval_config,
-        load_grpo_config,
-        load_sft_config,
-    )
     from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
     from nemo_offload_rl.environments.agents import AgentTask
     from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn, Unscored
     from nemo_offload_rl.environments.sandbox import SandboxResult, run_python
     from nemo_offload_rl.errors import UserError
     from nemo_offload_rl.experience.types import Rollout
+    from nemo_offload_rl.runs.distillation import run_distillation
+    from nemo_offload_rl.runs.evaluation import run_eval
+    from nemo_offload_rl.runs.loading import (
+        load_distillation_config,
+        load_dpo_config,
+        load_eval_config,
+        load_grpo_config,
+        load_sft_config,
+    )
+    from nemo_offload_rl.runs.rollouts import run_grpo
+    from nemo_offload_rl.runs.supervised import run_dpo, run_sft
     from nemo_offload_rl.utils.metric_sinks import MetricSink
 
 _MODULES = {
-    "run_grpo": "algorithms.grpo_setup",
-    "run_sft": "algorithms.supervised_setup",
-    "run_dpo": "algorithms.supervised_setup",
-    "run_distillation": "algorithms.distillation_setup",
-    "run_eval": "algorithms.evaluation",
-    "load_grpo_config": "config",
-    "load_sft_config": "config",
-    "load_dpo_config": "config",
-    "load_distillation_config": "config",
-    "load_eval_config": "config",
+    "run_grpo": "runs.rollouts",
+    "run_sft": "runs.supervised",
+    "run_dpo": "runs.supervised",
+    "run_distillation": "runs.distillation",
+    "run_eval": "runs.evaluation",
+    "load_grpo_config": "runs.loading",
+    "load_sft_config": "runs.loading",
+    "load_dpo_config": "runs.loading",
+    "load_distillation_config": "runs.loading",
+    "load_eval_config": "runs.loading",
     "AgentTask": "environments.agents",
     "Environment": "environments.interfaces",
     "Observation": "environments.interfaces",

@@ -90,12 +90,12 @@ def plan_fit(
     Raises:
         ConfigError: The configuration is wrong whatever the machine, or nothing is known of the model.
     """
-    from nemo_offload_rl.config import load_for_planning
     from nemo_offload_rl.config.rules import memory, phases
     from nemo_offload_rl.config.validate import join_problems
-    from nemo_offload_rl.policy.host_plan import host_bytes_by_owner, render_host_plan
-    from nemo_offload_rl.policy.ray_memory import share_in_use
+    from nemo_offload_rl.memory.host_plan import host_bytes_by_owner, render_host_plan
+    from nemo_offload_rl.memory.ray_memory import share_in_use
     from nemo_offload_rl.residency import TEACHER
+    from nemo_offload_rl.runs.loading import load_for_planning
 
     cfg, rules = load_for_planning(path, overrides)
     if not cfg.cluster.gpus_per_node:

@@ -24,6 +24,7 @@ OBJECT_STORE_BYTES = 100 * 2**20
 MARKED = {
     "processes": ("functional", "unit/distributed", "unit/generation"),
     "trains": (
+        "unit/backends",
         "unit/policy",
         "unit/algorithms/test_async_grpo.py",
         "unit/algorithms/test_grpo.py",
@@ -81,7 +82,7 @@ def ray_here() -> Iterator[Callable[[], None]]:
             )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS / "support")]))
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         # Workers have environment variables of their own here, so they cannot use those that Ray starts beforehand.

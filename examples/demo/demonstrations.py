@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
-from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.data.records import Row, Splits
+from nemo_offload_rl.keys.data import ArithmeticConfig
 
 FORGETFUL_SHARE = 0.75
 NUM_TRAIN_ROWS = 350 * 128  # what sft_arithmetic_cpu.yaml trains on, each once

@@ -39,7 +39,7 @@ def main() -> None:
     from run import imitate, warm_up
     from transformers.utils.logging import disable_progress_bar
 
-    from nemo_offload_rl.config import load_distillation_config
+    from nemo_offload_rl.runs.loading import load_distillation_config
 
     disable_progress_bar()
     console, run_dir, seed = Console(soft_wrap=True), arguments.run_dir, arguments.seed
@@ -57,7 +57,7 @@ def main() -> None:
         trained.rename(teacher)
 
     console.print("3/4  distillation: the student answers, the teacher says what it would have said at each token")
-    from nemo_offload_rl.algorithms.distillation_setup import run_distillation
+    from nemo_offload_rl.runs.distillation import run_distillation
 
     log_dir, checkpoints = run_dir / "distillation", run_dir / "distillation_checkpoints"
     for folder in (log_dir, checkpoints):

@@ -43,7 +43,7 @@ def main() -> None:
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from nemo_offload_rl.config import load_grpo_config
+    from nemo_offload_rl.runs.loading import load_grpo_config
 
     disable_progress_bar()
     console = Console(soft_wrap=True)
@@ -67,7 +67,7 @@ def main() -> None:
         "3/4  GRPO: a policy worker and a vLLM engine as colocated Ray actors; a right answer is worth 1\n"
         "     starting Ray, vLLM and the worker takes 20 to 60 seconds, the 80 steps then 2 to 5 minutes"
     )
-    from nemo_offload_rl.algorithms.grpo_setup import run_grpo
+    from nemo_offload_rl.runs.rollouts import run_grpo
 
     run_grpo(load_grpo_config(CONFIG, overrides))
 
@@ -94,8 +94,8 @@ def imitate(run_dir: Path, seed: int, console: Any, *, start: str, name: str, fo
     from demonstrations import write_files
     from rich.console import Console
 
-    from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_sft
-    from nemo_offload_rl.config import load_sft_config
+    from nemo_offload_rl.runs.loading import load_sft_config
+    from nemo_offload_rl.runs.supervised import local_policy, run_sft
 
     folder = run_dir / name
     write_files(folder / "data", seed, forgetful_share)

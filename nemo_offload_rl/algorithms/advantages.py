@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import GrpoSectionConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.grpo import GrpoSectionConfig, RewardScalingConfig, RewardShapingConfig
 
 _STD_EPS = 1e-6
 _LEAST_VARIANCE = 1e-8

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from nemo_offload_rl.algorithms.async_grpo_config import AsyncGrpoConfig
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.rollout_collector import Collected, LostRollouts, RolloutCollector
@@ -27,7 +25,9 @@ from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.loader import LookaheadLoader
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.config import GenerationConfig
+from nemo_offload_rl.keys.async_grpo import AsyncGrpoConfig
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.grpo import ClippedPGLossConfig, GrpoSectionConfig
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer, timing_metrics

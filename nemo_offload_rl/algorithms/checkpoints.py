@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 
 from nemo_offload_rl.algorithms.folder_lock import FolderLock
 from nemo_offload_rl.algorithms.identity import Identity
+from nemo_offload_rl.backends.saving.folders import not_written, partial_of, recover_folders, replace_folder
 from nemo_offload_rl.data.loader import BatchLoader, LoaderState
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.policy.checkpointing import not_written, partial_of, recover_folders, replace_folder
+from nemo_offload_rl.keys.run import CheckpointingConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.checksums import bytes_checksum, files_below
-from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import DistillationLossConfig, DistillationSectionConfig
 from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.metrics import step_metrics
@@ -23,7 +22,8 @@ from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, TopKBatch
 from nemo_offload_rl.data.collate import SampledBatch
-from nemo_offload_rl.generation.config import GenerationConfig
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.grpo import DistillationLossConfig, DistillationSectionConfig
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 

@@ -1,7 +1,7 @@
 """The loss of distillation: the mean divergence between student and teacher over the tokens that the student sampled.
 
 Sources: on-policy distillation (GKD, arXiv 2306.13649; MiniLLM's reverse KL, arXiv 2306.08543). Keys and values are
-those of NeMo-RL's `DistillationLossFn`; `policy/backends/divergence.py` has the formulas. Shape suffixes: B samples, S
+those of NeMo-RL's `DistillationLossFn`; `backends/scoring/divergence.py` has the formulas. Shape suffixes: B samples, S
 positions.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import DistillationLossConfig
 from nemo_offload_rl.algorithms.losses import bounded, is_inside, token_mean_share, zero_where_masked
 from nemo_offload_rl.data.batch import DistillationBatch, LossNorm, TrainBatch
-from nemo_offload_rl.policy.interfaces import Divergence, DivergenceLoss, DivergenceScores
+from nemo_offload_rl.keys.grpo import DistillationLossConfig
+from nemo_offload_rl.protocols.loss import Divergence, DivergenceLoss, DivergenceScores
 
 
 @dataclass(frozen=True)

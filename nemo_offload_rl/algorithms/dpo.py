@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
-from nemo_offload_rl.algorithms.supervised_config import DpoSectionConfig
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
 from nemo_offload_rl.data.collate import collate_pairs
 from nemo_offload_rl.data.records import ExamplePair, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
-from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.keys.supervised import DpoSectionConfig
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.loss import LossFn
 
 logger = logging.getLogger(__name__)
 

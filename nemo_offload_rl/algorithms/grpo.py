@@ -22,7 +22,6 @@ from nemo_offload_rl.algorithms.advantages import (
     token_advantages,
 )
 from nemo_offload_rl.algorithms.agreement import without_disagreement
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig, needs_prev_logprobs
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
 from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
@@ -34,7 +33,8 @@ from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.config import GenerationConfig
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.grpo import ClippedPGLossConfig, GrpoSectionConfig, needs_prev_logprobs
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 

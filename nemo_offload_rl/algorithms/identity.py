@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_offload_rl.backends.hf.model_folder import is_hub_name
+from nemo_offload_rl.backends.hf.weight_files import WeightFiles
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.policy.backends.model_folder import is_hub_name
-from nemo_offload_rl.policy.backends.weight_files import WeightFiles
 from nemo_offload_rl.utils.checksums import bytes_checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nemo_offload_rl.config.convert import RolloutConfig, SupervisedConfig
+    from nemo_offload_rl.keys.run_configs import RolloutConfig, SupervisedConfig
 
 type Identity = Mapping[str, Mapping[str, str]]
 """By key of the configuration, `name` and `digest`, which is "" where the contents are not at hand."""

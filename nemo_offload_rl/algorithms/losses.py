@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
-from nemo_offload_rl.policy.interfaces import ReferenceLoss, TokenStat
+from nemo_offload_rl.keys.grpo import ClippedPGLossConfig
+from nemo_offload_rl.protocols.loss import ReferenceLoss, TokenStat
 
 # As in verl. A ratio of exp(20) was clipped or truncated long before; its products and squares are finite in float32.
 MAX_LOG_RATIO = 20.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.experience.pass_at_k import pass_at_k, powers_of_two
 from nemo_offload_rl.experience.types import RolloutBatch, unscored_rates
-from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.protocols.loss import TrainResult
 from nemo_offload_rl.residency import TransitionReport, totals
 from nemo_offload_rl.utils.flops import ModelSpeed
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from nemo_offload_rl.backends.hf.model_folder import WEIGHT_PATTERNS
+from nemo_offload_rl.backends.saving.folders import not_written, partial_of, sync_folder
 from nemo_offload_rl.data.records import ExamplePair, Splits
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.policy.backends.model_folder import WEIGHT_PATTERNS
-from nemo_offload_rl.policy.checkpointing import not_written, partial_of, sync_folder
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.utils.checksums import bytes_checksum
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
-from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.engine import Completion, GenerationEngine
 from nemo_offload_rl.utils.timer import PhaseTimer
 from nemo_offload_rl.weight_sync.refit import refit
 

@@ -13,8 +13,8 @@ from nemo_offload_rl.environments.interfaces import Environment
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.experience.agent_rollouts import Endpoint
 from nemo_offload_rl.experience.rollouts import Decode, Turns
-from nemo_offload_rl.generation.interfaces import GenerationEngine, PausingEngine
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.engine import GenerationEngine, PausingEngine
 from nemo_offload_rl.utils.flops import ModelSpeed
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
 
@@ -30,7 +30,7 @@ class EndpointParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutParts:
-    """What a run with rollouts is made of; `algorithms/grpo_setup.py` builds it.
+    """What a run with rollouts is made of; `runs/rollouts.py` builds it.
 
     `restart_engine` takes the error after which the engine is needed again; it raises that error if no restart is left,
     and otherwise returns the owner of each process from then on. `pausing` is the engine again, where it can be given

@@ -15,7 +15,8 @@ from nemo_offload_rl.errors import WorkerDiedError
 from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
 from nemo_offload_rl.experience.rollouts import Rollouts
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.interfaces import Completion, GenerationEngine, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion, GenerationEngine
 from nemo_offload_rl.utils.timer import PhaseTimer
 
 

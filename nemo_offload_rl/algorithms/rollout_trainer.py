@@ -17,7 +17,6 @@ from typing import ClassVar
 
 from nemo_offload_rl.algorithms.agreement import disagreement
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint
-from nemo_offload_rl.algorithms.config import RolloutSectionConfig
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
 from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, validation_metrics
 from nemo_offload_rl.algorithms.rollout_engine import RolloutEngine
@@ -29,8 +28,9 @@ from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.errors import AgreementError, DataError
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.config import GenerationConfig
-from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
+from nemo_offload_rl.protocols.loss import LossFn, TrainResult
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 from nemo_offload_rl.utils.timer import PhaseTimer, timing_metrics

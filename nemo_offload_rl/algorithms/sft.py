@@ -11,8 +11,8 @@ from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.collate import collate_examples
 from nemo_offload_rl.data.records import Example, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
-from nemo_offload_rl.policy.interfaces import LossFn
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.loss import LossFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from typing import Protocol
 from nemo_offload_rl.algorithms.checkpoints import Checkpoint, CheckpointKeeper
 from nemo_offload_rl.algorithms.metrics import overlong_metrics, residency_metrics, update_metrics
 from nemo_offload_rl.algorithms.run_end import RunEnd
-from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
 from nemo_offload_rl.data.batch import TrainBatch
 from nemo_offload_rl.data.loader import ShuffledLoader
-from nemo_offload_rl.policy.interfaces import LossFn
+from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.memory_sampler import MemorySampler
 from nemo_offload_rl.utils.progress import RunProgress
@@ -99,7 +99,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedParts:
-    """What a run is made of; `algorithms/supervised_setup.py` builds it."""
+    """What a run is made of; `runs/supervised.py` builds it."""
 
     policy: Policy
     recipe: Recipe

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.losses import token_mean_share, zero_where_masked
-from nemo_offload_rl.algorithms.supervised_config import DpoSectionConfig
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch, TrainBatch
-from nemo_offload_rl.policy.interfaces import TokenStat
+from nemo_offload_rl.keys.supervised import DpoSectionConfig
+from nemo_offload_rl.protocols.loss import TokenStat
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import in_rows
-from nemo_offload_rl.algorithms.config import ClippedPGLossConfig, GrpoSectionConfig, OwnCodeConfig
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch, kind_of
 from nemo_offload_rl.data.batch import PolicyGradientBatch
@@ -16,6 +15,7 @@ from nemo_offload_rl.environments.interfaces import Observation, Response, Score
 from nemo_offload_rl.environments.outcomes import plain_score
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import RolloutBatch
+from nemo_offload_rl.keys.grpo import ClippedPGLossConfig, GrpoSectionConfig, OwnCodeConfig
 from nemo_offload_rl.targets import UserCode
 
 _OF_ADVANTAGES = ("rewards", "parts", "correct", "truncated", "lengths", "mask", "scored")

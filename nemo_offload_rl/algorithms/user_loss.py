@@ -9,11 +9,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.config import OwnCodeConfig
 from nemo_offload_rl.algorithms.losses import is_inside, zero_where_masked
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
 from nemo_offload_rl.errors import UserCodeError
-from nemo_offload_rl.policy.interfaces import LossFn, TokenStat
+from nemo_offload_rl.keys.grpo import OwnCodeConfig
+from nemo_offload_rl.protocols.loss import LossFn, TokenStat
 from nemo_offload_rl.targets import UserCode
 
 

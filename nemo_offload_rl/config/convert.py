@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.schema import (
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.data_source import TaskKeys
+from nemo_offload_rl.keys.engine import EndpointSettings, VllmSettings
+from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
     DpoMasterConfig,
     EvalMasterConfig,
@@ -15,62 +18,11 @@ from nemo_offload_rl.config.schema import (
     RolloutMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.data.source_keys import TaskKeys
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.settings import EndpointSettings, VllmSettings
-from nemo_offload_rl.policy.config import PolicyConfig, TeacherConfig, TrainedPolicyConfig
-from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings, TokenFilter
-from nemo_offload_rl.schema import as_written, extend, from_mapping, keys_of
+from nemo_offload_rl.keys.policy import PolicyConfig, TeacherConfig, TrainedPolicyConfig
+from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
+from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, TokenFilter
 from nemo_offload_rl.utils.listening import listening
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig(GrpoMasterConfig):
-    """Everything a GRPO run needs to know; `resolved` is the plain dictionary for the records of the run."""
-
-    worker: PolicySettings
-    engine: VllmSettings
-    resolved: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationConfig(DistillationMasterConfig):
-    """Everything that a run of distillation needs to know."""
-
-    worker: PolicySettings
-    teacher_worker: TeacherSettings
-    engine: VllmSettings
-    resolved: Mapping[str, Any]
-
-
-type RolloutConfig = GrpoConfig | DistillationConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig(SftMasterConfig):
-    """Everything an SFT run needs to know."""
-
-    worker: PolicySettings
-    resolved: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DpoConfig(DpoMasterConfig):
-    """Everything a DPO run needs to know. Batch sizes of `policy` count pairs; those of `worker` count rows."""
-
-    worker: PolicySettings
-    resolved: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig(EvalMasterConfig):
-    """Everything an evaluation needs to know."""
-
-    engine: VllmSettings
-    resolved: Mapping[str, Any]
-
-
-type SupervisedConfig = SftConfig | DpoConfig
 
 # What a policy worker is told where nothing generates.
 _NO_ROLLOUTS: Mapping[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from nemo_offload_rl.schema import is_section, keys_of
+from nemo_offload_rl.keys.section import is_section, keys_of
 
 _TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "any", type(None): "null"}
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from nemo_offload_rl.config.keys import KeyDoc, known_keys, walk_keys
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
-from nemo_offload_rl.config.schema import (
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import (
     EXEMPLARS,
     DistillationMasterConfig,
     DpoMasterConfig,
@@ -27,7 +28,6 @@ from nemo_offload_rl.config.schema import (
     GrpoMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.utils.cli import run_main
 from nemo_offload_rl.utils.config import load_unresolved
 

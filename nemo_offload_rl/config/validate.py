@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
-from nemo_offload_rl.config.schema import EXEMPLARS
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.schema import FromEnvironment, from_mapping
+from nemo_offload_rl.keys.master import EXEMPLARS
+from nemo_offload_rl.keys.section import FromEnvironment, from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3

@@ -12,9 +12,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.data.records import Row, Splits
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import ArithmeticConfig
 
 _HELD_OUT_ONE_IN = 8
 _ENUMERATE_UP_TO = 200_000

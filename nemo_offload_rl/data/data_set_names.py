@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_offload_rl.data.config import DataSource
-from nemo_offload_rl.data.source_keys import FileKeys
+from nemo_offload_rl.keys.data import DataSource
+from nemo_offload_rl.keys.data_source import FileKeys
 
 
 def data_set_names(sources: Sequence[DataSource]) -> list[str]:

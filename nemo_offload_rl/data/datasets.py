@@ -7,7 +7,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.data.data_set_names import data_set_names
+from nemo_offload_rl.data.encoding import ChatEncoder
+from nemo_offload_rl.data.length_limit import LengthLimit
+from nemo_offload_rl.data.processors import (
+    PromptEncoder,
+    PromptTemplates,
+    encode_prompts,
+    load_templates,
+    processor_named,
+    with_prompt_files,
+    with_system_prompt,
+)
+from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
+from nemo_offload_rl.data.records import (
+    Conversation,
+    Example,
+    ExamplePair,
+    Part,
+    PreferencePair,
+    Prompt,
+    Row,
+    Splits,
+)
+from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import (
     ArithmeticConfig,
     BinaryPreferenceConfig,
     DataConfig,
@@ -22,20 +47,8 @@ from nemo_offload_rl.data.config import (
     SftDataConfig,
     SupervisedDataKeys,
 )
-from nemo_offload_rl.data.data_set_names import data_set_names
-from nemo_offload_rl.data.encoding import ChatEncoder
-from nemo_offload_rl.data.length_limit import LengthLimit
-from nemo_offload_rl.data.processors import (
-    PromptEncoder,
-    PromptTemplates,
-    encode_prompts,
-    load_templates,
-    processor_named,
-    with_prompt_files,
-    with_system_prompt,
-)
-from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
-from nemo_offload_rl.data.published_config import (
+from nemo_offload_rl.keys.data_source import FileKeys
+from nemo_offload_rl.keys.published import (
     ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
@@ -44,19 +57,6 @@ from nemo_offload_rl.data.published_config import (
     PublishedPairsConfig,
     SquadConfig,
 )
-from nemo_offload_rl.data.records import (
-    Conversation,
-    Example,
-    ExamplePair,
-    Part,
-    PreferencePair,
-    Prompt,
-    Row,
-    Splits,
-)
-from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
-from nemo_offload_rl.data.source_keys import FileKeys
-from nemo_offload_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
     DataConfig,
     DpoDataConfig,
@@ -14,8 +14,8 @@ from nemo_offload_rl.data.config import (
     ResponseDatasetConfig,
     SftDataConfig,
 )
-from nemo_offload_rl.data.source_keys import GivenRows, TaskKeys
-from nemo_offload_rl.schema import keys_of
+from nemo_offload_rl.keys.data_source import GivenRows, TaskKeys
+from nemo_offload_rl.keys.section import keys_of
 
 type Rows = Iterable[Mapping[str, Any]]
 """Rows with the columns of the algorithm; see `with_given_rows`."""

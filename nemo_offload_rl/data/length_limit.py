@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_offload_rl.data.config import SupervisedDataKeys
 from nemo_offload_rl.data.records import Example, ExamplePair
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import SupervisedDataKeys
 
 logger = logging.getLogger(__name__)
 

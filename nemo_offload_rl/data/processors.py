@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from nemo_offload_rl.data.encoding import missing_bos, render
 from nemo_offload_rl.data.prompt_file import PromptFile, read_prompt_file, read_text_file
 from nemo_offload_rl.data.records import Message, Prompt, Row
-from nemo_offload_rl.data.source_keys import TaskKeys
 from nemo_offload_rl.data.tools import check_shown
 from nemo_offload_rl.errors import DataError, UserCodeError
+from nemo_offload_rl.keys.data_source import TaskKeys
 from nemo_offload_rl.targets import UserCode, is_target
 
 if TYPE_CHECKING:

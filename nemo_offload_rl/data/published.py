@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.data.published_config import (
+from nemo_offload_rl.data.readers import Record, read_records
+from nemo_offload_rl.data.records import Conversation, PreferencePair, Row, Splits
+from nemo_offload_rl.data.rows import binary_pair, conversation, field_of, opening, split_by, text_of
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.published import (
     ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
@@ -24,10 +28,6 @@ from nemo_offload_rl.data.published_config import (
     PublishedQuestions,
     SquadConfig,
 )
-from nemo_offload_rl.data.readers import Record, read_records
-from nemo_offload_rl.data.records import Conversation, PreferencePair, Row, Splits
-from nemo_offload_rl.data.rows import binary_pair, conversation, field_of, opening, split_by, text_of
-from nemo_offload_rl.errors import DataError
 
 logger = logging.getLogger(__name__)
 

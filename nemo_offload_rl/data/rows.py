@@ -11,17 +11,17 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.data.readers import Record, read_records
+from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
+from nemo_offload_rl.data.tools import tools_of, with_tool_calls
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import (
     BinaryPreferenceConfig,
     OpenAIFormatConfig,
     PreferenceConfig,
     ResponseDatasetConfig,
 )
-from nemo_offload_rl.data.readers import Record, read_records
-from nemo_offload_rl.data.records import Conversation, Message, PreferencePair, Row, Splits
-from nemo_offload_rl.data.source_keys import FileKeys, GivenRows
-from nemo_offload_rl.data.tools import tools_of, with_tool_calls
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data_source import FileKeys, GivenRows
 
 logger = logging.getLogger(__name__)
 

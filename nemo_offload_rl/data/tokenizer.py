@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.records import Example
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

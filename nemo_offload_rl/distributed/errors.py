@@ -8,7 +8,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_offload_rl.errors import UserError, WorkerDiedError
-from nemo_offload_rl.policy.ray_memory import killed_by_kernel, killed_by_monitor
+from nemo_offload_rl.memory.ray_memory import killed_by_kernel, killed_by_monitor
 from nemo_offload_rl.residency import DeviceOutOfMemoryError
 
 

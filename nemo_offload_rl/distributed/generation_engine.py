@@ -10,11 +10,12 @@ from dataclasses import replace
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.env import vllm_env
-from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"
 _MAX_REQUESTS_IN_FLIGHT = 256

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
     from nemo_offload_rl.policy.policy import Policy
-    from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 
 
 def start_local_policy(
     settings: PolicySettings, keep_reference: bool, device: str = "cpu", teacher: TeacherSettings | None = None
 ) -> Policy:
     """A policy of one worker in this process; `device` as torch names it, with its index."""
-    from nemo_offload_rl.policy.backends.base import ProcessInfo  # here, since the model library takes seconds
     from nemo_offload_rl.policy.policy import Policy
     from nemo_offload_rl.policy.worker import PolicyWorker
+    from nemo_offload_rl.protocols.backend import ProcessInfo  # here, since the model library takes seconds
 
     process = ProcessInfo(rank=0, world_size=1, init_method="", device=device)
     return Policy(LocalWorkerGroup(PolicyWorker(settings, process, keep_reference, teacher)), settings, teacher)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.policy import Policy
-from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 # The driver ends a call that hangs before torch ends the processes that wait in it, whose stacks say more.
 _COLLECTIVE_SHARE = 1.25
@@ -48,7 +48,7 @@ def start_policy(
     spec = WorkerSpec(
         name="policy",
         factory="nemo_offload_rl.policy.worker:PolicyWorker",
-        libraries="nemo_offload_rl.policy.backends.factory:import_backend",
+        libraries="nemo_offload_rl.backends.factory:import_backend",
         kwargs={"settings": settings, "keep_reference": keep_reference, "teacher": teacher},
         per_rank_kwargs=[{"process": process} for process in processes],
         env_vars=policy_env_vars(settings, None if on_gpu else cluster.settings.workers_per_node),

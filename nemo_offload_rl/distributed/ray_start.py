@@ -15,8 +15,8 @@ import psutil
 import ray
 
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError
-from nemo_offload_rl.policy.ray_memory import as_started_here
-from nemo_offload_rl.utils.schema import ClusterConfig
+from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.memory.ray_memory import as_started_here
 from nemo_offload_rl.utils.sockets import short_folder
 
 logger = logging.getLogger(__name__)

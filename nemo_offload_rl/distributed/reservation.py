@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.schema import ClusterConfig
+from nemo_offload_rl.keys.run import ClusterConfig
 
 _TIMEOUT_S = 120.0
 _NODE_LABEL = "ray.io/node-id"

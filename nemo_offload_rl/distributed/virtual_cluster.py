@@ -29,9 +29,9 @@ from nemo_offload_rl.distributed.ray_start import Daemons, start_ray
 from nemo_offload_rl.distributed.reservation import release_groups, reserve_slots
 from nemo_offload_rl.distributed.watch import Workers
 from nemo_offload_rl.errors import ConfigError, UserError, WorkerDiedError
+from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.utils.cli import EXIT_USER_ERROR, STOP_SIGNALS
 from nemo_offload_rl.utils.liveness import dump_stacks_on_signal
-from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_offload_rl.distributed.actors import WorkerLocation
 from nemo_offload_rl.errors import WorkerHungError
+from nemo_offload_rl.keys.run import ClusterConfig
 from nemo_offload_rl.utils.liveness import ProcessState, examine
-from nemo_offload_rl.utils.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
 

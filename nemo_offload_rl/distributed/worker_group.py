@@ -29,7 +29,7 @@ from nemo_offload_rl.distributed.errors import original_error
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.watch import TICK_S, CallTimes, CallWatch
 from nemo_offload_rl.errors import UserError, WorkerDiedError, WorkerHungError
-from nemo_offload_rl.policy.ray_memory import oom_kills_at_first
+from nemo_offload_rl.memory.ray_memory import oom_kills_at_first
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from nemo_offload_rl.environments.agents import AgentEnvironment, AgentTask
 from nemo_offload_rl.environments.interfaces import Observation, Score, Unscored
 from nemo_offload_rl.environments.outcomes import FAILURES, NUM_RETRIES, Outcome, without_failures
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment, SideConversation
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, conversations
+from nemo_offload_rl.keys.generation import SamplingSettings
 
 logger = logging.getLogger(__name__)
 

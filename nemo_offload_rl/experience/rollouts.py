@@ -17,7 +17,7 @@ from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Turn, Unscored
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
-from nemo_offload_rl.generation.interfaces import Completion
+from nemo_offload_rl.protocols.engine import Completion
 
 type Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.data.records import Message
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 
 type AfterResponse = Callable[
     [Sequence[Message], Sequence[Message], Sequence[int], Mapping[str, Any] | None], Sequence[int]

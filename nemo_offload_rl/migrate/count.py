@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, is_nemo_rl, migrate
+from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, migrate
 from nemo_offload_rl.migrate.model_names import is_trained
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.utils.config import load_config
@@ -111,25 +112,6 @@ def check(algorithm: str, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: What is wrong.
     """
-    from nemo_offload_rl.config.rules import DISTILLATION_RULES, DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
-    from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
-    from nemo_offload_rl.config.schema import (
-        DistillationMasterConfig,
-        DpoMasterConfig,
-        EvalMasterConfig,
-        GrpoMasterConfig,
-        SftMasterConfig,
-    )
-    from nemo_offload_rl.config.validate import validate_keys
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
 
-    match algorithm:
-        case "grpo":
-            check_rules(validate_keys(config, GrpoMasterConfig), GRPO_RULES)
-        case "sft":
-            check_rules(validate_keys(config, SftMasterConfig), SFT_RULES)
-        case "eval":
-            check_rules(validate_keys(config, EvalMasterConfig), EVAL_RULES)
-        case "dpo":
-            check_rules(validate_keys(config, DpoMasterConfig), DPO_RULES)
-        case _:
-            check_rules(validate_keys(config, DistillationMasterConfig), DISTILLATION_RULES)
+    ALGORITHMS[algorithm].check(config)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.conversions import CONVERSIONS
 from nemo_offload_rl.migrate.draft import DEFAULT_THERE, Draft, at, leaves, matches
@@ -30,33 +31,6 @@ EXEMPLARS = {
 
 # Other things that NeMo-RL trains; its files for them may inherit a section of ours.
 _OTHER_ALGORITHMS = ("ppo", "rm")
-_ONLY_THEIRS = (
-    "policy.offload_optimizer_for_logprob",
-    "policy.use_coalesced_optimizer_offload",
-    "policy.generation_batch_size",
-    "policy.draft",
-    "policy.dtensor_cfg._v2",
-    "policy.dtensor_cfg.custom_parallel_plan",
-    "policy.megatron_cfg.checkpoint",
-    "policy.megatron_cfg.model_overrides",
-    "policy.sequence_packing.algorithm",
-    "policy.tokenizer.use_fastokens",
-    "policy.generation.mcore_generation_config",
-    "data.num_workers",
-    "data.train.data_path",
-    "logger.monitor_gpus",
-    "logger.swanlab_enabled",
-    "generation.colocated",
-    "generation.val_temperature",
-    "generation.vllm_cfg.pipeline_parallel_size",
-    "data.dataset_name",
-)
-_ONLY_OURS = (
-    "policy.residency_overlap",
-    "policy.max_skipped_updates",
-    "data.overlong_rows",
-)
-_NEEDED_MARKS = 2
 _SECTIONS = (*ALGORITHMS, "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
 
 
@@ -86,13 +60,6 @@ class Migration:
                 f"this NeMo-RL configuration uses {len(missing)} thing{'s' if len(missing) > 1 else ''} not available "
                 f"here: {told}; turn them off, or leave them out"
             )
-
-
-def is_nemo_rl(config: Mapping[str, Any]) -> bool:
-    """Whether a resolved configuration has keys that only NeMo-RL has, and none that only this package has."""
-    if any(at(config, key, _ABSENT) is not _ABSENT for key in _ONLY_OURS):
-        return False
-    return sum(at(config, key, _ABSENT) is not _ABSENT for key in _ONLY_THEIRS) >= _NEEDED_MARKS
 
 
 _ABSENT = object()

@@ -12,119 +12,20 @@ A failure on any rank is raised on every rank, as one line with its cause, and l
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor
-
-from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.policy.ray_memory import host_limits
-from nemo_offload_rl.residency import HostShare, ResidencyManager, local_tensor, reserve_host_memory
+from nemo_offload_rl.backends.saving.folders import completed_by_all, new_partial, partial_of, publish
+from nemo_offload_rl.memory.ray_memory import host_limits
+from nemo_offload_rl.protocols.saving import HostCopies, StagedSave, StateReader
+from nemo_offload_rl.residency import HostShare, ResidencyManager, reserve_host_memory
 
 logger = logging.getLogger(__name__)
 
-PARTIAL, REPLACED = ".partial", ".replaced"
 
-# How a writer fails: torch's zip writer hides the system's error in a RuntimeError.
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-
-_PROBE_BYTES = 1 << 16
 _NOTABLE_WAIT_S = 0.1
-_NOT_WRITTEN = "{path} cannot be written{where} ({reason}); free space there, or choose another folder"
-
-
-class StagedSave(Protocol):
-    """One rank's part of a checkpoint, ready to be written."""
-
-    def write(self) -> None:
-        """Write this rank's files. Calls no collective, and may run in another thread."""
-        ...
-
-    def finish(self) -> None:
-        """Complete the folder once every rank has written; may call collectives."""
-        ...
-
-    @property
-    def checksums(self) -> Mapping[str, str]:
-        """Of each file that this rank has written, by its path in the folder; complete after `finish`."""
-        ...
-
-
-class HostCopies:
-    """Host memory that holds a checkpoint while it is written, kept from one save to the next."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def missing_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes that copies of these would take beyond what is held under their names."""
-        return sum(tensor.nbytes for name, tensor in tensors.items() if self._fitting(name, tensor) is None)
-
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the CPU, in the memory that the last copy under this name had if it fits."""
-        held = self._fitting(name, tensor)
-        if held is None:
-            held = self._tensors[name] = tensor.new_empty(tensor.shape, device="cpu")
-        return held.copy_(tensor)
-
-    def _fitting(self, name: str, tensor: Tensor) -> Tensor | None:
-        held = self._tensors.get(name)
-        return held if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype else None
-
-
-class StateReader:
-    """What a backend reads its tensors with while it stages a save, wherever residency keeps them.
-
-    Args:
-        residency: Knows which tensors are on the host.
-
-    Attributes:
-        reads_host_copies: Something that was fetched is residency's own host copy, which later writes of the state
-            overwrite.
-    """
-
-    def __init__(self, residency: ResidencyManager) -> None:
-        self._residency = residency
-        self._tensors: dict[str, Tensor] = {}
-        self.reads_host_copies = False
-
-    def fetch(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives the present contents of this rank's part of a tensor, on the CPU.
-
-        Nothing is brought to the device for it: where a group is on the host, its host copy is read.
-
-        Args:
-            name: Unique in the checkpoint.
-            tensor: A tensor, or a DTensor.
-        """
-        view = self._residency.host_view(tensor)
-        if view is not None:
-            self.reads_host_copies = True
-            return lambda: view
-        self._tensors[name] = local_tensor(tensor.detach())
-        return lambda: self._tensors[name].cpu()
-
-    def missing_bytes(self, copies: HostCopies) -> int:
-        """Bytes that `copies` would grow by in `copy_to`."""
-        return copies.missing_bytes(self._tensors)
-
-    def copy_to(self, copies: HostCopies) -> None:
-        """Copy what residency has no host copy of: from now on, that is read in the place of the tensors."""
-        for name, tensor in self._tensors.items():
-            self._tensors[name] = copies.copy(name, tensor)
 
 
 class _Job:
@@ -173,7 +74,7 @@ class CheckpointSaver:
             CheckpointError: The folder cannot be made, or the save before this one failed.
         """
         self.finish()
-        _new_partial(path)
+        new_partial(path)
         reader = StateReader(self._residency)
         job = self._job = _Job(path, stage(partial_of(path), reader))
         job.reads_host_copies = reader.reads_host_copies
@@ -216,12 +117,12 @@ class CheckpointSaver:
             return {}
         if job.thread is not None:
             job.thread.join()
-        with _completed_by_all(job.path):
+        with completed_by_all(job.path):
             if job.error is not None:
                 raise job.error
-        with _completed_by_all(job.path):
+        with completed_by_all(job.path):
             job.staged.finish()
-        _publish(job.path)
+        publish(job.path)
         return job.staged.checksums
 
     def _has_room(self, missing_bytes: int) -> bool:
@@ -237,123 +138,3 @@ class CheckpointSaver:
             verdict.limit.name,
         )
         return False
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A folder for all ranks to write to, named `path` by rank 0 after the last rank has finished.
-
-    Raises:
-        CheckpointError: A rank could not write; nothing is left of the folder.
-    """
-    _new_partial(path)
-    with _completed_by_all(path):
-        yield partial_of(path)
-    _publish(path)
-
-
-def partial_of(path: Path) -> Path:
-    """Where a folder is written before it has its name."""
-    return path.with_name(path.name + PARTIAL)
-
-
-def replace_folder(path: Path) -> None:
-    """Give the folder `partial_of(path)` its name, in place of an older one; what is under the name is always whole.
-
-    The order matters to a process that dies in between: `recover_folders` undoes what it left.
-    """
-    replaced = path.with_name(path.name + REPLACED)
-    if path.exists():
-        path.rename(replaced)
-    partial_of(path).rename(path)
-    sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def recover_folders(parent: Path, pattern: str) -> None:
-    """Undo what saves left when their process died: drop partial folders, bring replaced ones back.
-
-    Args:
-        parent: Where the folders are.
-        pattern: Which names they have, such as `step_*`.
-    """
-    for partial in parent.glob(pattern + PARTIAL):
-        shutil.rmtree(partial, ignore_errors=True)
-    for replaced in parent.glob(pattern + REPLACED):
-        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def not_written(error: BaseException, folder: Path) -> str:
-    """What to tell a user about a failed write into `folder`, in one line."""
-    return _NOT_WRITTEN.format(path=folder, where="", reason=_why_not_written(error, folder))
-
-
-def _why_not_written(error: BaseException, folder: Path) -> str:
-    """The system's reason for a failed write, in words; from another write where the error does not have it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.strerror:
-            return seen.strerror
-        seen = seen.__cause__ or seen.__context__
-    probe = folder / "probe"
-    try:
-        probe.write_bytes(bytes(_PROBE_BYTES))
-    except OSError as refused:
-        return refused.strerror or str(refused)
-    finally:
-        probe.unlink(missing_ok=True)
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _new_partial(path: Path) -> None:
-    with _completed_by_all(path):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial_of(path), ignore_errors=True)
-            partial_of(path).mkdir(parents=True)
-
-
-def _publish(path: Path) -> None:
-    with _completed_by_all(path):
-        if dist.get_rank() == 0:
-            replace_folder(path)
-
-
-@contextmanager
-def _completed_by_all(path: Path) -> Iterator[None]:
-    """Wait for every rank to leave the body. If one of them failed to write, all raise and the partial folder goes.
-
-    What is no failure to write is a bug: its rank raises it as it is.
-    """
-    failure: BaseException | None = None
-    text: str | None = None
-    try:
-        yield
-    except WRITE_ERRORS as error:
-        failure, text = error, _why_not_written(error, partial_of(path))
-    except BaseException as error:
-        failure, text = error, f"{type(error).__name__}: {error}"
-    texts: list[str | None] = [text] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    failed: Mapping[int, str] = {rank: reason for rank, reason in enumerate(texts) if reason is not None}
-    if not failed:
-        return
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial_of(path), ignore_errors=True)
-    if failure is not None and not isinstance(failure, WRITE_ERRORS):
-        raise failure
-    rank, reason = next(iter(failed.items()))
-    where = f" by rank {rank}" if len(texts) > 1 else ""
-    raise CheckpointError(_NOT_WRITTEN.format(path=path, where=where, reason=reason)) from failure

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.residency import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
 
 _KEY = "policy.suspend_nccl_comms is true, but"

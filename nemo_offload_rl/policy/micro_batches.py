@@ -11,7 +11,7 @@ from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
 from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
 from nemo_offload_rl.data.packing import pack_rows
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.keys.worker import PolicySettings
 
 
 def micro_batch_rows(

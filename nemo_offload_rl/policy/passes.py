@@ -12,7 +12,7 @@ import torch
 
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassKind, Phase, ResidencyManager, row_of
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.interfaces import LossFn, TrainResult, WorkerGroup
-from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import ZeroGradients
+from nemo_offload_rl.protocols.loss import LossFn, TrainResult, WorkerGroup
+from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.residency import TransitionReport
 from nemo_offload_rl.weight_sync.cuda_ipc import join_handles
-from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 
 def deal_rows(num_rows: int, rows_per_step: int, dp_size: int) -> list[list[int]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ExpectedBytes, PolicyBackend, ProcessInfo
-from nemo_offload_rl.policy.host_plan import (
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.host_plan import (
     DEVICE_STATE,
     ENGINE,
     ENGINE_PROCESS_BYTES,
@@ -22,8 +22,8 @@ from nemo_offload_rl.policy.host_plan import (
     claim_host_memory,
     gpu_limit_refusal,
 )
-from nemo_offload_rl.policy.settings import PolicySettings
 from nemo_offload_rl.policy.teacher import Teacher
+from nemo_offload_rl.protocols.backend import ExpectedBytes, PolicyBackend, ProcessInfo
 from nemo_offload_rl.residency import (
     BASE,
     PARAMS,

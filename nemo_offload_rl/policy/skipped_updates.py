@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nemo_offload_rl.data.batch import PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.errors import NonFiniteGradientsError
-from nemo_offload_rl.policy.backends.base import StepResult
-from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.protocols.backend import StepResult
+from nemo_offload_rl.protocols.loss import TrainResult
 from nemo_offload_rl.residency import BASE, PARAMS, PARAMS_PART, StateGroup, local_tensor, row_of
 
 logger = logging.getLogger(__name__)

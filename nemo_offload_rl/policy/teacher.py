@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.backends.factory import build_teacher
 from nemo_offload_rl.data.batch import TokenBatch
-from nemo_offload_rl.policy.backends.base import FrozenModel, PolicyBackend, ProcessInfo
-from nemo_offload_rl.policy.backends.factory import build_teacher
-from nemo_offload_rl.policy.backends.readers import Reader, TeacherHead
-from nemo_offload_rl.policy.settings import TeacherSettings
+from nemo_offload_rl.keys.worker import TeacherSettings
+from nemo_offload_rl.protocols.backend import FrozenModel, PolicyBackend, ProcessInfo
+from nemo_offload_rl.protocols.scoring import Reader, TeacherHead
 from nemo_offload_rl.residency import TEACHER_HEAD, StateGroup, TensorGroup, aligned, unique_storages
 
 

@@ -18,25 +18,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.backends.factory import build_backend, expected_bytes
+from nemo_offload_rl.backends.ranks import join_process_group, limit_collectives
+from nemo_offload_rl.backends.scoring.readers import ReadHiddenStates, ReadTopK
 from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch, logprob_inputs
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ExpectedBytes, ProcessInfo, StepResult
-from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
-from nemo_offload_rl.policy.backends.ranks import join_process_group, limit_collectives
-from nemo_offload_rl.policy.backends.readers import ReadHiddenStates, ReadTopK
+from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings
+from nemo_offload_rl.memory.host_plan import render_host_plan
 from nemo_offload_rl.policy.checkpointing import CheckpointSaver
 from nemo_offload_rl.policy.closing import closing
 from nemo_offload_rl.policy.communicators import make_communicators
 from nemo_offload_rl.policy.determinism import use_deterministic_algorithms
-from nemo_offload_rl.policy.host_plan import render_host_plan
-from nemo_offload_rl.policy.interfaces import LossFn, TrainResult
 from nemo_offload_rl.policy.memory_history import record_memory_history
 from nemo_offload_rl.policy.micro_batches import in_rows_of, micro_batch_rows
 from nemo_offload_rl.policy.passes import Passes, TrainingPace, told_out_of_memory
 from nemo_offload_rl.policy.residency_setup import begin_host_memory, build_manager, limit_gpu_memory
-from nemo_offload_rl.policy.settings import PolicySettings, TeacherSettings
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates, parameters_not_finite, warn_of_skipped
 from nemo_offload_rl.policy.teacher import Teacher
+from nemo_offload_rl.protocols.backend import ExpectedBytes, ProcessInfo, StepResult
+from nemo_offload_rl.protocols.loss import LossFn, TrainResult
+from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.residency import (
     BASE,
     OPTIMIZER,
@@ -50,7 +51,6 @@ from nemo_offload_rl.residency import (
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 from nemo_offload_rl.utils.garbage import collect_garbage
 from nemo_offload_rl.weight_sync.factory import make_sender
-from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclGroup
 from nemo_offload_rl.weight_sync.sender import BucketSender
 

@@ -3,28 +3,11 @@
 Imports torch and nothing else of this project. See docs/design/residency.md.
 """
 
-from nemo_offload_rl.residency.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
-from nemo_offload_rl.residency.device import CpuDevice, Device, make_device
-from nemo_offload_rl.residency.disk_copy import disk_problem, staging_bytes
-from nemo_offload_rl.residency.errors import (
-    DeviceOutOfMemoryError,
-    HostBudgetError,
-    OpenStepError,
-    ResidencyError,
-)
-from nemo_offload_rl.residency.groups import (
-    GradsGroup,
-    StateGroup,
-    TensorGroup,
-    local_tensor,
-    optimizer_tensors,
-    storage_bytes,
-    storage_key,
-    unique_storages,
-)
-from nemo_offload_rl.residency.host_arena import HostAllowance, HostArena, HostArenas, aligned
-from nemo_offload_rl.residency.host_limits import (
+from nemo_offload_rl.residency.device.device import CpuDevice, Device
+from nemo_offload_rl.residency.device.make import make_device
+from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena, HostArenas, aligned
+from nemo_offload_rl.residency.host.limits import (
     HostLimit,
     HostShare,
     HostShortage,
@@ -35,10 +18,36 @@ from nemo_offload_rl.residency.host_limits import (
     reserve_host_memory,
     resident_bytes,
 )
-from nemo_offload_rl.residency.ledger import TransitionReport, totals
 from nemo_offload_rl.residency.manager import ResidencyManager
-from nemo_offload_rl.residency.passing import PassingParts
-from nemo_offload_rl.residency.plan import (
+from nemo_offload_rl.residency.state.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
+from nemo_offload_rl.residency.state.disk_copy import disk_problem, staging_bytes
+from nemo_offload_rl.residency.streams.passing import PassingParts
+from nemo_offload_rl.residency.streams.streaming import (
+    NamedTensors,
+    OptimizerParts,
+    divide_optimizer,
+    num_streamed,
+    restricted_to,
+)
+from nemo_offload_rl.residency.streams.work_memory import PassKind
+from nemo_offload_rl.residency.table.errors import (
+    DeviceOutOfMemoryError,
+    HostBudgetError,
+    OpenStepError,
+    ResidencyError,
+)
+from nemo_offload_rl.residency.table.groups import (
+    GradsGroup,
+    StateGroup,
+    TensorGroup,
+    local_tensor,
+    optimizer_tensors,
+    storage_bytes,
+    storage_key,
+    unique_storages,
+)
+from nemo_offload_rl.residency.table.ledger import TransitionReport, totals
+from nemo_offload_rl.residency.table.plan import (
     BASE,
     GRADS,
     GRADS_PART,
@@ -60,14 +69,6 @@ from nemo_offload_rl.residency.plan import (
     resolve_plan,
     row_of,
 )
-from nemo_offload_rl.residency.streaming import (
-    NamedTensors,
-    OptimizerParts,
-    divide_optimizer,
-    num_streamed,
-    restricted_to,
-)
-from nemo_offload_rl.residency.work_memory import PassKind
 
 __all__ = [
     "BASE",

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from nemo_offload_rl.residency.errors import ResidencyError
-from nemo_offload_rl.residency.ledger import TransitionReport
 from nemo_offload_rl.residency.manager import ResidencyManager
-from nemo_offload_rl.residency.plan import Phase
+from nemo_offload_rl.residency.table.errors import ResidencyError
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.plan import Phase
 
 SUSPENDING_NCCL = (2, 29, 7)
 _MEMORY, _LEAVING_BYTES, _INVALID_USAGE = 1, 0, 5  # NCCL_SUSPEND_MEM, ncclStatGpuMemSuspend, ncclInvalidUsage

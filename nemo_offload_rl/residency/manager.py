@@ -16,16 +16,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nemo_offload_rl.residency.device import Device
-from nemo_offload_rl.residency.errors import OpenStepError, ResidencyError
-from nemo_offload_rl.residency.group_state import GroupState
-from nemo_offload_rl.residency.groups import StateGroup
-from nemo_offload_rl.residency.host_arena import HostArena, HostArenas, HostMirror
-from nemo_offload_rl.residency.layer_waits import LayerWaits
-from nemo_offload_rl.residency.ledger import Ledger, TransitionReport
-from nemo_offload_rl.residency.leftovers import LeftoverCheck
-from nemo_offload_rl.residency.passing import PassingParts
-from nemo_offload_rl.residency.plan import (
+from nemo_offload_rl.residency.device.device import Device
+from nemo_offload_rl.residency.host.arena import HostArena, HostArenas, HostMirror
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.state.layer_waits import LayerWaits
+from nemo_offload_rl.residency.state.snapshot import Snapshots
+from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction, device_bytes
+from nemo_offload_rl.residency.streams.passing import PassingParts
+from nemo_offload_rl.residency.streams.prefetch import Prefetcher
+from nemo_offload_rl.residency.streams.streaming import Streams
+from nemo_offload_rl.residency.streams.work_memory import PassKind, WorkMemory
+from nemo_offload_rl.residency.table.errors import OpenStepError, ResidencyError
+from nemo_offload_rl.residency.table.groups import StateGroup
+from nemo_offload_rl.residency.table.ledger import Ledger, TransitionReport
+from nemo_offload_rl.residency.table.leftovers import LeftoverCheck
+from nemo_offload_rl.residency.table.plan import (
     BASE,
     GRADS_PART,
     OPTIMIZER,
@@ -39,11 +44,6 @@ from nemo_offload_rl.residency.plan import (
     ResidencyPlan,
     row_of,
 )
-from nemo_offload_rl.residency.prefetch import Prefetcher
-from nemo_offload_rl.residency.snapshot import Snapshots
-from nemo_offload_rl.residency.streaming import Streams
-from nemo_offload_rl.residency.transaction import GroupSet, Records, Transaction, device_bytes
-from nemo_offload_rl.residency.work_memory import PassKind, WorkMemory
 
 logger = logging.getLogger(__name__)
 

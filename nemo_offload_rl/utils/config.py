@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.schema import FromEnvironment
+from nemo_offload_rl.keys.section import FromEnvironment
 
 EXEMPLARS = Path(__file__).parents[1] / "exemplars"
 """The folder of the configurations that the package brings; in a checkout `examples/configs`."""

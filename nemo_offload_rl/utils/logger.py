@@ -31,9 +31,9 @@ from typing import Any, Self
 import yaml
 
 from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.keys.run import LoggerConfig
 from nemo_offload_rl.utils.config import without_secrets
 from nemo_offload_rl.utils.metric_sinks import open_sinks, user_sinks
-from nemo_offload_rl.utils.schema import LoggerConfig
 
 _LOG = logging.getLogger(__name__)
 

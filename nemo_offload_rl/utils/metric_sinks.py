@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import yaml
 
 from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.keys.run import LoggerConfig, MlflowConfig, WandbConfig
 from nemo_offload_rl.targets import UserCode
 from nemo_offload_rl.utils.prometheus import PrometheusSink
-from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, WandbConfig
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.listening import Listening, listening
+from nemo_offload_rl.keys.engine import Listening
+from nemo_offload_rl.keys.run import PrometheusConfig
+from nemo_offload_rl.utils.listening import listening
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
-from nemo_offload_rl.utils.schema import PrometheusConfig
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

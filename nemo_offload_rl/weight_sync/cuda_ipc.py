@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.errors import RefitError
-from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS, BucketSender
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.policy.backends.base import WeightSpec
+    from nemo_offload_rl.protocols.backend import WeightSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nemo_offload_rl.weight_sync.sender import BucketSender, DiscardingSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemorySender
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.policy.backends.base import WeightSpec
+    from nemo_offload_rl.protocols.backend import WeightSpec
 
 
 def make_sender(

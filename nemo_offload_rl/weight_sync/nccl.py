@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_offload_rl.protocols.refit import RefitGroupAddress, TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.cuda_ipc import tensor_view
-from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS, BucketSender
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.policy.backends.base import WeightSpec
+    from nemo_offload_rl.protocols.backend import WeightSpec
 
 ROOT = 0
 _JOIN_TIMEOUT = timedelta(seconds=120)

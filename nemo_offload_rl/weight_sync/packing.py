@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_offload_rl.protocols.refit import TensorSlice
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
-from nemo_offload_rl.weight_sync.interfaces import TensorSlice
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.policy.backends.base import WeightSpec
+    from nemo_offload_rl.protocols.backend import WeightSpec
 
 ALIGNMENT_BYTES = 512
 

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
 
-from nemo_offload_rl.generation.interfaces import GenerationEngine
+from nemo_offload_rl.protocols.engine import GenerationEngine
+from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.utils.timer import PhaseTimer
 from nemo_offload_rl.weight_sync.errors import RefitError
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 from nemo_offload_rl.weight_sync.sender import NUM_BUFFERS
 
 logger = logging.getLogger(__name__)

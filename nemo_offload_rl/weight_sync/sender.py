@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
-from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.packing import BucketPlan, plan_buckets
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.policy.backends.base import WeightSpec
+    from nemo_offload_rl.protocols.backend import WeightSpec
 
 NUM_BUFFERS = 2  # of every sender: one is filled while the engine reads the other
 

@@ -276,7 +276,7 @@ def launch_grpo() -> Callable[..., Finished]:
 @pytest.fixture(scope="session")
 def run_in_one_process(run_grpo: Callable[..., Finished]) -> Callable[..., Finished]:
     """`run_grpo` with policy and engine in the run's own process, which takes a fifth of the time."""
-    return partial(run_grpo, script="tests/one_process_grpo.py")
+    return partial(run_grpo, script="tests/support/one_process_grpo.py")
 
 
 @pytest.fixture(scope="session")

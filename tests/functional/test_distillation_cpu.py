@@ -67,7 +67,7 @@ def distill(folder: Path, model_folder: Path, run_script: Callable[..., Finished
             f"logger.log_dir={folder / name}",
             f"checkpointing.checkpoint_dir={folder / name / 'checkpoints'}",
         )
-        script = "tests/one_process_distillation.py" if env is None else "examples/run_distillation.py"
+        script = "tests/support/one_process_distillation.py" if env is None else "examples/run_distillation.py"
         return run_script(script, "--config", str(CONFIG), *SMALL, *places, *overrides, env=env)
 
     return run

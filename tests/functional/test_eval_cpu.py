@@ -38,7 +38,7 @@ def test_an_evaluation_samples_scores_and_writes_what_its_responses_say(
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = f"{{dataset_name: ResponseDataset, path: {tmp_path}/d.jsonl, input_key: q, output_key: a, env_name: math}}"
     done = run_script(
-        "tests/one_process_eval.py",
+        "tests/support/one_process_eval.py",
         "--config", str(EVAL),
         f"generation.model_name={tmp_path}/run",
         "generation.temperature=1.0",

@@ -20,7 +20,8 @@ def test_agents_over_http_train_on_the_logprobs_that_were_sampled(
         f"logger.log_dir={tmp_path / 'run'}",
         *on_gpu,
         "grpo.max_num_steps=3",
-        "+env.sums={target: tests/agents_of_tests.py:TwoTurns, kwargs: {hint: '= '}, num_workers: 0, timeout_s: 60}",
+        "+env.sums={target: tests/support/agents_of_tests.py:TwoTurns, kwargs: {hint: '= '}, num_workers: 0, "
+        "timeout_s: 60}",
         "data.default.env_name=sums",
         "grpo.reward_shaping.enabled=false",
         "policy.max_total_sequence_length=64",

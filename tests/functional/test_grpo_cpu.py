@@ -11,8 +11,8 @@ from documented_metrics import documented, without_match
 from grpo_replay import Replay, read_rollouts
 from safetensors import safe_open
 
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.report import write_report
+from nemo_offload_rl.runs.loading import load_grpo_config
 
 LAST_STEP = 5
 

@@ -10,9 +10,9 @@ from model_families import drawn_model, family_config
 from supervised_cases import write_model
 from tiny_models import make_tokenizer, qwen3_config, save_model_folder
 
-from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.runs.loading import load_grpo_config
 
-ONE_PROCESS = "tests/one_process_grpo.py"
+ONE_PROCESS = "tests/support/one_process_grpo.py"
 STEPS = 8
 NUM_SAMPLES = 12
 OWN_DEVICES = (
@@ -82,7 +82,7 @@ OVER_FOUR = {"Megatron": MEGATRON_TP, "DTensor": DTENSOR_TP}
 # Of rewards that differ in length all are the same where no response of a group ends.
 VARIETY = (
     "data.default.env_name=variety",
-    "+env.variety={target: tests/reward_of_tests.py:variety, num_workers: 0}",
+    "+env.variety={target: tests/support/reward_of_tests.py:variety, num_workers: 0}",
     "grpo.reward_shaping.enabled=false",
 )
 # What does not depend on the clock or on where bytes are.
@@ -138,7 +138,7 @@ def test_a_shared_engine_that_dies_is_started_again_changes_no_number_and_ends_t
     undisturbed, start_grpo, joined, read_metrics, tmp_path
 ):
     options = (*short_run(tmp_path / "run"), "policy.generation.vllm_cfg.max_restarts=2")
-    run = start_grpo(*options, env=joined(), script="tests/dying_engine.py")
+    run = start_grpo(*options, env=joined(), script="tests/support/dying_engine.py")
     status, last_line, alive = run.wait(400)
     assert (status, alive) == (2, [])
     errors = run.script.stderr.read_text()
@@ -185,7 +185,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_same_numbers_and_is_started_
 
 def test_the_engine_falls_asleep_and_the_policy_comes_back_beside_the_scoring(run_grpo, model_folder, tmp_path):
     options = (*short_run(tmp_path / "run"), "grpo.max_num_steps=2")
-    done = run_grpo(f"policy.model_name={model_folder}", *options, script="tests/waiting_environment.py")
+    done = run_grpo(f"policy.model_name={model_folder}", *options, script="tests/support/waiting_environment.py")
     assert done.status == 0, done.stderr
 
 
@@ -202,7 +202,7 @@ def check_megatron(metrics_of, expected, *overrides):
     first_rate = 0.2 * 3e-4  # of the warm-up
     rates = (f"policy.megatron_cfg.optimizer.lr={first_rate}", f"policy.megatron_cfg.optimizer.min_lr={first_rate}")
     options = (*MEGATRON, *MEGATRON_ON_CPU, *rates, "grpo.max_num_steps=2", *overrides)
-    megatron = metrics_of(*options, script="tests/megatron_grpo.py")
+    megatron = metrics_of(*options, script="tests/support/megatron_grpo.py")
     for step in (1, 2):
         assert megatron[step]["train/grad_norm"] > 0
         for name in SAME:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_offload_rl.policy.ray_memory import THRESHOLD, as_started_here
+from nemo_offload_rl.memory.ray_memory import THRESHOLD, as_started_here
 
 TIMEOUT_S = 400
 
@@ -21,7 +21,7 @@ def test_a_model_that_vllm_builds_in_another_way_ends_the_run_with_the_weights_t
     refused = run_in_one_process(*overrides)
     assert refused.status == 2
     assert "has attention_bias true, which the engine would leave out; use another model, or" in refused.stderr
-    done = run_grpo(*overrides, script="tests/unruled_grpo.py")
+    done = run_grpo(*overrides, script="tests/support/unruled_grpo.py")
     assert done.status == 2
     reason, last_line = done.stderr.splitlines()[-2:]
     assert reason.startswith("error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.")

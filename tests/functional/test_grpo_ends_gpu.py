@@ -95,7 +95,7 @@ def test_a_refit_that_the_engine_cannot_use_ends_the_run_with_the_names_and_free
 ):
     free_before, _ = torch.cuda.mem_get_info()
     overrides = f"policy.model_name={biased_model_folder}", f"logger.log_dir={tmp_path / 'run'}", *on_gpu
-    done = run_grpo(*overrides, script="tests/unruled_grpo.py")
+    done = run_grpo(*overrides, script="tests/support/unruled_grpo.py")
     assert done.status == 2
     cause = "error: The engine used nothing, or only a part, of model.layers.0.self_attn.o_proj.bias"
     assert done.stderr.splitlines()[-2].startswith(cause)

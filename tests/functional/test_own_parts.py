@@ -12,7 +12,7 @@ import pytest
 from forked import Finished, Script
 
 ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
+TESTS = ROOT / "tests/support"
 CONFIG = "examples/custom/grpo_own_reward_cpu.yaml"
 # Any character of the demo's ends a response, so that an untrained model's have an end.
 ENDS = "policy.generation.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19]"

@@ -42,7 +42,7 @@ def dashboard() -> Iterator[str]:
         f"--dashboard-agent-listen-port={find_free_port(22000, 22249)}",
     ]  # fmt: skip
     variables = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
-    variables |= {**forked_workers.variables(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    variables |= {**forked_workers.variables(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
     log = Path(folder) / "start.log"
     with log.open("w") as sink:
         head = subprocess.Popen(command, env=variables, stdout=sink, stderr=subprocess.STDOUT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.backends.dtensor import rules as dtensor
+from nemo_offload_rl.backends.megatron import rules as megatron
 from nemo_offload_rl.config.rules import (
     algorithm,
     availability,
@@ -15,19 +17,17 @@ from nemo_offload_rl.config.rules import (
     training,
 )
 from nemo_offload_rl.config.rules.base import RuleSet
-from nemo_offload_rl.config.schema import (
+from nemo_offload_rl.config.validate import join_problems
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
     DpoMasterConfig,
     GrpoMasterConfig,
     RolloutMasterConfig,
+    Rule,
     RunConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.config.validate import join_problems
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
-from nemo_offload_rl.policy.backends.megatron import rules as megatron
-from nemo_offload_rl.policy.rules import Rule
 
 _AVAILABILITY: tuple[Rule[RunConfig], ...] = (
     *availability.RULES,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.master import GrpoMasterConfig, Rule
 
 
 def baselines_need_two_responses(cfg: GrpoMasterConfig) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.master import Rule, RunConfig
 
 
 def exactly_one_backend_is_enabled(cfg: RunConfig) -> str | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_offload_rl.algorithms.config import RolloutSectionConfig
-from nemo_offload_rl.algorithms.supervised_config import SupervisedSectionConfig
-from nemo_offload_rl.config.schema import RunConfig
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
+from nemo_offload_rl.keys.data import (
     ArithmeticConfig,
     DataConfig,
     DataSource,
@@ -17,9 +15,10 @@ from nemo_offload_rl.data.config import (
     MixtureKeys,
     SftDataConfig,
 )
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
-from nemo_offload_rl.policy.backends.optimizer_spec import OptimizerSpec
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.grpo import RolloutSectionConfig
+from nemo_offload_rl.keys.master import Rule, RunConfig
+from nemo_offload_rl.keys.supervised import SupervisedSectionConfig
+from nemo_offload_rl.protocols.optimizer import OptimizerSpec
 
 type AnyData = DataConfig | SftDataConfig | DpoDataConfig
 

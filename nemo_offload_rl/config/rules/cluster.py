@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import data_parallel_size
-from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 
 
 def engine_tensor_parallel_size_divides_a_host(cfg: RolloutMasterConfig) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_offload_rl.config.schema import DistillationMasterConfig
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.master import DistillationMasterConfig, Rule
 
 
 def a_top_k_is_needed_for_what_is_outside_of_it(cfg: DistillationMasterConfig) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import RuleSet, sources
 from nemo_offload_rl.config.rules.rollouts import vllm_kwargs_problem
-from nemo_offload_rl.config.schema import EvalMasterConfig
-from nemo_offload_rl.data.config import ArithmeticConfig, MixtureKeys
+from nemo_offload_rl.keys.data import ArithmeticConfig, MixtureKeys
+from nemo_offload_rl.keys.master import EvalMasterConfig
 
 
 def k_is_at_most_the_number_of_responses(cfg: EvalMasterConfig) -> str | None:

@@ -14,24 +14,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_offload_rl.backends.dtensor import rules as dtensor
+from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.backends.hf.model_folder import local_folder
+from nemo_offload_rl.backends.megatron import rules as megatron
 from nemo_offload_rl.config.convert import grpo_worker, supervised_worker
-from nemo_offload_rl.config.schema import (
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import (
     WITH_ROLLOUTS,
     DistillationMasterConfig,
     DpoMasterConfig,
     GrpoMasterConfig,
     RolloutMasterConfig,
+    Rule,
     RunConfig,
 )
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.models.shape import ModelShape
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
-from nemo_offload_rl.policy.backends.megatron import rules as megatron
-from nemo_offload_rl.policy.backends.megatron.config import MegatronConfig
-from nemo_offload_rl.policy.backends.model_folder import local_folder
-from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
-from nemo_offload_rl.policy.host_plan import (
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.memory.host_plan import (
     DEVICE_STATE,
     ENGINE,
     ENGINE_PROCESS_BYTES,
@@ -39,8 +38,10 @@ from nemo_offload_rl.policy.host_plan import (
     foresee_host_memory,
     gpu_limit_refusal,
 )
+from nemo_offload_rl.models.shape import ModelShape
+from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
 from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
-from nemo_offload_rl.policy.rules import Rule, local_model_config
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import (
     BASE,
     GRADS,

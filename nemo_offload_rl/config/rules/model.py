@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from nemo_offload_rl.config.schema import RolloutMasterConfig, RunConfig
+from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.models.rope import changing_rope_type, has_rotary_base, unchanged_length
 from nemo_offload_rl.models.served import longest_served, unserved
-from nemo_offload_rl.policy.rules import Rule, local_model_config
 
 
 def rotary_embeddings_keep_their_base(cfg: RunConfig) -> str | None:

@@ -18,10 +18,9 @@ from nemo_offload_rl.config.rules.memory import (
     smallest_gpu_bytes,
     training_state_fits_the_gpu,
 )
-from nemo_offload_rl.config.schema import WITH_ROLLOUTS, RolloutMasterConfig, RunConfig
-from nemo_offload_rl.policy.backends.base import COMPUTE_DTYPES
-from nemo_offload_rl.policy.host_plan import HostNeed
-from nemo_offload_rl.policy.rules import Rule
+from nemo_offload_rl.keys.master import WITH_ROLLOUTS, RolloutMasterConfig, Rule, RunConfig
+from nemo_offload_rl.memory.host_plan import HostNeed
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import (
     GRADS,
     GRADS_PART,

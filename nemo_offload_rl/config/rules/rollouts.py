@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from nemo_offload_rl.backends.hf.local_config import local_model_config
 from nemo_offload_rl.config.rules.base import (
     Rule,
     mixture_problem,
@@ -13,11 +14,10 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
-from nemo_offload_rl.config.schema import GrpoMasterConfig, RolloutMasterConfig
-from nemo_offload_rl.data.config import BUILT_IN
-from nemo_offload_rl.generation.config import SERVING_CHAT_KWARGS
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
-from nemo_offload_rl.policy.rules import local_model_config
+from nemo_offload_rl.keys.data import BUILT_IN
+from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS
+from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig
 from nemo_offload_rl.utils.listening import is_loopback
 
 

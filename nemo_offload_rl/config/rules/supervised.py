@@ -10,7 +10,7 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
-from nemo_offload_rl.config.schema import DpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig
 
 type _Config = SftMasterConfig | DpoMasterConfig
 

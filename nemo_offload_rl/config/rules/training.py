@@ -11,7 +11,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nemo_offload_rl.algorithms.config import needs_prev_logprobs
 from nemo_offload_rl.algorithms.metric_names import (
     DPO_NAMES,
     SFT_NAMES,
@@ -21,13 +20,13 @@ from nemo_offload_rl.algorithms.metric_names import (
     metric_problem,
 )
 from nemo_offload_rl.algorithms.save_deadline import seconds_of
+from nemo_offload_rl.backends.dtensor.learning_rate import try_schedule
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
-from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, RunConfig
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.schedule import try_schedule
-from nemo_offload_rl.policy.config import SchedulerMilestonesConfig
-from nemo_offload_rl.policy.rules import Rule
-from nemo_offload_rl.policy.settings import scheduler_phases
+from nemo_offload_rl.keys.grpo import needs_prev_logprobs
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, Rule, RunConfig
+from nemo_offload_rl.keys.policy import SchedulerMilestonesConfig
+from nemo_offload_rl.keys.worker import scheduler_phases
 from nemo_offload_rl.utils.config import nearest_key
 
 OWN_OPTIMIZERS = "nemo_offload_rl.optim"

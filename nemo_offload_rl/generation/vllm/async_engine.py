@@ -13,9 +13,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import (
@@ -24,8 +22,12 @@ from nemo_offload_rl.generation.vllm.requests import (
     completion_from_output,
     sampling_params,
 )
+from nemo_offload_rl.generation.vllm.served_weights import ServedWeights
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.refit import WeightBucket
 from nemo_offload_rl.utils.liveness import show_progress
-from nemo_offload_rl.weight_sync.interfaces import WeightBucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -248,25 +250,6 @@ class AsyncVllmEngine(VllmEngineBase):
 @dataclass(frozen=True)
 class _Pause:
     recompute_kv_cache: bool
-
-
-class ServedWeights:
-    """Version of an engine's weights, for requests; used on the engine's event loop.
-
-    Attributes:
-        version: Number of refits so far.
-        runs: Cleared while the engine is paused for new weights.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.runs = asyncio.Event()
-        self.runs.set()
-
-    async def next_version(self) -> int:
-        """Version of a request that begins now; waits for the end of a pause, which brings the next version."""
-        await self.runs.wait()
-        return self.version
 
 
 async def _start(arguments: Any) -> AsyncLLM:

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError, DeviceMemoryError, WorkerDiedError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.requests import check_prompts
 from nemo_offload_rl.generation.vllm.wire import bucket_to_wire
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.protocols.refit import RefitGroupAddress, WeightBucket
 from nemo_offload_rl.weight_sync.errors import RefitError, listed
-from nemo_offload_rl.weight_sync.interfaces import RefitGroupAddress, WeightBucket
 
 ALL_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 # A policy worker's last copies to the host end within seconds.

@@ -22,9 +22,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from nemo_offload_rl.data.encoding import missing_bos
 from nemo_offload_rl.data.turns import TurnEncoder
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollout
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+from nemo_offload_rl.keys.generation import SamplingSettings
 
 # What would have tokens drawn from another distribution than the policy's, or would change what is asked; and the
 # values that do neither.

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.base import VllmEngineBase, start_error
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.utils.liveness import show_progress
 
 if TYPE_CHECKING:

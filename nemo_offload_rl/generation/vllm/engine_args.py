@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.settings import VllmSettings
+from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.models.rope import for_engine
 
 _PACKAGE = "nemo_offload_rl.generation.vllm"

@@ -32,18 +32,18 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
-from nemo_offload_rl.generation.settings import VllmSettings
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
 from nemo_offload_rl.generation.vllm.http_limits import BadRequest, HttpLimits, LimitedProtocol, json_body
 from nemo_offload_rl.generation.vllm.requests import cache_salt
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.utils.listening import is_loopback
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from nemo_offload_rl.generation.vllm.async_engine import ServedWeights
+    from nemo_offload_rl.generation.vllm.served_weights import ServedWeights
 
 RETRY_AFTER_S = 5
 WEIGHT_VERSION_HEADER = "X-Weight-Version"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.errors import DataError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.cuda_ipc import CudaIpcHandle, CudaIpcSender, SharedBuffer
-from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclHandle, NcclSender
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
 

@@ -15,7 +15,8 @@ from tiny_models import save_model_folder
 
 from nemo_offload_rl.environments.interfaces import Response, Score
 from nemo_offload_rl.errors import AgreementError, DataError, UserError, WorkerDiedError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 
 STEPS = 6
 SHORT = ("grpo.max_num_epochs=100", "policy.optimizer.kwargs.lr=1e-3", "policy.scheduler=null")

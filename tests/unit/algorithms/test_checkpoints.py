@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
 from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.backends.saving.folders import recover_folders
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.errors import CheckpointError
-from nemo_offload_rl.policy.checkpointing import recover_folders
+from nemo_offload_rl.keys.run import CheckpointingConfig
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
-from nemo_offload_rl.utils.schema import CheckpointingConfig
 
 
 class FilePolicy:

@@ -11,11 +11,12 @@ from forked import Script
 from tiny_models import qwen3_config, save_model_folder
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.utils.schema import CheckpointingConfig
+from nemo_offload_rl.keys.run import CheckpointingConfig
 
 pytestmark = pytest.mark.processes
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/support"
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ def test_a_save_without_room_is_one_line_and_status_2_and_the_one_before_it_is_w
     limit = "0" if kind == "full disk" else "100000"
     if kind == "full disk" and not can_mount():
         pytest.skip("this machine lets no process mount a file system of its own")
-    argv = [TESTS / "full_disk.py", model, folder, background, limit, left]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    done = Script(argv, tmp_path, cwd=TESTS.parent, env=environment).wait(400)
+    argv = [SUPPORT / "full_disk.py", model, folder, background, limit, left]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
+    done = Script(argv, tmp_path, cwd=ROOT, env=environment).wait(400)
 
     assert done.status == 2, done.stderr
     line = done.stderr.splitlines()[-1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from local_grpo import make_prompts
 
-from nemo_offload_rl.algorithms.grpo_environments import open_environments
-from nemo_offload_rl.data.config import EnvConfig
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import EnvConfig
+from nemo_offload_rl.runs.environments import open_environments
 
 
 def opened(name: str, *answers: str, data_set: str = "sums", other: tuple[Prompt, ...] = (), **keys: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_offload_rl.algorithms.grpo_workers import GrpoWorkers
 from nemo_offload_rl.errors import DeviceMemoryError, WorkerDiedError
+from nemo_offload_rl.runs.workers import GrpoWorkers
 from nemo_offload_rl.utils.timer import PhaseTimer
 
 

@@ -12,15 +12,16 @@ from killed_saves import is_interrupted
 
 pytestmark = pytest.mark.processes
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/support"
 NUM_KILLS = 10
 
 
 def test_a_run_killed_again_and_again_at_random_goes_on_each_time_from_its_last_complete_checkpoint(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
     (output := tmp_path / "output").mkdir()
-    command = [TESTS / "killed_saves.py", tmp_path, str(NUM_KILLS)]
-    done = Script(command, output, cwd=TESTS.parent, env=environment).wait(500)
+    command = [SUPPORT / "killed_saves.py", tmp_path, str(NUM_KILLS)]
+    done = Script(command, output, cwd=ROOT, env=environment).wait(500)
     assert done.status == 0, done.stderr[-3000:]
 
     lives = json.loads((tmp_path / "killed.json").read_text())

@@ -7,7 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.advantages import overlong_sample_mask, scale_rewards, shape_rewards
-from nemo_offload_rl.algorithms.config import RewardScalingConfig, RewardShapingConfig
+from nemo_offload_rl.keys.grpo import RewardScalingConfig, RewardShapingConfig
 
 
 def scaling(enabled: bool = True) -> RewardScalingConfig:

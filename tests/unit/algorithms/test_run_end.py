@@ -18,8 +18,6 @@ from local_grpo import MIXED, HuggingFaceEngine, KnownRewards, LocalGrpo, collec
 from supervised_cases import dpo, results, sft, write_model, write_rows
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.algorithms.supervised_setup import StartPolicy, local_policy
-from nemo_offload_rl.config.convert import SupervisedConfig
 from nemo_offload_rl.environments.interfaces import Response, Score
 from nemo_offload_rl.errors import (
     CheckpointError,
@@ -29,10 +27,13 @@ from nemo_offload_rl.errors import (
     UserError,
     WorkerDiedError,
 )
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.keys.run_configs import SupervisedConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.residency import local_tensor
+from nemo_offload_rl.runs.supervised import StartPolicy, local_policy
 from nemo_offload_rl.utils.cli import STOP_SIGNALS
 
 NUM_STEPS = 5

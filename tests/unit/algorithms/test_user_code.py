@@ -10,15 +10,15 @@ import pytest
 import torch
 from local_grpo import make_prompts
 
-from nemo_offload_rl.algorithms.grpo_environments import load_code
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
+from nemo_offload_rl.runs.environments import load_code
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.targets import UserCode
 from nemo_offload_rl.utils.metric_sinks import user_sinks
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.data.config import ArithmeticConfig, ResponseDatasetConfig
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.settings import SchedulerSettings
+from nemo_offload_rl.keys.data import ArithmeticConfig, ResponseDatasetConfig
+from nemo_offload_rl.keys.worker import SchedulerSettings
 from nemo_offload_rl.report.page import write_report
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.logger import RunLogger
 
 CPU = "tests/unit/config/cpu.yaml"

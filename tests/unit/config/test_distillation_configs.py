@@ -7,12 +7,12 @@ import yaml
 from nemo_rl_files import distillation_file
 from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_folder
 
-from nemo_offload_rl.algorithms.distillation_setup import check_vocabularies
-from nemo_offload_rl.config import load_distillation_config, load_grpo_config
 from nemo_offload_rl.config.rules import DISTILLATION_RULES, GRPO_RULES
-from nemo_offload_rl.config.schema import DistillationMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import DistillationMasterConfig
+from nemo_offload_rl.runs.distillation import check_vocabularies
+from nemo_offload_rl.runs.loading import load_distillation_config, load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
 CONFIGS = sorted(Path("examples/configs").glob("distillation*.yaml"))

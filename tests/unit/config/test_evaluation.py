@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.algorithms.evaluation import run_eval
-from nemo_offload_rl.config import load_eval_config, load_grpo_config
 from nemo_offload_rl.config.convert import model_folder
 from nemo_offload_rl.config.rules.evaluation import EVAL_RULES
-from nemo_offload_rl.data.published_config import MathProblemsConfig
 from nemo_offload_rl.errors import ConfigError, DataError
+from nemo_offload_rl.keys.published import MathProblemsConfig
+from nemo_offload_rl.runs.evaluation import run_eval
+from nemo_offload_rl.runs.loading import load_eval_config, load_grpo_config
 
 EVAL = Path("examples/configs/eval.yaml")
 BROKEN: dict[str, tuple[list[str], str]] = {

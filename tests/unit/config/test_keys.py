@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from nemo_offload_rl.config.keys import known_keys, walk_keys
-from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.schema import doc, section
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.keys.section import doc, section
 
 MASTERS = (GrpoMasterConfig, DistillationMasterConfig, SftMasterConfig, DpoMasterConfig)
 
@@ -118,7 +118,7 @@ def dataclasses_of_the_package() -> dict[str, Any]:
 def sections_of(kind: Any, found: set[Any]) -> set[Any]:
     """A section and all sections below it."""
     from nemo_offload_rl.config.keys import _children
-    from nemo_offload_rl.schema import keys_of
+    from nemo_offload_rl.keys.section import keys_of
 
     if kind not in found:
         found.add(kind)

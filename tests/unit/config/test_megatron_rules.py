@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_offload_rl.backends.megatron import rules
+from nemo_offload_rl.backends.megatron.supported import ROPE_TYPES, unsupported_layers, unsupported_rope
 from nemo_offload_rl.config.rules import GRPO_RULES
-from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import GrpoMasterConfig
 from nemo_offload_rl.models.families import MEGATRON as BACKEND
 from nemo_offload_rl.models.families import unsupported_family
 from nemo_offload_rl.models.rope import rope_type
-from nemo_offload_rl.policy.backends.megatron import rules
-from nemo_offload_rl.policy.backends.megatron.supported import ROPE_TYPES, unsupported_layers, unsupported_rope
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"

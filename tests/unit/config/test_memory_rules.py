@@ -9,12 +9,13 @@ import torch
 from hub_cache import fill_hub_cache
 from safetensors.torch import save_file
 
-from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
+from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy import communicators, host_plan
-from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
+from nemo_offload_rl.memory import host_plan
+from nemo_offload_rl.policy import communicators
 from nemo_offload_rl.residency import HostLimit, disk_problem
+from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
 

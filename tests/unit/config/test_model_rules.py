@@ -14,25 +14,25 @@ from model_families import family_config, trained_by
 from policy_cases import make_settings
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.rules.model import (
-    RULES,
-    rotary_embeddings_keep_their_base,
-    rotary_frequencies_of_engine_and_policy_agree,
-)
-from nemo_offload_rl.config.schema import GrpoMasterConfig
-from nemo_offload_rl.config.validate import validate_keys
-from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.models.families import DTENSOR, FAMILIES, MEGATRON
-from nemo_offload_rl.policy.backends.alternatives import advice
-from nemo_offload_rl.policy.backends.dtensor.rules import (
+from nemo_offload_rl.backends.alternatives import advice
+from nemo_offload_rl.backends.dtensor.rules import (
     dtensor_trains_the_model,
     experts_divide_over_devices,
     rows_of_the_model_can_be_shared,
     sequence_parallelism_splits_the_model,
 )
-from nemo_offload_rl.policy.backends.dtensor.split_plan import STYLES, declared_plan, sequence_problem
-from nemo_offload_rl.policy.backends.factory import check_model
+from nemo_offload_rl.backends.dtensor.split_plan import STYLES, declared_plan, sequence_problem
+from nemo_offload_rl.backends.factory import check_model
+from nemo_offload_rl.config.rules.model import (
+    RULES,
+    rotary_embeddings_keep_their_base,
+    rotary_frequencies_of_engine_and_policy_agree,
+)
+from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.models.families import DTENSOR, FAMILIES, MEGATRON
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"

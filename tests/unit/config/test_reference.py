@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_offload_rl.config.keys import known_keys
 from nemo_offload_rl.config.reference import TARGET, main, render
-from nemo_offload_rl.config.schema import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.keys.master import DistillationMasterConfig, DpoMasterConfig, GrpoMasterConfig, SftMasterConfig
 
 
 def test_the_committed_reference_is_up_to_date() -> None:

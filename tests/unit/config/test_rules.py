@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_offload_rl.config import load_grpo_config
+from nemo_offload_rl.backends.dtensor import rules as dtensor
+from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
+from nemo_offload_rl.backends.megatron import rules as megatron
 from nemo_offload_rl.config.rules import GRPO_RULES, check_rules, memory, model, phases, training
 from nemo_offload_rl.config.rules.rollouts import engine_weights_are_what_a_refit_brings
-from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor import rules as dtensor
-from nemo_offload_rl.policy.backends.dtensor.torch_optim import optimizer_spec
-from nemo_offload_rl.policy.backends.megatron import rules as megatron
+from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
 CPU = "tests/unit/config/cpu.yaml"

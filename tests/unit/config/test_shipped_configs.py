@@ -8,9 +8,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
+from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import load_config
 
 CONFIGS = sorted(

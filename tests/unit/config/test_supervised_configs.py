@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.config.keys import walk_keys
 from nemo_offload_rl.config.rules import DPO_RULES, GRPO_RULES, SFT_RULES, check_rules
-from nemo_offload_rl.config.schema import DpoMasterConfig, SftMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.data import (
     MixtureKeys,
     OpenAIFormatConfig,
 )
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import DpoMasterConfig, SftMasterConfig
+from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.utils.config import load_config
 
 CONFIGS = Path("examples/configs")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nemo_offload_rl.config import load_grpo_config
-from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import missing_key_message, validate_keys
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.utils.config import flatten_keys, load_config
 
 CPU = "tests/unit/config/cpu.yaml"

@@ -1,8 +1,8 @@
 import pytest
 
 from nemo_offload_rl.data.arithmetic import is_held_out, load_arithmetic, solve
-from nemo_offload_rl.data.config import ArithmeticConfig
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import ArithmeticConfig
 
 
 def settings(**changes) -> ArithmeticConfig:

@@ -5,7 +5,11 @@ import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
 
 from nemo_offload_rl.data.collate import collate_examples, collate_pairs
-from nemo_offload_rl.data.config import (
+from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
+from nemo_offload_rl.data.records import Part
+from nemo_offload_rl.data.tokenizer import example_text, whole_text
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import (
     ArithmeticConfig,
     BinaryPreferenceConfig,
     DataConfig,
@@ -17,10 +21,6 @@ from nemo_offload_rl.data.config import (
     SftDefaultConfig,
     SftMixtureConfig,
 )
-from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
-from nemo_offload_rl.data.records import Part
-from nemo_offload_rl.data.tokenizer import example_text, whole_text
-from nemo_offload_rl.errors import DataError
 
 TASK = {"processor": "math_hf_data_processor", "env_name": "arithmetic"}
 ARITHMETIC = ArithmeticConfig(

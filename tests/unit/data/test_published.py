@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from nemo_offload_rl.data.config import DpoMixtureConfig, GrpoMixtureConfig, SftMixtureConfig
 from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
-from nemo_offload_rl.data.published_config import (
+from nemo_offload_rl.data.readers import read_records
+from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import DpoMixtureConfig, GrpoMixtureConfig, SftMixtureConfig
+from nemo_offload_rl.keys.published import (
     ConversationsConfig,
     Gsm8kConfig,
     MathConfig,
@@ -20,9 +22,7 @@ from nemo_offload_rl.data.published_config import (
     PublishedPairsConfig,
     SquadConfig,
 )
-from nemo_offload_rl.data.readers import read_records
-from nemo_offload_rl.errors import DataError
-from nemo_offload_rl.schema import from_mapping
+from nemo_offload_rl.keys.section import from_mapping
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -303,7 +303,7 @@ def test_every_published_set_has_a_section_of_its_name():
 def _names(kind: type) -> Sequence[str]:
     from typing import get_args
 
-    from nemo_offload_rl.schema import keys_of
+    from nemo_offload_rl.keys.section import keys_of
 
     hint, _ = keys_of(kind)["dataset_name"]
     return get_args(get_args(hint)[0])

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_offload_rl.data.encoding import ChatEncoder
 from nemo_offload_rl.data.processors import PromptEncoder, PromptTemplates
 from nemo_offload_rl.data.records import Row
-from nemo_offload_rl.data.source_keys import TaskKeys
+from nemo_offload_rl.keys.data_source import TaskKeys
 
 BOS = "<s>"
 CHATML = (

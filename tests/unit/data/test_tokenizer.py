@@ -1,9 +1,9 @@
 import pytest
 from tiny_models import make_tokenizer
 
-from nemo_offload_rl.data.config import TokenizerConfig
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
 from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.keys.data import TokenizerConfig
 
 
 def settings(path, chat_template=None) -> TokenizerConfig:

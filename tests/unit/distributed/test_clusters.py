@@ -21,10 +21,11 @@ from nemo_offload_rl.distributed.ray_start import start_ray
 from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError, WorkerDiedError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/support"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def two_nodes():
     ray.shutdown()  # of other modules
     store = {"object_store_memory": 100 * 2**20, "num_gpus": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(SUPPORT)]))
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # as in `ray_here`
         for name, value in forked_workers.variables().items():
             patch.setenv(name, value)

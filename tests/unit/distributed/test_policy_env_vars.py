@@ -7,10 +7,10 @@ import os
 import pytest
 
 from nemo_offload_rl.config.convert import to_grpo_config
-from nemo_offload_rl.config.schema import GrpoMasterConfig
 from nemo_offload_rl.config.validate import validate_keys
 from nemo_offload_rl.distributed.policy_group import policy_env_vars
-from nemo_offload_rl.policy.settings import PolicySettings
+from nemo_offload_rl.keys.master import GrpoMasterConfig
+from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.utils.config import load_config
 
 KEY = "policy.megatron_cfg"

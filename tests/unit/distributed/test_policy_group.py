@@ -14,10 +14,10 @@ from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.policy_group import start_policy
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
-from nemo_offload_rl.generation.interfaces import SamplingSettings
-from nemo_offload_rl.generation.settings import VllmSettings
-from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
 from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.weight_sync.refit import refit
 
 

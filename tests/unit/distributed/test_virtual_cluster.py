@@ -22,7 +22,8 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.vllm.env import vllm_env
 from nemo_offload_rl.utils.sockets import short_folder
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/support"
 
 
 def test_a_cluster_that_is_too_small_says_how_many_devices_it_has(cluster: VirtualCluster) -> None:
@@ -82,13 +83,13 @@ def start_driver(tmp_path: Path, *arguments: str) -> tuple[Script, list[psutil.P
     ready, temp = tmp_path / "ready", tmp_path / ("x" * 85)
     temp.mkdir()
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]),
         "HOME": str(tmp_path),
         "TMPDIR": str(temp),  # longer than the path of a socket may be with what Ray appends
     }
     for name in ("RAY_ADDRESS", *forked_workers.variables()):  # Ray starts this driver's workers itself
         environment.pop(name, None)
-    driver = Script([TESTS / "echo_workers.py", ready, *arguments], tmp_path, cwd=TESTS.parent, env=environment)
+    driver = Script([SUPPORT / "echo_workers.py", ready, *arguments], tmp_path, cwd=ROOT, env=environment)
     while not ready.exists():
         assert driver.is_running(), driver.stderr.read_text()
         time.sleep(0.1)

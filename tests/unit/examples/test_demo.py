@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
-from nemo_offload_rl.data.config import ArithmeticConfig, TokenizerConfig
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Response
+from nemo_offload_rl.keys.data import ArithmeticConfig, TokenizerConfig
 
 TASK = {"processor": "math_hf_data_processor", "env_name": "arithmetic"}
 

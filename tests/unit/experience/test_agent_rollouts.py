@@ -17,7 +17,6 @@ import torch
 
 from nemo_offload_rl.algorithms.advantages import token_advantages
 from nemo_offload_rl.algorithms.metrics import rollout_metrics
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.agents import AgentEnvironment, AgentRuns, AgentTask
 from nemo_offload_rl.environments.interfaces import Score
@@ -25,8 +24,10 @@ from nemo_offload_rl.environments.outcomes import OnError
 from nemo_offload_rl.errors import UserCodeError
 from nemo_offload_rl.experience.agent_rollouts import agent_rollouts
 from nemo_offload_rl.experience.types import RolloutBatch
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
+from nemo_offload_rl.runs.loading import load_grpo_config
 from nemo_offload_rl.targets import UserCode
 
 SAMPLING = SamplingSettings(max_new_tokens=4, seed=100)

@@ -19,7 +19,7 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns
 from nemo_offload_rl.experience.types import Rollout, RolloutBatch, Segment
-from nemo_offload_rl.generation.interfaces import Completion
+from nemo_offload_rl.protocols.engine import Completion
 
 END = 0
 

@@ -26,7 +26,8 @@ from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
 from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, cluster_session
 from nemo_offload_rl.distributed.watch import CallTimes
 from nemo_offload_rl.errors import ConfigError, DataError, WorkerDiedError, WorkerHungError
-from nemo_offload_rl.generation.interfaces import Completion, SamplingSettings
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.engine import Completion
 from nemo_offload_rl.weight_sync.refit import refit
 
 GREEDY = SamplingSettings(max_new_tokens=8, temperature=0.0)

@@ -28,9 +28,9 @@ from tiny_models import make_tokenizer
 from nemo_offload_rl.environments.agents import AgentTask
 from nemo_offload_rl.environments.verifiers_agent import VerifiersAgent
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.generation.interfaces import SamplingSettings
 from nemo_offload_rl.generation.served_rollouts import ServedCall, call_seed
-from nemo_offload_rl.utils.listening import Listening
+from nemo_offload_rl.keys.engine import Listening
+from nemo_offload_rl.keys.generation import SamplingSettings
 
 # Sharp enough that some responses end by themselves; filtered, which logprobs are not.
 SAMPLING = SamplingSettings(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=11)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from forked import Script
 
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.generation.vllm.engine_args import engine_args
 from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.runs.loading import load_grpo_config
 
 EXEMPLAR = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_1B.yaml"
 
@@ -59,7 +59,7 @@ def test_vllm_starts_for_the_longest_rows_that_rules_allow_and_for_none_longer(t
     verdicts, output = tmp_path / "verdicts.json", tmp_path / "output"
     output.mkdir()
     script = Script(
-        [Path(__file__).parents[2] / "longest_rows.py", tmp_path / "models", verdicts],
+        [Path(__file__).parents[2] / "support/longest_rows.py", tmp_path / "models", verdicts],
         output,
         cwd=tmp_path,
         env={**os.environ, **vllm_env("cpu")},

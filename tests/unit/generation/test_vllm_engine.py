@@ -16,12 +16,12 @@ from tiny_models import make_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.backends.scoring.logprobs import drawn_scores
 from nemo_offload_rl.errors import ConfigError, DataError
-from nemo_offload_rl.generation.interfaces import SamplingSettings
-from nemo_offload_rl.policy.backends.hf_folder import load_config
-from nemo_offload_rl.policy.backends.logprobs import drawn_scores
-from nemo_offload_rl.policy.backends.vocab import VocabShard
-from nemo_offload_rl.policy.settings import TokenFilter
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.keys.worker import TokenFilter
+from nemo_offload_rl.protocols.vocab import VocabShard
 
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
 # With these the model says something else than its config.json would.

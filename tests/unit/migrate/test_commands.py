@@ -13,8 +13,6 @@ from nemo_rl_files import dpo_file, grpo_file, sft_file
 from rich.console import Console
 from supervised_cases import read_metrics, write_model, write_rows
 
-from nemo_offload_rl.algorithms.supervised_setup import local_policy, run_dpo, run_sft
-from nemo_offload_rl.config import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.__main__ import main
 from nemo_offload_rl.migrate.conversions import CONVERSIONS
@@ -22,6 +20,8 @@ from nemo_offload_rl.migrate.count import count_folder
 from nemo_offload_rl.migrate.mapping import migrate
 from nemo_offload_rl.migrate.rules import RENAMED, Renamed
 from nemo_offload_rl.migrate.yaml_file import render_yaml
+from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
+from nemo_offload_rl.runs.supervised import local_policy, run_dpo, run_sft
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/from-nemo-rl.md"
 

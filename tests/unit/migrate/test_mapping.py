@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from nemo_rl_files import distillation_file, dpo_file, eval_file, grpo_file, sft_file
 
 from nemo_offload_rl.config.keys import known_keys
-from nemo_offload_rl.config.schema import (
+from nemo_offload_rl.config.nemo_rl import is_nemo_rl
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import (
     DistillationMasterConfig,
     DpoMasterConfig,
     EvalMasterConfig,
     GrpoMasterConfig,
     SftMasterConfig,
 )
-from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate import is_nemo_rl, migrate, migrate_file
+from nemo_offload_rl.migrate import migrate, migrate_file
 from nemo_offload_rl.migrate.conversions import CONVERSIONS
 from nemo_offload_rl.migrate.count import check
 from nemo_offload_rl.migrate.draft import at, leaves, matches, put

@@ -8,12 +8,12 @@ import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
 
+from nemo_offload_rl.backends.dtensor.split_plan import declared_plan, split_problem
+from nemo_offload_rl.backends.dtensor.supported import unsupported
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
 from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.served import unserved
 from nemo_offload_rl.models.shape import ModelShape
-from nemo_offload_rl.policy.backends.dtensor.split_plan import declared_plan, split_problem
-from nemo_offload_rl.policy.backends.dtensor.supported import unsupported
 
 
 def test_every_record_has_a_tiny_model_and_its_backends_train_it() -> None:

@@ -28,7 +28,7 @@ from model_families import save_family_folder
 from policy_cases import run_ranks
 
 from nemo_offload_rl.models.page import EVERYWHERE, LORA, PACKING
-from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 pytestmark = [pytest.mark.trains, pytest.mark.processes]
 # Rotary embeddings of Llama 3, of OLMo 3 by layer type, and of DeepSeek-R1-0528-Qwen3-8B with its `attn_factor`.

@@ -29,17 +29,17 @@ from resume_cases import goes_on_bitwise, train_steps, weights_of
 from tiny_models import qwen3_config, save_model_folder
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nemo_offload_rl.backends.dtensor import parallel
+from nemo_offload_rl.backends.dtensor.checkpoint import DTensorState
+from nemo_offload_rl.backends.saving import dcp
+from nemo_offload_rl.backends.saving.dcp import state_tensors
 from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.keys.policy import SchedulerPhaseConfig
 from nemo_offload_rl.policy import checkpointing
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.policy.backends import dcp
-from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.backends.dcp import state_tensors
-from nemo_offload_rl.policy.backends.dtensor import parallel
-from nemo_offload_rl.policy.backends.dtensor.checkpoint import DTensorState
-from nemo_offload_rl.policy.checkpointing import HostCopies
-from nemo_offload_rl.policy.config import SchedulerPhaseConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.backend import ProcessInfo
+from nemo_offload_rl.protocols.saving import HostCopies
 from nemo_offload_rl.residency import CpuDevice, local_tensor, storage_key
 from nemo_offload_rl.utils.checksums import file_checksums, files_below
 

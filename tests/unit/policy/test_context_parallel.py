@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
-from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 SHARED: dict[str, Any] = {"context_parallel_size": 2, "train_micro_batch_size": 4}
 LOSSES = (

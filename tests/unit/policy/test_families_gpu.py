@@ -19,10 +19,10 @@ from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from tiny_models import make_tokenizer
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.models.families import MEGATRON
 from nemo_offload_rl.models.page import PACKING
-from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.config import BatchingConfig
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -7,9 +7,9 @@ import torch
 from policy_cases import make_settings, one_rank_worker
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.host_plan import SHARED_RESERVE_BYTES, resident_groups
+from nemo_offload_rl.memory.host_plan import SHARED_RESERVE_BYTES, resident_groups
 from nemo_offload_rl.policy.residency_setup import limit_gpu_memory
+from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.residency import CpuDevice
 
 GIB = 2**30

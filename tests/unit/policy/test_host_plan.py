@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policy_cases import make_settings, torch_optimizer
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.host_plan import (
+from nemo_offload_rl.memory.host_plan import (
     HostNeed,
     _changes,
     claim_host_memory,

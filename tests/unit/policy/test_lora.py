@@ -10,7 +10,7 @@ from policy_cases import assert_equal, make_batch, run_ranks, save_family
 from resume_cases import goes_on_bitwise, train_steps
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from nemo_offload_rl.policy.backends.base import ProcessInfo
+from nemo_offload_rl.protocols.backend import ProcessInfo
 
 BOTH = pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
-from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.backends.megatron import buffer_room
-from nemo_offload_rl.policy.backends.megatron.optimizer_spec import optimizer_spec
-from nemo_offload_rl.policy.config import BatchingConfig
+from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
+from nemo_offload_rl.backends.megatron.upstream import buffer_room
+from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.residency.cuda import STAGING_BYTES
-from nemo_offload_rl.residency.leftovers import find_leftovers
+from nemo_offload_rl.protocols.backend import ProcessInfo
+from nemo_offload_rl.residency.device.cuda import STAGING_BYTES
+from nemo_offload_rl.residency.table.leftovers import find_leftovers
 
 logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

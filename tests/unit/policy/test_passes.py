@@ -33,8 +33,8 @@ from nemo_offload_rl.residency import (
     ResidencySettings,
     TensorGroup,
     resolve_plan,
-    work_memory,
 )
+from nemo_offload_rl.residency.streams import work_memory
 
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=128, logprob_mb_tokens=128, sequence_length_round=1)
 

@@ -9,10 +9,10 @@ from tiny_models import save_model_folder
 from nemo_offload_rl.data.batch import PolicyGradientBatch, PreferenceBatch, TokenBatch, TrainBatch
 from nemo_offload_rl.distributed.local import LocalWorkerGroup
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.interfaces import TrainResult
 from nemo_offload_rl.policy.policy import Policy, deal_rows, pad_rows
 from nemo_offload_rl.policy.skipped_updates import ZeroGradients
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.loss import TrainResult
 from nemo_offload_rl.residency import Phase
 from nemo_offload_rl.utils.checksums import damaged_files, file_checksums, files_below
 

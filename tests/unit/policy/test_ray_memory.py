@@ -7,8 +7,8 @@ from cgroups import write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.policy import ray_memory
-from nemo_offload_rl.policy.ray_memory import (
+from nemo_offload_rl.memory import ray_memory
+from nemo_offload_rl.memory.ray_memory import (
     THRESHOLD,
     as_started_here,
     host_limits,
@@ -63,7 +63,7 @@ def test_what_the_environment_says_counts_and_where_there_is_no_monitor_nothing_
 def test_a_ray_that_starts_here_leaves_at_most_3_gib_free_unless_it_is_told_otherwise(monkeypatch):
     assert as_started_here({THRESHOLD: "0.7", "other": "x"}) == {THRESHOLD: "0.7", "other": "x"}
     for total_gib, threshold in ((16, 0.95), (60, 0.95), (128, 1 - 3 / 128), (2048, 1 - 3 / 2048)):
-        monkeypatch.setattr("nemo_offload_rl.policy.ray_memory.memory_total_bytes", lambda size=total_gib: size << 30)
+        monkeypatch.setattr("nemo_offload_rl.memory.ray_memory.memory_total_bytes", lambda size=total_gib: size << 30)
         assert float(as_started_here({})[THRESHOLD]) == pytest.approx(threshold, abs=1e-4)
 
 

@@ -19,10 +19,10 @@ from policy_cases import (
 
 from nemo_offload_rl.algorithms.metrics import update_metrics
 from nemo_offload_rl.errors import NonFiniteGradientsError
-from nemo_offload_rl.policy.backends.base import StepResult
-from nemo_offload_rl.policy.config import SchedulerPhaseConfig
-from nemo_offload_rl.policy.interfaces import TrainResult
+from nemo_offload_rl.keys.policy import SchedulerPhaseConfig
 from nemo_offload_rl.policy.skipped_updates import SkippedUpdates
+from nemo_offload_rl.protocols.backend import StepResult
+from nemo_offload_rl.protocols.loss import TrainResult
 from nemo_offload_rl.residency import local_tensor
 
 SCHEDULES = {

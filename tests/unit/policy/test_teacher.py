@@ -27,13 +27,13 @@ from tiny_models import qwen3_config, save_model_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.algorithms.config import DistillationLossConfig
 from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.data.batch import HiddenStatesBatch, TopKBatch, TrainBatch
-from nemo_offload_rl.policy.backends.base import ProcessInfo
-from nemo_offload_rl.policy.config import BatchingConfig
-from nemo_offload_rl.policy.settings import TeacherSettings
+from nemo_offload_rl.keys.grpo import DistillationLossConfig
+from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.keys.worker import TeacherSettings
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.residency import TEACHER, TEACHER_HEAD, Placement
 
 ONE_RANK = ProcessInfo(rank=0, world_size=1, init_method="", device="cpu")

@@ -34,12 +34,12 @@ from token_stat_cases import hf_token_stats, with_predicted_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_offload_rl.errors import ConfigError, UserError
-from nemo_offload_rl.policy.backends.vocab import VocabShard, is_drawn
-from nemo_offload_rl.policy.config import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
-from nemo_offload_rl.policy.interfaces import ReferenceLoss
+from nemo_offload_rl.keys.policy import BatchingConfig, SchedulerMilestonesConfig, SchedulerPhaseConfig
+from nemo_offload_rl.keys.worker import TokenFilter
 from nemo_offload_rl.policy.micro_batches import micro_batch_rows
-from nemo_offload_rl.policy.settings import TokenFilter
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.loss import ReferenceLoss
+from nemo_offload_rl.protocols.vocab import VocabShard, is_drawn
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 
 PACKING = BatchingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=60, sequence_length_round=1)

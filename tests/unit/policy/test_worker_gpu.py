@@ -12,9 +12,9 @@ from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_fol
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
 from nemo_offload_rl.errors import UserError
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.worker import PolicyWorker
-from nemo_offload_rl.residency.cuda import STAGING_BYTES, CudaDevice
+from nemo_offload_rl.protocols.backend import ProcessInfo
+from nemo_offload_rl.residency.device.cuda import STAGING_BYTES, CudaDevice
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,12 +27,12 @@ from simulated_device import SimulatedDevice
 from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel
 from nemo_offload_rl.errors import CheckpointError, UserError
+from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.keys.worker import TokenFilter
 from nemo_offload_rl.models.families import DTENSOR
-from nemo_offload_rl.policy.backends.dtensor.stand_ins import LayerInputs, SteppedModel
-from nemo_offload_rl.policy.config import BatchingConfig
-from nemo_offload_rl.policy.interfaces import TokenStat
-from nemo_offload_rl.policy.settings import TokenFilter
+from nemo_offload_rl.protocols.loss import TokenStat
 from nemo_offload_rl.residency import CpuDevice, ResidencyError
 
 PACKED = BatchingConfig(enabled=True, train_mb_tokens=30, logprob_mb_tokens=30, sequence_length_round=1)

@@ -11,10 +11,10 @@ from deferred_device import DeferredDevice
 from passing_cases import assert_same_steps, layerwise, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
-from nemo_offload_rl.policy.backends.dtensor import layerwise as layerwise_module
+from nemo_offload_rl.backends.dtensor.host_held import layerwise as layerwise_module
 from nemo_offload_rl.residency import CpuDevice, Phase, Placement, ResidencyError
-from nemo_offload_rl.residency import disk_copy as disk_copy_module
-from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.state import disk_copy as disk_copy_module
+from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
 

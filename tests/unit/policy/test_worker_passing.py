@@ -37,9 +37,9 @@ from safetensors.torch import load_file
 from simulated_device import SimulatedDevice
 from torch import Tensor
 
+from nemo_offload_rl.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.residency import CpuDevice, Placement, ResidencyError
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
 

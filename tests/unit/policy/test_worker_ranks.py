@@ -28,10 +28,10 @@ from rank_cases import equals_hugging_face, goes_on_bit_by_bit, make_worker
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from nemo_offload_rl.backends.dtensor.backend import DTensorBackend
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.backends.dtensor.backend import DTensorBackend
-from nemo_offload_rl.policy.config import BatchingConfig
-from nemo_offload_rl.policy.host_plan import GROWTH_BYTES
+from nemo_offload_rl.keys.policy import BatchingConfig
+from nemo_offload_rl.memory.host_plan import GROWTH_BYTES
 from nemo_offload_rl.residency import local_tensor
 
 pytestmark = pytest.mark.processes

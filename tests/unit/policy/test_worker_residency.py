@@ -20,12 +20,13 @@ from policy_cases import (
     one_rank_worker,
 )
 
+from nemo_offload_rl.backends.factory import build_backend, expected_bytes
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
-from nemo_offload_rl.policy.backends.factory import build_backend, expected_bytes
-from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError, disk_copy
-from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError
+from nemo_offload_rl.residency.state import disk_copy
+from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 
 def test_offloading_changes_no_bit_of_parameters_and_optimizer_states(make_worker, folders):

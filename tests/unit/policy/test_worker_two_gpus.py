@@ -23,9 +23,9 @@ from tiny_models import qwen3_config, save_model_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.policy.backends.base import ProcessInfo
 from nemo_offload_rl.policy.communicators import nccl_problem
 from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.backend import ProcessInfo
 from nemo_offload_rl.utils.gpu_memory import read_gpus
 
 logger = logging.getLogger(__name__)

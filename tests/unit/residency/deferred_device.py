@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nemo_offload_rl.residency.device import Copy, CpuDevice, Room
+from nemo_offload_rl.residency.device.device import CpuDevice, Room
+from nemo_offload_rl.residency.device.pieces import Copy
 
 type Unseen = tuple[int, torch.Tensor, torch.Tensor]
 """Of a copy to the host: the transfer's number, where the bytes go, and what they are."""

@@ -21,14 +21,14 @@ from nemo_offload_rl.residency import (
     ResidencySettings,
     TensorGroup,
     TransitionReport,
-    cuda_transfer,
-    host_regions,
     make_device,
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device import Copy, Room
-from nemo_offload_rl.residency.work_memory import RESERVE_BYTES
+from nemo_offload_rl.residency.device.device import Room, cuda_transfer
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.host import regions as host_regions
+from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,19 +13,12 @@ from fake_cuda import FakeRuntime, make_cuda_device
 from toy_parts import NUM_PARTS, PartsTraining, give_room
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import (
-    DeviceOutOfMemoryError,
-    HostAllowance,
-    HostBudgetError,
-    Phase,
-    TransitionReport,
-    cuda,
-    host_regions,
-    ledger,
-    pieces,
-)
-from nemo_offload_rl.residency.cuda import CudaDevice
-from nemo_offload_rl.residency.device import Copy, Room
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, TransitionReport
+from nemo_offload_rl.residency.device.cuda import CudaDevice
+from nemo_offload_rl.residency.device.device import Room, cuda, pieces
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.host import regions as host_regions
+from nemo_offload_rl.residency.table import ledger
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 VARIANTS = {

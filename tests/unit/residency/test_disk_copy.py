@@ -20,13 +20,12 @@ from nemo_offload_rl.residency import (
     HostArena,
     Phase,
     ResidencyError,
-    disk_copy,
     disk_problem,
-    pieces,
     staging_bytes,
 )
-from nemo_offload_rl.residency.device import Room
-from nemo_offload_rl.residency.disk_copy import DiskCopy
+from nemo_offload_rl.residency.device.device import Room, pieces
+from nemo_offload_rl.residency.state import disk_copy
+from nemo_offload_rl.residency.state.disk_copy import DiskCopy
 
 STEP = (Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE)
 

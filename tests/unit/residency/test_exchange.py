@@ -11,8 +11,10 @@ from deferred_device import DeferredDevice
 from simulated_device import SimulatedDevice
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError, aligned, exchange
-from nemo_offload_rl.residency.device import Copy, Device, Transfer
+from nemo_offload_rl.residency import CpuDevice, DeviceOutOfMemoryError, Phase, ResidencyError, aligned
+from nemo_offload_rl.residency.device.device import Device, Transfer
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.state import exchange
 
 PIECE_BYTES = 200
 RESIDENT = {"resident_groups": frozenset({"params"}), "offload_optimizer_states": True}

@@ -19,13 +19,12 @@ from nemo_offload_rl.residency import (
     ResidencyManager,
     TensorGroup,
     TransitionReport,
-    cuda,
-    ledger,
-    pieces,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device import Copy
-from nemo_offload_rl.residency.ledger import Ledger
+from nemo_offload_rl.residency.device.device import cuda, pieces
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.table import ledger
+from nemo_offload_rl.residency.table.ledger import Ledger
 
 NUM_PARTS, WIDTH = 6, 64
 PART_BYTES = 4 * WIDTH

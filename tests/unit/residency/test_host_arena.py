@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_offload_rl.residency import CpuDevice, HostAllowance, HostArena, HostArenas, HostBudgetError, ResidencyError
-from nemo_offload_rl.residency.host_arena import ALIGNMENT_BYTES
-from nemo_offload_rl.residency.host_regions import PageableRegion
+from nemo_offload_rl.residency.host.arena import ALIGNMENT_BYTES
+from nemo_offload_rl.residency.host.regions import PageableRegion
 
 
 @settings(max_examples=100)

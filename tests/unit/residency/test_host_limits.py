@@ -7,7 +7,7 @@ from cgroups import write_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.residency.host_limits import (
+from nemo_offload_rl.residency.host.limits import (
     HostLimit,
     HostShare,
     HostShortage,

@@ -10,18 +10,9 @@ import torch
 from deferred_device import DeferredDevice, DeferredTransfer
 from toy_training import Training, assert_bitwise_equal
 
-from nemo_offload_rl.residency import (
-    DeviceOutOfMemoryError,
-    Phase,
-    ResidencyError,
-    casts,
-    disk_copy,
-    exchange,
-    frozen,
-    snapshot_bytes,
-    storage_key,
-)
-from nemo_offload_rl.residency.device import Room
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot_bytes, storage_key
+from nemo_offload_rl.residency.device.device import Room
+from nemo_offload_rl.residency.state import casts, disk_copy, exchange, frozen
 
 NO_ROOM = 1 << 20
 RESIDENT = frozenset({"params"})

@@ -8,7 +8,8 @@ from test_window import RoomyDevice
 from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining
 
 from nemo_offload_rl.policy.passes import MANY_MICRO_BATCHES, TrainingPace
-from nemo_offload_rl.residency import PassKind, Phase, work_memory
+from nemo_offload_rl.residency import PassKind, Phase
+from nemo_offload_rl.residency.streams import work_memory
 
 CAPACITY_PARTS = 3 * NUM_PARTS  # parameters and gradients take as much as the states of all parts
 

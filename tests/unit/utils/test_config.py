@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.schema import as_used, as_written
+from nemo_offload_rl.keys.section import as_used, as_written
 from nemo_offload_rl.utils.config import _apply_override, load_config, nearest_key
 
 

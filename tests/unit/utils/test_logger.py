@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.keys.run import LoggerConfig, MlflowConfig, SinkConfig, WandbConfig
 from nemo_offload_rl.utils.logger import RunLogger
-from nemo_offload_rl.utils.schema import LoggerConfig, MlflowConfig, SinkConfig, WandbConfig
 
 
 def settings(folder: Path, **changes: object) -> LoggerConfig:

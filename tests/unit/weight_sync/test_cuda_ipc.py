@@ -15,6 +15,7 @@ from refit_process import buckets_of, specs_of, weights
 from torch import Tensor
 
 from nemo_offload_rl.generation.vllm.wire import bucket_from_wire, bucket_to_wire
+from nemo_offload_rl.protocols.refit import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.cuda_ipc import (
     CudaIpcHandle,
     CudaIpcReceiver,
@@ -24,7 +25,6 @@ from nemo_offload_rl.weight_sync.cuda_ipc import (
     tensor_view,
 )
 from nemo_offload_rl.weight_sync.errors import RefitError
-from nemo_offload_rl.weight_sync.interfaces import TensorSlice, WeightBucket
 from nemo_offload_rl.weight_sync.nccl import NcclHandle
 from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryHandle
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_offload_rl.policy.backends.base import WeightSpec
+from nemo_offload_rl.protocols.backend import WeightSpec
 from nemo_offload_rl.weight_sync.errors import RefitError
 from nemo_offload_rl.weight_sync.packing import plan_buckets
 

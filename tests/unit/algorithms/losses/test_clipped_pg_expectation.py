@@ -13,8 +13,8 @@ from pg_cases import PLAIN
 
 from nemo_offload_rl.algorithms.advantages import group_advantages
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
+from nemo_offload_rl.runs.loading import load_grpo_config
 
 EXEMPLAR = "examples/configs/grpo_math_1B.yaml"
 VOCABULARY = 3

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import token_advantages
 from nemo_offload_rl.algorithms.agreement import disagreement, without_disagreement
-from nemo_offload_rl.algorithms.config import DistillationLossConfig
 from nemo_offload_rl.algorithms.distillation import DistillationTrainer
 from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.config import load_grpo_config
 from nemo_offload_rl.data.batch import TopKBatch
 from nemo_offload_rl.data.collate import SampledBatch
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.policy.interfaces import DivergenceScores
+from nemo_offload_rl.keys.grpo import DistillationLossConfig
+from nemo_offload_rl.protocols.loss import DivergenceScores
+from nemo_offload_rl.runs.loading import load_grpo_config
 
 EXEMPLAR = "examples/configs/grpo_math_1B.yaml"
 NO_KL = "loss_fn.reference_policy_kl_penalty=0"

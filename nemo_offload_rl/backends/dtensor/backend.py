@@ -1,0 +1,372 @@
+"""The DTensor backend: one rank's part of a Hugging Face model, its optimizer and its schedule.
+
+Parameters, gradients and optimizer state are fp32; FSDP casts to `policy.precision` as it gathers a layer. Between
+calls every parameter is sharded: gathered copies would hold old weights after a load, and memory while offloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import chain, groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.backends.dtensor import checkpoint, optim, torch_optim
+from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
+from nemo_offload_rl.backends.dtensor.built import BuiltModel
+from nemo_offload_rl.backends.dtensor.host_held.pass_order import PassOrder
+from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
+from nemo_offload_rl.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
+from nemo_offload_rl.backends.hf.export import export_hf_folder
+from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
+from nemo_offload_rl.backends.saving import dcp
+from nemo_offload_rl.backends.scoring.readers import ReadScores, read_loss, reader_for
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
+from nemo_offload_rl.protocols.loss import LossFn
+from nemo_offload_rl.protocols.saving import StagedSave, StateReader
+from nemo_offload_rl.protocols.scoring import Reader, TeacherHead
+from nemo_offload_rl.protocols.vocab import VocabShard
+from nemo_offload_rl.residency import (
+    BASE,
+    GRADS_PART,
+    OPTIMIZER_PART,
+    PARAMS,
+    PARAMS_PART,
+    GradsGroup,
+    NamedTensors,
+    PassingParts,
+    StateGroup,
+    TensorGroup,
+    aligned,
+    local_tensor,
+    optimizer_tensors,
+    unique_storages,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def check_settings(settings: PolicySettings) -> None:
+    """Refuse what this backend does not do yet.
+
+    Raises:
+        ConfigError: Names the key and its only value.
+    """
+    cfg = settings.dtensor_cfg
+    unsupported = {
+        "policy.dtensor_cfg.cpu_offload with lora_cfg": (cfg.cpu_offload and cfg.lora_cfg.enabled, "false"),
+        "policy.sequence_packing.enabled with context_parallel_size": (
+            settings.sequence_packing.enabled and cfg.context_parallel_size != 1,
+            "false",
+        ),
+        "policy.dtensor_cfg.expert_parallel_size with context_parallel_size": (
+            cfg.expert_parallel_size != 1 and cfg.context_parallel_size != 1,
+            "1",
+        ),
+        "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
+            cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
+            "1",
+        ),
+        "policy.dtensor_cfg.tensor_parallel_size with activation_offload": (
+            cfg.activation_offload and cfg.tensor_parallel_size != 1,
+            "1",
+        ),
+    }
+    for key, (is_set, only_value) in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{key} is not supported by the DTensor backend yet; set it to {only_value}.")
+    if settings.logprob_temperature <= 0:
+        raise ConfigError(
+            f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
+            "it above 0."
+        )
+
+
+class DTensorBackend:
+    """See `PolicyBackend`.
+
+    Args:
+        settings: The policy's settings.
+        process: This rank; the process group is joined, or made, here. One that was made ends with an error here too.
+    """
+
+    def __init__(self, settings: PolicySettings, process: ProcessInfo) -> None:
+        check_settings(settings)
+        check_model_folder(settings.model_name)
+        self._settings = settings
+        if settings.dtensor_cfg.cpu_offload and process.world_size > 1:
+            raise ConfigError(
+                f"policy.dtensor_cfg.cpu_offload is true, but there are {process.world_size} policy workers, and it is "
+                "for one; set it to false, or use one device."
+            )
+        self._device = torch.device(process.device)
+        self._compute_dtype = compute_dtype(settings.precision)
+        self._teacher_head: TeacherHead | None = None
+        with ExitStack() as made:
+            join_process_group(process, made)
+            self._build(process)
+            self._made = made.pop_all()
+
+    def _build(self, process: ProcessInfo) -> None:
+        """Everything that needs the process group."""
+        settings, on_gpu = self._settings, self._device.type == "cuda"
+        if settings.deterministic:
+            # torch's attention repeats only where no operation is let through with a warning.
+            torch.use_deterministic_algorithms(True)
+        self._built = BuiltModel(settings, process)
+        self._hub_names = HubNames(self._built.config.model_type)
+        self._parameters, self._lora = self._built.parameters, self._built.lora
+        self._rank_info, self._dp_group = self._built.rank_info, self._built.dp_group
+        if settings.optimizer is None:
+            raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
+        self._activations: ActivationOffloading | None = None
+        if (limit_bytes := self.activation_host_bytes()) > 0:
+            fraction = settings.dtensor_cfg.activation_offload_fraction
+            self._activations = ActivationOffloading(self._built.layers, fraction, limit_bytes, self._device)
+        spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
+        groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
+        self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
+        self._schedule = Schedule(settings.scheduler_phases, self._optimizer)
+        self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
+        self._passing: PassingParts | None = None
+        self._order = PassOrder(self._built, settings.dtensor_cfg)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        return self._rank_info
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are while they are not offloaded."""
+        return self._device
+
+    def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._named_trainable()]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+
+        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers. With
+        `cpu_offload` each part of the model has a group of parameters, one of gradients and one of states.
+        """
+
+        def frozen() -> Iterator[tuple[str, Tensor]]:
+            yield from self._lora.base if self._lora is not None else ()
+            yield from self._built.module.named_buffers()
+
+        def params() -> Iterator[tuple[str, Tensor]]:
+            yield from self._built.outside
+            yield from frozen()
+
+        if self._built.parts:
+            named = [part.parameters for part in self._built.parts]
+            weights = [
+                TensorGroup(PARAMS, params, prepare=self._built.reshard, read_dtype=self._compute_dtype),
+                *(
+                    TensorGroup(f"{PARAMS_PART}.{i}", lambda mine=mine: mine, read_dtype=self._compute_dtype)
+                    for i, mine in enumerate(named)
+                ),
+                *(GradsGroup(lambda mine=mine: mine, f"{GRADS_PART}.{i}") for i, mine in enumerate(named)),
+            ]
+        elif self._lora is None:
+            weights = [self._built.group(PARAMS, params)]
+        else:
+            weights = [
+                self._built.group(PARAMS, lambda: self._parameters),
+                self._built.group(BASE, frozen),
+            ]
+        return (
+            *weights,
+            GradsGroup(lambda: self._built.outside if self._built.parts else self._parameters),
+            *self._parts.groups(lambda some: optimizer_tensors(self._optimizer, lambda: some)),
+        )
+
+    def activation_host_bytes(self) -> int:
+        """By `policy.dtensor_cfg.activation_offload`."""
+        return host_bytes_at_most(self._settings, len(self._built.layers), self._built.config.hidden_size)
+
+    def expected_bytes(self) -> dict[str, int]:
+        """Host bytes of each row of the plan, optimizer states included."""
+        sizes = {
+            group.name: sum(aligned(record.storage.nbytes()) for record in unique_storages(group.tensors()).values())
+            for group in self.state_groups()
+            if group.name in (PARAMS, BASE)
+        }
+        if self._built.parts:
+            sizes |= part_row_bytes([parameter for _, parameter in part.parameters] for part in self._built.parts)
+        trained = [parameter for _, parameter in self._named_trainable()]
+        elements = [local_tensor(parameter).numel() for parameter in trained]
+        return {**sizes, **optimizer_row_bytes(self._settings, trained, elements, self._device)}
+
+    def use_parts(self, passing: PassingParts) -> None:
+        """See `PolicyBackend`; reads their weights."""
+        for index, part in enumerate(self._built.parts):
+            with passing.filled(index):
+                self._built.read_part(part)
+        self._passing = passing
+        self._order.use_parts(passing)
+
+    # -- compute ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        self._built.module.train()
+        totals = Totals(self._device)
+        measure = partial(read_loss, loss_fn, norm=norm)
+        for loss, metrics in self._order.train(micro_batches, self._reader(loss_fn), measure, before_micro_batch):
+            totals.add(loss.detach(), metrics)
+        return totals.reduce(self._dp_group)
+
+    @torch.no_grad()
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics without gradients, dropout off."""
+        self._built.module.eval()
+        totals = Totals(self._device)
+        try:
+            for scores_BS, batch in self._order.read(micro_batches, self._reader(loss_fn)):
+                totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
+        finally:
+            self._built.reshard()
+        return totals.reduce(self._dp_group)
+
+    def _reader(self, loss_fn: LossFn) -> Callable[[TrainBatch], Reader]:
+        return lambda batch: reader_for(loss_fn, batch, self._teacher_head)
+
+    def use_teacher_head(self, head: TeacherHead) -> None:
+        """See `PolicyBackend`."""
+        self._teacher_head = head
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on all ranks."""
+        return self._built.config.vocab_size
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """This rank's columns of the logits."""
+        return self._built.head.shard
+
+    def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
+        """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
+        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._order.read)
+        return [scores_BS.logprobs for scores_BS in found]
+
+    def drop_grads(self) -> None:
+        """Forget gradients and gathered parameters."""
+        self._order.drop()
+
+    def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
+        """Clip, update and drop the gradients; skipped if their norm is not finite."""
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, self._order.norms)
+        grad_norm = float(norm)  # the same on every rank, and so is what it decides
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        is_finite = math.isfinite(grad_norm)
+        limit = self._settings.max_grad_norm
+        factor = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+        def clip(members: NamedTensors) -> None:
+            if factor is not None:
+                optim.scale_grads([parameter for _, parameter in members], factor)
+
+        def drop(members: NamedTensors) -> None:
+            for _, parameter in members:
+                parameter.grad = None
+
+        if is_finite:
+            self._parts.step(self._optimizer, streamed, before_each=clip, after_each=drop)
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm, learning_rate, is_skipped=not is_finite)
+
+    def advance_schedule(self) -> None:
+        """One tick of `policy.scheduler`."""
+        self._schedule.step()
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data-parallel ranks."""
+        return sum_over_ranks(values, self._dp_group, self._device)
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
+        return max_over_ranks(value, self._dp_group, self._device)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def clear_caches(self) -> None:
+        """Nothing: no pass leaves anything behind here."""
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields, without touching data."""
+        shapes = [(name, tuple(param.shape)) for name, param in self._parameters]
+        if self._lora is not None:
+            shapes = self._lora.shapes()
+        specs = [WeightSpec(self._hub_names.of(name), shape, self._compute_dtype) for name, shape in shapes]
+        buffers = self._built.weight_buffers()
+        return specs + [WeightSpec(self._hub_names.of(name), tuple(it.shape), it.dtype) for name, it in buffers]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, parameters in the compute dtype, one at a time; tied tensors once; a collective over all ranks.
+
+        Adapters are merged into the weights that they belong to. Parameters that pass through the device are float32.
+        """
+        weights = self._own_weights() if self._lora is None else self._lora.merged(self._compute_dtype)
+        for name, weight in chain(weights, self._built.weight_buffers()):
+            yield self._hub_names.of(name), weight
+
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that pass through the device come and go as they are asked for."""
+        dtype = self._compute_dtype
+        part_of = {parameter: i for i, part in enumerate(self._built.parts) for _, parameter in part.parameters}
+        for index, named in groupby(self._parameters, lambda it: part_of.get(it[1])):
+            with nullcontext() if self._passing is None or index is None else self._passing.on_device(index):
+                for name, parameter in named:
+                    yield name, checkpoint.full_tensor(parameter, parameter.dtype if index is not None else dtype)
+
+    def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
+        """Begin to save model, optimizer, place in the schedule and RNG."""
+        return dcp.stage_save(folder, self._training_state(), reader)
+
+    def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
+        """Read what `stage_save` wrote."""
+        self._built.reshard()
+        dcp.load_state(path, self._training_state(), streamed)
+
+    def _training_state(self) -> checkpoint.DTensorState:
+        model_parts = {f"{OPTIMIZER_PART}.{i}": part.parameters for i, part in enumerate(self._built.parts)}
+        return checkpoint.DTensorState(self._parameters, self._parts, self._optimizer, self._schedule, model_parts)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load."""
+        dtypes = {spec.name: spec.dtype for spec in self.weight_specs()}
+        weights = ((name, weight.to(dtypes[name])) for name, weight in self.named_weights())
+        export_hf_folder(path, weights, self._built.config, self._settings)
+
+    def close(self) -> None:
+        """Give the activations' host memory back, and leave the process group, if this backend made it."""
+        if self._activations is not None:
+            self._activations.close()
+        self._made.close()

@@ -1,0 +1,223 @@
+"""A Hugging Face model over the ranks of a mesh, with its weights, and its passes over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.backends.dtensor import parallel
+from nemo_offload_rl.backends.dtensor.attention import choose_attention
+from nemo_offload_rl.backends.dtensor.context_parallel import share_rows
+from nemo_offload_rl.backends.dtensor.experts import divide_experts, expert_modules
+from nemo_offload_rl.backends.dtensor.host_held.parts import Part, outer_units, parts_of, share_out
+from nemo_offload_rl.backends.dtensor.layout import ModelRows, packed_rows, padded_rows, shared_rows
+from nemo_offload_rl.backends.dtensor.loading import (
+    build_causal_lm,
+    find_weights,
+    materialize,
+    read_weights,
+    weight_buffers,
+)
+from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters
+from nemo_offload_rl.backends.dtensor.model import LogprobModel, compile_layers, decoder_layers
+from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.families import logits_divisor, logits_softcap
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo
+from nemo_offload_rl.protocols.scoring import Head, Reader
+from nemo_offload_rl.protocols.vocab import VocabShard
+from nemo_offload_rl.residency import TensorGroup
+
+
+class BuiltModel:
+    """The model; made on every rank at once, after the process group.
+
+    Args:
+        settings: Of the policy, or of a teacher in its terms.
+        process: This rank.
+        is_frozen: Nothing is trained: parameters have the compute type, in which FSDP would gather them, and no
+            gradient.
+
+    Attributes:
+        config: The Hugging Face config, overrides included.
+        dp_group: Ranks with different data.
+        tp_rank: This rank among those that share each layer.
+        rank_info: Where this process stands.
+        compute_dtype: Of passes.
+        head: How logits are read; it has this rank's vocabulary columns.
+        module: What FSDP wraps.
+        fsdp_root: The same as FSDP's.
+        layers: The decoder layers, in order.
+        parts: What passes through the device part by part; none without `cpu_offload`. Their weights are still to be
+            read, by `read_part`.
+        outside: The parameters that are in no part, by name.
+        gather: Begins to gather a layer's parameters on the current stream; None where nothing is gathered.
+        parameters: All of them by their Hugging Face names; with adapters, those only.
+        lora: The adapters, if there are any.
+    """
+
+    def __init__(self, settings: PolicySettings, process: ProcessInfo, *, is_frozen: bool = False) -> None:
+        tp_size, lora_cfg = settings.dtensor_cfg.tensor_parallel_size, settings.dtensor_cfg.lora_cfg
+        ep_size = settings.dtensor_cfg.expert_parallel_size
+        self.config = load_config(settings.model_name, settings.hf_config_overrides)
+        splits_sequence = settings.dtensor_cfg.sequence_parallel and tp_size > 1
+        parallel.check_model(self.config, settings.dtensor_cfg, settings.max_total_sequence_length)
+        self._device = torch.device(process.device)
+        self.compute_dtype = COMPUTE_DTYPES[settings.precision]
+        self._packs = settings.sequence_packing.enabled
+        self._multiple = tp_size if splits_sequence else 1
+        cp_size = settings.dtensor_cfg.context_parallel_size
+        meshes = parallel.build_meshes(self._device, process.world_size, tp_size, ep_size, cp_size)
+        dp_mesh, tp_mesh, self._cp_mesh = meshes.dp, meshes.tp, meshes.cp
+        self.dp_group, self.tp_rank = dp_mesh.get_group(), tp_mesh.get_local_rank()
+        self.rank_info = RankInfo(process.rank, process.world_size, dp_mesh.get_local_rank(), dp_mesh.size())
+        if not is_frozen:
+            torch.manual_seed(settings.seed + meshes.fsdp.get_local_rank())
+
+        on_gpu, compute_dtype = self._device.type == "cuda", self.compute_dtype
+        attention = choose_attention(
+            self.config,
+            self._device,
+            compute_dtype,
+            longest=settings.max_total_sequence_length,
+            packs=self._packs,
+            shares_rows=cp_size > 1,
+        )
+        causal_lm = build_causal_lm(self.config, attention, dropout=settings.dropout)
+        sources = find_weights(causal_lm, settings.model_name)
+        if is_frozen:
+            freeze(causal_lm, compute_dtype)
+        if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
+            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora_cfg.enabled:
+            add_adapters(causal_lm, lora_cfg, settings.seed)
+        layers, shard = decoder_layers(causal_lm), VocabShard(0, None)
+        if tp_size > 1:
+            parallel.apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
+            shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
+        if meshes.cp is not None:
+            share_rows(layers, meshes.cp.get_group())
+        if meshes.ep is not None:
+            divide_experts(causal_lm, meshes.ep)
+        contents = self.config.to_dict()
+        temperature = settings.logprob_temperature * logits_divisor(contents)
+        softcap, kept = logits_softcap(contents), settings.logprob_filter
+        self.head = Head(temperature, settings.logprob_chunk_size, shard, softcap, kept)
+        self.module = LogprobModel(causal_lm, self.head, None if meshes.cp is None else meshes.cp.get_group())
+        if settings.dtensor_cfg.torch_compile and on_gpu and not expert_modules(causal_lm):
+            compile_layers(layers)
+        self.layers = list(layers)
+        # One rank that has all tokens gathers nothing: FSDP reads a layer's parameters on the current stream.
+        self.gather = parallel.gather if meshes.fsdp.size() > 1 else None
+        units: list[list[nn.Module]] = []
+        if settings.dtensor_cfg.cpu_offload and not is_frozen:
+            is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
+            units = outer_units(causal_lm.get_input_embeddings(), self.module.scorer, is_tied=is_tied)
+        self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
+        if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
+            for layer in layers:
+                parallel.cast_when_computed_again(layer, compute_dtype)
+        self.parts = parts_of(units, self.layers) if units else []
+        in_parts = {parameter for part in self.parts for parameter in part.first.parameters()}
+        materialize(self.module, self._device, empty=in_parts)
+        self.parameters = self.module.hf_parameters()
+        self.outside = share_out(self.parts, self.parameters)
+        self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
+        own = self.outside if self.lora is None else self.lora.named_base()
+        self._sources = sources
+        read_weights([*own, *self.weight_buffers()], sources)
+        if self.lora is not None:
+            self.parameters = self.lora.trainable
+
+    def group(self, name: str, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> TensorGroup:
+        """A state group of tensors of the model, which arrives layer by layer; FSDP casts parameters as it gathers."""
+        return TensorGroup(
+            name,
+            tensors,
+            prepare=self.reshard,
+            layers=self.layers,
+            layer_arrived=self.gather,
+            read_dtype=self.compute_dtype,
+        )
+
+    def read_part(self, part: Part) -> None:
+        """Read the weights of a part, which has memory on the device."""
+        read_weights(part.parameters, self._sources)
+
+    def weight_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers that are weights by their Hugging Face names."""
+        return weight_buffers(self.module.causal_lm)
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+        parallel.reshard_all(self.fsdp_root)
+
+    def read[Batch: TokenBatch](self, micro_batch: Batch, reader_of: Callable[[Batch], Reader]) -> tuple[Any, Batch]:
+        """What a reader gives of the scored tokens, [B, S, ...], 0 elsewhere; and the micro-batch on the device.
+
+        Args:
+            micro_batch: On the host.
+            reader_of: The reader, given the micro-batch on the device.
+        """
+        batch, rows = self.on_device(micro_batch)
+        return self.module(batch.input_ids, rows, reader_of(batch)), batch
+
+    def num_tokens(self, micro_batch: TokenBatch) -> int:
+        """Tokens of a micro-batch that go through the model, of all ranks that share its rows."""
+        return micro_batch.num_tokens(packed=self._packs)
+
+    def on_device[Batch: TokenBatch](self, micro_batch: Batch) -> tuple[Batch, ModelRows]:
+        """A micro-batch of the host on the device, and what of it the model gets."""
+        # Looked at where the micro-batch comes from: on a GPU the host would wait for all work that is queued there.
+        is_scored_BS = micro_batch.is_scored()
+        if self._packs:
+            rows = packed_rows(micro_batch.input_lengths, is_scored_BS, self._multiple)
+        elif self._cp_mesh is not None:
+            rows = shared_rows(is_scored_BS, self._multiple, self._cp_mesh.get_local_rank(), self._cp_mesh.size())
+        else:
+            rows = padded_rows(is_scored_BS, self._multiple)
+        return micro_batch.to(self._device), rows.to(self._device)
+
+    def read_each[Batch: TokenBatch](
+        self,
+        micro_batches: Sequence[Batch],
+        reader_of: Callable[[Batch], Reader],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[tuple[Any, Batch]]:
+        """`read` of each micro-batch in turn, inside of an `around` each."""
+        for micro_batch in micro_batches:
+            with around():
+                found = self.read(micro_batch, reader_of)
+            yield found
+
+    @torch.no_grad()
+    def read_all(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        reader: Reader,
+        read_each: Callable[..., Iterable[tuple[Any, TokenBatch]]] | None = None,
+    ) -> list[Any]:
+        """What a reader gives of each micro-batch, on the CPU, dropout off; `read_each` reads them, or this model's."""
+        self.module.eval()
+        try:
+            found = [scores for scores, _ in (read_each or self.read_each)(micro_batches, lambda _: reader)]
+        finally:
+            self.reshard()
+        return [to_cpu(scores_BS) for scores_BS in found]  # at the end: each of these waits for the device
+
+
+def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of the meta device in `dtype`, without gradient; buffers stay as they are."""
+    for parameter in causal_lm.parameters():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(False)
+
+
+def to_cpu(scores: Any) -> Any:
+    """A NamedTuple of tensors or None, with the tensors on the CPU."""
+    return type(scores)(*(None if value is None else value.cpu() for value in scores))

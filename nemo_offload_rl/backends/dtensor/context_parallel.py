@@ -1,0 +1,98 @@
+"""Context parallelism: the ranks of a group share each row, and attend to the keys of all of it.
+
+A row is cut into two pieces for each of N ranks, of which rank r has the r-th from the front and the r-th from the
+back: so all of them compute as much of a causal attention. Everything but attention is of single positions. A layer's
+keys and values are gathered (arXiv 2407.21783, section 3.3.2), and their gradients are added up over the ranks.
+
+Shape suffixes: B rows of the micro-batch, H heads, K key-value heads, S tokens of a row, L of them that a rank has,
+D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from nemo_offload_rl.backends.scoring.collectives import gathered
+
+_GROUP = "nemo_offload_rl_context_group"  # attribute of the parts of layers
+
+
+def own_pieces(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Which of a row's `2 * num_ranks` pieces a rank has, in their order."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def share_rows(layers: nn.ModuleList, group: dist.ProcessGroup) -> None:
+    """Tell the parts of decoder layers which ranks share their rows: not every family hands arguments on to them."""
+    for layer in layers:
+        for part in layer.children():
+            setattr(part, _GROUP, group)
+
+
+def context_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of a rank's queries to whole rows.
+
+    Args:
+        module: A part of a layer that `share_rows` was given.
+        query: [B, H, L, D] of the rank's two pieces of each row.
+        key: [B, K, L, D]
+        value: [B, K, L, D], of another size D where attention is latent.
+        attention_mask: Not read: rows are padded on the right.
+        scaling: Of the scores; None for 1 / sqrt(D).
+        dropout: Share of attention weights that are dropped.
+        sliding_window: Of the layer: tokens that a query sees, its own the last of them; None for all before it.
+        **kwargs: Not read.
+
+    Returns:
+        [B, L, H, D]
+    """
+    group = getattr(module, _GROUP)
+    key_BKSD, value_BKSD = _whole(key, group), _whole(value, group)
+    if sliding_window is not None and sliding_window >= key_BKSD.shape[2]:
+        sliding_window = None
+    num_groups = query.shape[1] // key.shape[1]
+    if num_groups > 1:
+        key_BKSD, value_BKSD = (states.repeat_interleave(num_groups, dim=1) for states in (key_BKSD, value_BKSD))
+    attended = []
+    for piece, index in zip(query.chunk(2, dim=2), own_pieces(group.rank(), group.size()), strict=True):
+        length = piece.shape[2]
+        start, end = index * length, (index + 1) * length
+        first = 0 if sliding_window is None else max(0, start + 1 - sliding_window)
+        keys, values = key_BKSD[:, :, first:end], value_BKSD[:, :, first:end]
+        mask = _seen(length, end - first, sliding_window, query.device)
+        attended.append(
+            F.scaled_dot_product_attention(piece, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        )
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys the queries see, whose own are the last: in words that kernels of a GPU know, or as a matrix."""
+    if window is None and device.type == "cuda":
+        return causal_lower_right(num_queries, num_keys)
+    before = num_keys - num_queries
+    seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
+    return seen_QK if window is None else seen_QK.triu(before - window + 1)
+
+
+def _whole(states_BKLD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, K, S, D] keys or values of all ranks, in the rows' order."""
+    front, back = gathered(states_BKLD, group).chunk(2, dim=-2)
+    return torch.cat([front, back.flip(0)]).movedim(0, 2).flatten(2, 3)

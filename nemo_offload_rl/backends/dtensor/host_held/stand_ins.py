@@ -1,0 +1,179 @@
+"""A Hugging Face model whose layers run one by one, without taking the model apart.
+
+Its own forward runs with stand-ins in the place of its layers. They record what each layer is given beside hidden
+states (rotary angles, masks), or give the last layer's output, from which the model's forward goes on.
+
+FSDP's hooks take no part: whoever calls has gathered the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nemo_offload_rl.backends.dtensor.built import BuiltModel
+from nemo_offload_rl.backends.dtensor.layout import ModelRows
+from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
+from nemo_offload_rl.models.families import dropout_rates
+from nemo_offload_rl.protocols.scoring import Reader
+
+_PLAIN = (Tensor, bool, int, float, str, torch.dtype, type(None))
+_NO_ID = -1  # those of torch's hooks begin at 0
+
+
+class UnsuitedError(Exception):
+    """The model's forward is more than its layers one after the other; says what."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the layers of a model are given for a micro-batch.
+
+    Attributes:
+        hidden: [R, L, H] the first layer's, with the graph of what made it.
+        others: Beside hidden states, of each layer.
+    """
+
+    hidden: Tensor
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def others_bytes(self) -> int:
+        """Of what is given beside hidden states; most of it is the same for all layers."""
+        storages = {it.untyped_storage() for it in tree_leaves(self.others) if isinstance(it, Tensor)}
+        return sum(storage.nbytes() for storage in storages)
+
+
+class SteppedModel:
+    """The model's passes, a layer at a time.
+
+    Args:
+        built: The model.
+    """
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._module = built.module
+        self._layers = built.layers
+        self._dtype = built.compute_dtype
+        self._base: nn.Module = built.module.causal_lm.base_model
+        self._name = next(name for name, child in self._base.named_children() if _is_of(child, built.layers[0]))
+        self._relay: Callable[..., Tensor] | None = None
+        self._stand_ins = nn.ModuleList(
+            _StandIn(layer, index, self._pass_on) for index, layer in enumerate(self._layers)
+        )
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside the body embedding and output layer run as they are, as layers do in `layer`."""
+
+        def cast_before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return cast_inputs(inputs, self._dtype)
+
+        modules = (self._module.causal_lm.get_input_embeddings(), self._module.scorer)
+        hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
+        for module in modules:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict({_NO_ID: cast_before}), OrderedDict()
+        try:
+            yield
+        finally:
+            for module, (before, after) in zip(modules, hooks, strict=True):
+                module._forward_pre_hooks, module._forward_hooks = before, after
+
+    def embed(self, input_ids_BS: Tensor, rows: ModelRows) -> LayerInputs:
+        """What comes before the first layer.
+
+        Args:
+            input_ids_BS: As for `LogprobModel`.
+            rows: As for `LogprobModel`.
+
+        Raises:
+            UnsuitedError: Layers cannot run one by one.
+        """
+        hidden: list[Tensor] = []
+        others: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def record(index: int, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            hidden.append(given)
+            if index != len(others) or given is not hidden[0]:
+                raise UnsuitedError("it computes something between its layers")
+            if not all(_is_plain(value) for value in (*args, *kwargs.values())):
+                raise UnsuitedError("its layers hand something on beside hidden states")
+            others.append((args, kwargs))
+            return given
+
+        self._run(record, input_ids_BS, rows)
+        if len(others) != len(self._layers):
+            raise UnsuitedError("it does not run all of its layers")
+        return LayerInputs(cast_inputs(hidden[0], self._dtype), others)
+
+    def layer(self, index: int, hidden: Tensor, inputs: LayerInputs) -> Tensor:
+        """A layer's output for hidden states in the compute type."""
+        args, kwargs = cast_inputs(inputs.others[index], self._dtype)
+        return self._layers[index].forward(hidden, *args, **kwargs)
+
+    def read(self, hidden: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
+        """What a reader gives, from the last layer's output on."""
+
+        def give_output(*_: Any) -> Tensor:
+            return hidden
+
+        rows, reader = cast_inputs((rows, reader), self._dtype)
+        last = self._run(give_output, input_ids_BS, rows, hidden.detach())
+        return self._module.read(last, input_ids_BS, rows, reader)
+
+    def _run(self, relay: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        layers, self._relay = self._base._modules[self._name], relay
+        self._base._modules[self._name] = self._stand_ins
+        try:
+            return self._module.hidden_states(*inputs)
+        finally:
+            self._base._modules[self._name] = layers
+            self._relay = None
+
+    def _pass_on(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        assert self._relay is not None
+        return self._relay(index, hidden, args, kwargs)
+
+
+class _StandIn(nn.Module):
+    """In a layer's place while the model's own forward runs; has the layer's attributes, but not its parameters."""
+
+    def __init__(self, layer: nn.Module, index: int, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._of = (layer,)  # in a tuple it is no part of this module
+        self._index = index
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of[0], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What the relay gives."""
+        return self._run(self._index, hidden, args, kwargs)
+
+
+def draws_in_training(model: nn.Module, config: Mapping[str, Any]) -> bool:
+    """Whether a training pass draws random numbers, in the order of its micro-batches.
+
+    Args:
+        model: The model.
+        config: The contents of the config that it was built from.
+    """
+    return bool(dropout_rates(config)) or any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+
+
+def _is_of(child: nn.Module, layer: nn.Module) -> bool:
+    return isinstance(child, nn.ModuleList) and len(child) > 0 and child[0] is layer
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a layer can leave nothing in it for the next."""
+    if isinstance(value, tuple):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, _PLAIN) and not (isinstance(value, Tensor) and value.requires_grad)

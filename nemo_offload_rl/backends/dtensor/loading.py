@@ -1,0 +1,241 @@
+"""Building a Hugging Face causal model without memory, and reading each rank's shard of it from the model's files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.backends.dtensor.experts import use_grouped_experts
+from nemo_offload_rl.backends.dtensor.model import decoder_layers
+from nemo_offload_rl.backends.hf.hub_names import HubNames, Piece
+from nemo_offload_rl.backends.hf.weight_files import COMPUTED, WeightFiles, check_same_tensors
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.models.families import dropout_rates, has_plain_rope_in_windows
+from nemo_offload_rl.residency import local_tensor
+
+_META = torch.device("meta")
+
+
+def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> Any:
+    """The model in float32 with its parameters on the meta device; buffers are on the CPU with their values.
+
+    Args:
+        config: What `load_config` gave.
+        attention: What `choose_attention` gave.
+        dropout: Whether it drops in training what its config says.
+    """
+    config = copy.deepcopy(config)
+    for key in () if dropout else dropout_rates(config.to_dict()):
+        setattr(config, key, 0.0)
+    with _META:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    use_grouped_experts(model)
+    _compute_buffers(model)
+    if has_plain_rope_in_windows(config.to_dict()):
+        _rotate_plainly_in_windows(model)
+    # A padding row without gradient would depend on how the vocabulary is split; padding gets no gradient anyway.
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
+
+
+class _TwoRotations(nn.Module):
+    """Rotary embeddings of a model whose layers with a window have plain ones: (cos, sin) of the others, then theirs.
+
+    Args:
+        scaled: The model's own.
+        plain: Of the same class.
+    """
+
+    def __init__(self, scaled: nn.Module, plain: nn.Module) -> None:
+        super().__init__()
+        self.scaled, self.plain = scaled, plain
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return (*self.scaled(hidden, position_ids), *self.plain(hidden, position_ids))
+
+
+def _rotate_plainly_in_windows(model: Any) -> None:
+    """Give each layer of a model that computes one rotation for all of them its own; see `_TwoRotations`."""
+    own = model.base_model.rotary_emb
+    if "inv_freq" not in dict(own.named_buffers(recurse=False)):
+        return  # of a release of transformers that tells layers apart
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    model.base_model.rotary_emb = _TwoRotations(own, type(own)(config))
+    layers: Any = decoder_layers(model)
+    for layer, kind in zip(layers, config.layer_types, strict=True):
+        choose = partial(_with_rotation, slice(2, 4) if kind == "sliding_attention" else slice(2))
+        layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True)
+
+
+def _with_rotation(
+    which: slice, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "position_embeddings": kwargs["position_embeddings"][which]}
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """Give buffers their values, which no file has: rotary frequencies, and factors that a family multiplies by."""
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for key, buffer in buffers.items():
+            module._buffers[key] = torch.full_like(buffer, float("nan"), device="cpu")
+        if buffers:
+            model._init_weights(module)  # parameters are on the meta device and get none
+            missing = [key for key in buffers if getattr(module, key).isnan().any()]
+            assert not missing, f"transformers gives no value to {name}.{missing[0]}"
+
+
+def weight_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that a model's files have, in float32 whatever the rest has: what routers add to choose experts."""
+    return [
+        (f"{place}.{key}", buffer)
+        for place, part in module.named_modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if key not in part._non_persistent_buffers_set
+    ]
+
+
+@dataclass(frozen=True)
+class WeightSources:
+    """Where a model's parameters are in its files.
+
+    Attributes:
+        files: The model's files.
+        pieces: A parameter's name to the tensors that it consists of.
+        repeats: A parameter's name to that of a second tensor with the same values: of tied ones that are there twice.
+    """
+
+    files: WeightFiles
+    pieces: Mapping[str, Sequence[Piece]]
+    repeats: Mapping[str, str]
+
+
+def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
+    """Look for every parameter in the headers of the model's files; reads no weights.
+
+    Args:
+        causal_lm: What `build_causal_lm` gave, not changed since.
+        model_name: Folder or hub name.
+
+    Raises:
+        UserError: The files cannot be read, or their names and shapes are not those of the model.
+    """
+    files, hub = WeightFiles(model_name), HubNames(causal_lm.config.model_type)
+    tensors = [*causal_lm.named_parameters(), *weight_buffers(causal_lm)]
+    pieces = {name: _pieces(hub, files, name, tensor.shape) for name, tensor in tensors}
+    found, repeats = dict(files.shapes), {}
+    for copied, kept in causal_lm.all_tied_weights_keys.items():
+        (piece,) = pieces[kept]
+        if copied in found and piece.name in found:
+            repeats[kept] = copied
+        elif copied in found:
+            pieces[kept] = [replace(piece, name=copied)]
+            continue
+        found.pop(copied, None)
+    wanted = {piece.name: piece.shape for several in pieces.values() for piece in several}
+    harmless = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), COMPUTED]
+    check_same_tensors(model_name, wanted, found, harmless)
+    return WeightSources(files, pieces, repeats)
+
+
+def _pieces(hub: HubNames, files: WeightFiles, name: str, shape: torch.Size) -> list[Piece]:
+    """The tensors of a parameter; files that have experts stacked already have one."""
+    pieces = hub.pieces(name, shape)
+    if len(pieces) > 1 and hub.of(name) in files.shapes:
+        return [Piece(hub.of(name), tuple(shape), (0,) * len(shape), tuple(shape))]
+    return pieces
+
+
+def materialize(module: nn.Module, device: torch.device, empty: Container[Tensor] = ()) -> None:
+    """Give the parameters that are on the meta device memory on `device`, without values; FSDP's shards only.
+
+    Args:
+        module: The model.
+        device: Where it is to be.
+        empty: Parameters that are released again at once: what passes through the device never is there as a whole.
+    """
+
+    def on_device(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        if tensor in empty:
+            local_tensor(made.detach()).untyped_storage().resize_(0)
+        return made
+
+    module._apply(on_device)
+
+
+def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSources) -> None:
+    """Read this rank's shard of each parameter; every rank calls it, and an error on one is raised on all.
+
+    Beside the shards there is never more in host memory than a part of one tensor.
+
+    Args:
+        parameters: DTensors, and buffers, by the names that `find_weights` saw.
+        sources: What `find_weights` gave.
+
+    Raises:
+        UserError: A file cannot be read, or tied weights differ in the files.
+    """
+    problem = None
+    try:
+        for name, parameter in parameters:
+            with sources.files.held_open():
+                _read(name, parameter, sources)
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    told = next((text for text in problems if text is not None), None)
+    if told is not None:
+        raise UserError(told)
+
+
+@torch.no_grad()
+def _read(name: str, parameter: Tensor, sources: WeightSources) -> None:
+    local = local_tensor(parameter.detach())
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * local.dim()), sizes=local.shape)
+    if isinstance(parameter, DTensor):
+        (chunk,) = parameter.__create_chunk_list__()
+    if not local.numel():
+        return
+
+    def read(piece: Piece, begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        # To the device in the file's dtype: fewer bytes, and no second copy on the host.
+        stacked = len(begins) - len(piece.shape)  # the dimension of the experts, which the file's tensors lack
+        return sources.files.read(piece.name, begins[stacked:], sizes[stacked:]).to(local.device)
+
+    repeat = sources.repeats.get(name)
+    for piece in sources.pieces[name]:
+        begins = [max(pair) for pair in zip(chunk.offsets, piece.offsets, strict=True)]
+        here, there = _ends(chunk.offsets, chunk.sizes), _ends(piece.offsets, piece.sizes)
+        sizes = [min(ends) - begin for begin, *ends in zip(begins, here, there, strict=True)]
+        if min(sizes, default=1) <= 0:
+            continue
+        inside = [begin - offset for begin, offset in zip(begins, piece.offsets, strict=True)]
+        where = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
+        part = local[tuple(slice(begin, begin + size) for begin, size in zip(where, sizes, strict=True))]
+        part.copy_(read(piece, inside, sizes).view(part.shape))
+        repeat = sources.repeats.get(name)
+        if repeat is not None and not torch.equal(
+            part, read(replace(piece, name=repeat), inside, sizes).to(part.dtype)
+        ):
+            raise UserError(
+                f"The files of the model have {piece.name} and {repeat} with different values, but its config ties "
+                "them; set policy.hf_config_overrides.tie_word_embeddings=false to train both"
+            )
+
+
+def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]

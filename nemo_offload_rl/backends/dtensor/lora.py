@@ -1,0 +1,189 @@
+"""Low-rank adapters (arXiv 2106.09685) by peft: only they are trained, and every weight that leaves is merged.
+
+The model's own parameters become the state group `base`, which nothing writes: it crosses to the host once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from nemo_offload_rl.backends.dtensor.checkpoint import full_tensor
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.dtensor import DTensorLoraConfig
+
+_ADAPTER, _HOLDER = "default", "model"
+_BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
+
+
+def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None:
+    """Put adapters beside linear layers, in place, and freeze everything else.
+
+    Args:
+        causal_lm: A Hugging Face causal model.
+        settings: `enabled` is true.
+        seed: Of the adapters' first values, the same on every rank.
+
+    Raises:
+        ConfigError: No layer has one of the names asked for, a tied output layer does, or peft is not installed.
+    """
+    _require_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=settings.dim,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=[f"{_HOLDER}.{name}" for name in adapted_layers(causal_lm, settings)],
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), _on_the_host(causal_lm):
+        torch.manual_seed(seed)
+        # In a holder without a config: by the type of a mixture of experts, peft takes names of its dense layers for
+        # those of the experts, which once were layers of these names.
+        inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: causal_lm}))
+        if settings.lora_A_init == "xavier":
+            for name, parameter in causal_lm.named_parameters():
+                if _A in name:
+                    nn.init.xavier_normal_(parameter)
+
+
+def check_adapters(config: Any, settings: DTensorLoraConfig) -> None:
+    """Refuse, without weights, what `add_adapters` would refuse.
+
+    Args:
+        config: The model's Hugging Face config.
+        settings: `enabled` is true.
+
+    Raises:
+        ConfigError: See there.
+    """
+    _require_peft()
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config)
+    adapted_layers(causal_lm, settings)
+
+
+def _require_peft() -> None:
+    if find_spec("peft") is None:
+        raise ConfigError("policy.dtensor_cfg.lora_cfg.enabled is true, but peft is not installed; pip install peft")
+
+
+def adapted_layers(causal_lm: Any, settings: DTensorLoraConfig) -> list[str]:
+    """Full names of the linear layers that get adapters.
+
+    Raises:
+        ConfigError: There is none, a name fits none, or the output layer is one and its weight is the embedding's.
+    """
+    if not settings.match_all_linear:
+        _check_targets(causal_lm, settings.target_modules)
+    output, key = causal_lm.get_output_embeddings(), "policy.dtensor_cfg.lora_cfg"
+    linear = {name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, nn.Linear)}
+    if settings.match_all_linear:
+        named = [name for name, layer in linear.items() if layer is not output]
+    else:
+        named = [name for name in linear if _is_named(name, settings.target_modules)]
+    names = [name for name in named if not _is_named(name, settings.exclude_modules)]
+    if not names:
+        last = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"{key} fits no layer of the model, whose linear layers are called {', '.join(last)}; change "
+            "target_modules or exclude_modules, or set match_all_linear to true"
+        )
+    if causal_lm.config.tie_word_embeddings and any(linear[name] is output for name in names):
+        raise ConfigError(
+            f"{key} gives the output layer adapters, but its weight is the embedding's too (tie_word_embeddings), "
+            "which would have to change with it; exclude it with exclude_modules: [lm_head]"
+        )
+    return names
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer has one of the names, whole or its last parts, or fits one of the patterns, which have a `*`."""
+    return any(
+        fnmatchcase(name, pattern) if "*" in pattern else name == pattern or name.endswith(f".{pattern}")
+        for pattern in patterns
+    )
+
+
+def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
+    """Refuse names of which the model has no linear layer: a mixture's experts, above all, would get no adapters."""
+    layers = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
+    unknown = [target for target in targets if not any(_is_named(layer, (target,)) for layer in layers)]
+    if unknown:
+        known = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg.target_modules has {', '.join(unknown)}, and no linear layer of the model is "
+            f"called so (stacked experts are none, and get no adapters); use some of {', '.join(known)}"
+        )
+
+
+@contextmanager
+def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
+    """Have peft make real adapters beside linear layers on the meta device: it puts them where the weight is.
+
+    Meanwhile the weight is one element on the host, seen in the weight's shape.
+    """
+    weights = {layer: layer.weight for layer in causal_lm.modules() if isinstance(layer, nn.Linear)}
+    for layer, weight in weights.items():
+        layer.weight = nn.Parameter(weight.new_zeros((), device="cpu").expand(weight.shape))
+    try:
+        yield
+    finally:
+        for layer, weight in weights.items():
+            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The low-rank factors of one weight, and what their product is multiplied by."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scaling: float
+
+    def merge(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole weight with the adapters in it, in peft's order of operations in fp32; a collective."""
+        a_RI, b_OR = full_tensor(self.a_RI, torch.float32), full_tensor(self.b_OR, torch.float32)
+        # A view of the parameter itself on one rank: never added to in place.
+        return (full_tensor(weight_OI, torch.float32) + (b_OR @ a_RI) * self.scaling).to(dtype)
+
+
+class LoraWeights:
+    """A model with adapters, seen as the model without them.
+
+    Args:
+        parameters: All parameters by name, adapters included.
+        settings: How the adapters were made.
+    """
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], settings: DTensorLoraConfig) -> None:
+        self.trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self.base = [(name, parameter) for name, parameter in parameters if not parameter.requires_grad]
+        self._by_name: dict[str, nn.Parameter] = dict(parameters)
+        self._scaling = settings.alpha / settings.dim
+
+    def named_base(self) -> list[tuple[str, nn.Parameter]]:
+        """The model's own parameters under the names that the model without adapters gives them."""
+        return [(name.replace(_BASE, "."), parameter) for name, parameter in self.base]
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the merged weights."""
+        return [(name, tuple(parameter.shape)) for name, parameter in self.named_base()]
+
+    def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Full merged weights under the names that the model without adapters gives them; a collective."""
+        for name, parameter in self.base:
+            if _BASE not in name or not name.endswith("weight"):
+                yield name.replace(_BASE, "."), full_tensor(parameter, dtype)
+                continue
+            a_RI, b_OR = (self._by_name[name.replace(_BASE, side)] for side in (_A, _B))
+            yield name.replace(_BASE, "."), Adapters(a_RI, b_OR, self._scaling).merge(parameter, dtype)

@@ -1,0 +1,127 @@
+"""The module that FSDP wraps: token ids in, logprobs or whatever else a `Reader` reads out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_offload_rl.backends.dtensor.attention import TAKES_BOUNDS
+from nemo_offload_rl.backends.dtensor.layout import ModelRows
+from nemo_offload_rl.backends.scoring.collectives import sum_over
+from nemo_offload_rl.protocols.scoring import Head, Positions, Reader, capped
+from nemo_offload_rl.utils.liveness import show_progress
+
+PREFIX = "causal_lm."
+
+
+def decoder_layers(causal_lm: Any) -> nn.ModuleList:
+    """The layers of a Hugging Face causal model, which it names as what is not divided over devices."""
+    names = set(causal_lm._no_split_modules)
+    (layers,) = (
+        module
+        for module in causal_lm.base_model.children()
+        if isinstance(module, nn.ModuleList) and {type(layer).__name__ for layer in module} <= names
+    )
+    return layers
+
+
+def compile_layers(layers: nn.ModuleList) -> None:
+    """Have each layer's `forward` compiled at its first call, for all sizes of batches at once.
+
+    Compiled for the first size only, it would be compiled again at the first other one, which may be hours later: the
+    fifth step of a run whose longest responses had been of one length took 14 s instead of 0.6. Hooks of FSDP and
+    checkpointing stay outside of it.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+class Scorer(nn.Module):
+    """What a `Reader` makes of hidden states; the output layer runs in here only, in pieces and again in backward."""
+
+    def __init__(self, output_layer: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.output_layer = output_layer
+        self._head = head
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """This rank's vocabulary columns, in the shape of `hidden`."""
+        return capped(self.output_layer(hidden), self._head.softcap)
+
+    def forward(self, before_NH: Tensor, targets_N: Tensor, scored_N: Tensor, reader: Reader) -> Any:
+        """What the reader gives of these positions; see `Positions`."""
+        show_progress()
+        return reader(self._logits, Positions(before_NH, targets_N, scored_N), self._head)
+
+
+class LogprobModel(nn.Module):
+    """What a `Reader` makes of a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
+
+    No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
+    Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
+    and `attention.py` from the sequences' bounds.
+
+    Args:
+        causal_lm: The model.
+        head: How its logits are read.
+        context_group: Ranks that share each row. Each computes its own tokens, and all have what all have read: losses
+            and metrics are of whole rows, and the same on all of them.
+    """
+
+    def __init__(self, causal_lm: Any, head: Head, context_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.scorer = Scorer(causal_lm.get_output_embeddings(), head)
+        self._context_group = context_group
+
+    def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
+        """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
+
+        Args:
+            input_ids_BS: [B, S] int64.
+            rows: What of them the model gets, and which tokens are scored.
+            reader: What to make of the hidden states before the scored tokens.
+        """
+        return self.read(self.hidden_states(input_ids_BS, rows), input_ids_BS, rows, reader)
+
+    def read(self, hidden_RLH: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
+        """What `forward` gives, of the last hidden states."""
+        before_NH = hidden_RLH.flatten(0, 1).index_select(0, rows.before_N)
+        targets_N = input_ids_BS.flatten().index_select(0, rows.scored_N)
+        found = self.scorer(before_NH, targets_N, rows.scored_N, reader)
+
+        def at_their_places(found_N: Tensor | None) -> Tensor | None:
+            if found_N is None:
+                return None
+            whole = found_N.new_zeros(input_ids_BS.numel(), *found_N.shape[1:]).index_copy(0, rows.scored_N, found_N)
+            whole = whole if self._context_group is None else sum_over(whole, self._context_group)
+            return whole.unflatten(0, input_ids_BS.shape)
+
+        return type(found)(*map(at_their_places, found))
+
+    def hidden_states(self, input_ids_BS: Tensor, rows: ModelRows, embedded_RLH: Tensor | None = None) -> Tensor:
+        """[R, L, H] last hidden states.
+
+        Args:
+            input_ids_BS: As for `forward`.
+            rows: As for `forward`.
+            embedded_RLH: In the place of what the embedding makes of the tokens.
+        """
+        ids_RL = input_ids_BS
+        inputs: dict[str, Any] = {}
+        if rows.tokens_RL is not None:
+            ids_RL = input_ids_BS.take(rows.tokens_RL)
+        if rows.positions_RL is not None:
+            inputs["position_ids"] = rows.positions_RL
+        if self.causal_lm.config._attn_implementation in TAKES_BOUNDS:
+            inputs |= {"cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": rows.bounds}
+            inputs |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
+        inputs |= {"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH}
+        return self.causal_lm.base_model(use_cache=False, **inputs).last_hidden_state
+
+    def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names; a tied one once, under its first name."""
+        return [(name.removeprefix(PREFIX), parameter) for name, parameter in self.named_parameters()]

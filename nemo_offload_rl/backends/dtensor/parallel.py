@@ -1,0 +1,361 @@
+"""Meshes, tensor parallelism by the plan that a model declares, and FSDP2 wrapping.
+
+The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
+DTensor on the whole mesh. With context parallelism it is (dp, cp, tp): neighbours in `cp` share the same rows, and
+parameters are sharded over both, since gradients are of different tokens. With expert parallelism `dp` is
+(dp_shard, ep): neighbours in `ep` share the experts of each layer, which FSDP divides further over `dp_shard`, and
+everything else over all of `dp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.utils import _apply_to_tensors
+
+from nemo_offload_rl.backends.dtensor.experts import expert_modules
+from nemo_offload_rl.backends.dtensor.sequence_parallel import split_sequence
+from nemo_offload_rl.backends.dtensor.split_plan import (
+    COLUMNS,
+    COLUMNS_GATHERED,
+    ROWS,
+    ROWS_OF_WHOLE_INPUT,
+    WHOLE_AMONG_HEADS,
+    context_problem,
+    experts_problem,
+    sequence_problem,
+    split_problem,
+)
+from nemo_offload_rl.backends.dtensor.supported import unsupported
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.dtensor import DTensorConfig
+
+DP, CP, TP = "dp", "cp", "tp"
+DP_SHARD, EP = "dp_shard", "ep"
+_DP_CP = "dp_cp"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The 1-D meshes that this rank is in.
+
+    Attributes:
+        dp: Ranks with different data.
+        tp: Ranks that share each layer.
+        fsdp: Ranks with different tokens, over which parameters are sharded: those of `dp` and `cp`.
+        cp: Ranks that share each row; None without context parallelism.
+        dp_shard: With expert parallelism, ranks that share the experts that one rank of `ep` has; else None.
+        ep: Ranks that have different experts; None without expert parallelism.
+    """
+
+    dp: DeviceMesh
+    tp: DeviceMesh
+    fsdp: DeviceMesh
+    cp: DeviceMesh | None = None
+    dp_shard: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+
+
+def build_meshes(
+    device: torch.device,
+    world_size: int,
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    context_parallel_size: int = 1,
+) -> Meshes:
+    """Spread all ranks over the meshes.
+
+    Raises:
+        ConfigError: The ranks do not divide by the tensor- and context-parallel sizes, or the data-parallel ones by the
+            expert-parallel size.
+    """
+    if world_size % tensor_parallel_size:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size={tensor_parallel_size} does not divide the {world_size} policy "
+            "workers; change it or the number of devices."
+        )
+    dp_size = world_size // tensor_parallel_size
+    if dp_size % context_parallel_size:
+        raise ConfigError(
+            f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not divide the {dp_size} policy "
+            "workers, or copies of the model; change it or the number of devices."
+        )
+    if context_parallel_size > 1:
+        shape = (dp_size // context_parallel_size, context_parallel_size, tensor_parallel_size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CP, TP))
+        return Meshes(mesh[DP], mesh[TP], mesh[DP, CP]._flatten(_DP_CP), mesh[CP])
+    if expert_parallel_size == 1:
+        mesh = init_device_mesh(device.type, (dp_size, tensor_parallel_size), mesh_dim_names=(DP, TP))
+        return Meshes(mesh[DP], mesh[TP], mesh[DP])
+    if dp_size % expert_parallel_size:
+        raise ConfigError(
+            f"policy.dtensor_cfg.expert_parallel_size={expert_parallel_size} does not divide the {dp_size} "
+            "data-parallel ranks; change it or the number of devices."
+        )
+    shape = (dp_size // expert_parallel_size, expert_parallel_size, tensor_parallel_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP_SHARD, EP, TP))
+    dp = mesh[DP_SHARD, EP]._flatten(DP)
+    return Meshes(dp, mesh[TP], dp, dp_shard=mesh[DP_SHARD], ep=mesh[EP])
+
+
+def check_model(config: Any, settings: DTensorConfig, longest: int) -> None:
+    """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
+
+    Args:
+        config: The Hugging Face config.
+        settings: With the sizes.
+        longest: Tokens that no row exceeds.
+
+    Raises:
+        ConfigError: Names what of the config is in the way, or the size and the key to change.
+    """
+    contents = config.to_dict()
+    if (reason := unsupported(contents)) is not None:
+        raise ConfigError(f"policy.dtensor_cfg.enabled is true, but the model has {reason}; use another model")
+    plan = config.base_model_tp_plan or {}
+    tp_size = settings.tensor_parallel_size
+    problem = split_problem(contents, plan, tp_size)
+    problem = problem or (sequence_problem(contents, plan) if settings.sequence_parallel else None)
+    problem = problem or context_problem(contents, settings.context_parallel_size, longest)
+    problem = problem or experts_problem(contents, tp_size, settings.expert_parallel_size)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+class _WholeParameters(ParallelStyle):
+    """Every rank has the whole parameters as DTensors; inputs and outputs stay plain tensors.
+
+    `input_placement` says what the plain input is: the same everywhere, or this rank's heads or part of the sequence.
+    Unless it is the same, gradients of parameters are partial sums, which FSDP adds up over the tensor-parallel ranks.
+    """
+
+    def __init__(self, input_placement: Placement) -> None:
+        super().__init__()
+        self.input_placement = input_placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(submodule.named_parameters(recurse=False)):
+                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                submodule.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+        def to_dtensor(placement: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(inputs[0], mesh, [placement], run_check=False), *inputs[1:])
+
+        def to_local(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+            return outputs.to_local()
+
+        return distribute_module(module, device_mesh, partition, partial(to_dtensor, self.input_placement), to_local)
+
+
+_SEQUENCE_DIM, _HEADS_DIM = 1, 2  # [B, S, heads, head_dim], [B, S, hidden]
+
+
+def _styles(split_input: Placement) -> dict[str, Callable[[], ParallelStyle]]:
+    """What the words of a plan become, where what parts of a layer give has this placement."""
+    return {
+        COLUMNS: ColwiseParallel,
+        COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
+        ROWS: partial(RowwiseParallel, output_layouts=split_input),
+        ROWS_OF_WHOLE_INPUT: partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=split_input),
+        WHOLE_AMONG_HEADS: partial(_WholeParameters, Shard(_HEADS_DIM)),
+    }
+
+
+def apply_tensor_parallel(
+    causal_lm: Any, layers: nn.ModuleList, mesh: DeviceMesh, *, splits_sequence: bool = False
+) -> None:
+    """Split a Hugging Face causal model over `mesh` (1-D), in place; every rank holds the same weights before.
+
+    Inside the base model the plan of the model's config says how; what is not in it stays whole. The vocabulary is
+    split, and the output layer gives this rank's columns.
+
+    Args:
+        causal_lm: The model.
+        layers: Its decoder layers.
+        mesh: The ranks.
+        splits_sequence: Between the parts of layers each rank has its part of the sequence only, which the mesh's size
+            divides (arXiv 2205.05198).
+    """
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    of_vocabulary = {
+        embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        head: ColwiseParallel(),
+    }
+    placement = Shard(_SEQUENCE_DIM) if splits_sequence else Replicate()
+    # Norms of the residual stream: of the parts of a layer the others are inside.
+    between = {child for module in (causal_lm.base_model, *layers) for child in module.children()}
+    plan, styles = causal_lm.config.base_model_tp_plan, _styles(placement)
+    for name, module in causal_lm.base_model.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if module not in of_vocabulary and any(True for _ in module.parameters(recurse=False)):
+            whole = _WholeParameters(placement if module in between else Replicate())
+            parallelize_module(module, mesh, styles[plan[pattern]]() if pattern in plan else whole, src_data_rank=None)
+    for module, style in of_vocabulary.items():
+        parallelize_module(module, mesh, style, src_data_rank=None)
+    if is_tied:  # each module got its own DTensor of the same rows
+        head.weight = embedding.weight
+    if splits_sequence:
+        split_sequence(causal_lm, layers, mesh)
+
+
+def apply_fsdp(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    meshes: Meshes,
+    compute_dtype: torch.dtype,
+    more_units: Iterable[Sequence[nn.Module]] = (),
+) -> FSDPModule:
+    """Shard parameters over `fsdp`: one unit per layer, the rest in the root; experts that are divided are units too.
+
+    Losses are divided by global counts already, so gradients are summed over the ranks in fp32.
+
+    Args:
+        root: With everything below.
+        layers: The decoder layers.
+        meshes: What `build_meshes` gave.
+        compute_dtype: To which parameters are cast as they are gathered.
+        more_units: Modules outside of the layers that are units too, each with all parameters that others share.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        if meshes.dp_shard is not None:
+            # Tokens and their weights come as they are, as they do to experts that are a part of the layer's unit.
+            as_they_are = replace(policy, cast_forward_inputs=False)
+            for experts in expert_modules(layer):
+                fully_shard(experts, mesh=meshes.dp_shard, mp_policy=as_they_are)
+        fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy)
+    taken: set[nn.Parameter] = set()
+    for modules in more_units:
+        fully_shard(list(modules), mesh=meshes.fsdp, mp_policy=policy)
+        taken.update(parameter for module in modules for parameter in module.parameters())
+    # The root's parameters are used last in forward and first in backward.
+    wrapped = fully_shard(
+        root, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=taken or None
+    )
+    for module in fsdp_modules(wrapped):
+        module.set_gradient_divide_factor(1.0)
+        # Without it a factor means NCCL's pre-multiplied sum, which gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
+    return wrapped
+
+
+def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
+    """All FSDP units of a unit, itself first."""
+    return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+
+def gather(layer: nn.Module) -> None:
+    """Begin to gather the parameters of a layer, after what the current stream has been asked for.
+
+    Its own pre-forward hook would use streams that do not wait for the current one; asynchronous gathers use that one.
+    The hook waits for what was begun here.
+    """
+    for module in fsdp_modules(cast(FSDPModule, layer)):
+        module.unshard(async_op=True)
+
+
+def drop_unreduced_grads(root: FSDPModule) -> None:
+    """Forget gradients that backward passes without reduction have left with the gathered parameters.
+
+    FSDP has no call for it, and would add them to the next step's. Nor has it one for a backward pass that raised: it
+    takes the end of that pass to be still to come, and would not reduce the root's gradients in the next one.
+    """
+    for module in fsdp_modules(root):
+        state = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if state._is_root is None:
+            continue  # no pass has begun yet
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+
+
+def reshard_all(root: FSDPModule) -> None:
+    """Free every gathered parameter, also where a forward or backward raised half-way.
+
+    After a forward that raised, FSDP takes the root to be inside it still, and then `reshard` does nothing unless the
+    root may be resharded in forward. The gathered copies would be used by the next forward, however old they are.
+    """
+    root.set_reshard_after_forward(True, recurse=False)
+    for module in fsdp_modules(root):
+        module.reshard()
+        module._get_fsdp_state()._modules_to_run_forward.clear()
+    root.set_reshard_after_forward(False, recurse=False)
+
+
+def wait_for_gradients(unit: FSDPModule) -> None:
+    """Have the current stream wait for the gradients of a unit whose backward has been started; does not block."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group._wait_for_post_backward()
+
+
+def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a checkpointed layer is given in backward too: there FSDP's own hook does not.
+
+    Rotary angles of OLMo 2 and ERNIE 4.5 are float32, whatever the hidden states are.
+    """
+    layer.register_forward_pre_hook(lambda _layer, args, kwargs: cast_inputs((args, kwargs), dtype), with_kwargs=True)
+
+
+# -- a unit without its hooks, for one rank
+
+
+@contextmanager
+def gathered(unit: FSDPModule) -> Iterator[None]:
+    """A unit's parameters in the compute type, cast once for all that the body does, which calls no hook of FSDP."""
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
+    """Floating tensors anywhere in `values` in another type, as FSDP casts what a unit is given."""
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
+
+
+@torch.no_grad()
+def add_gradients(unit: FSDPModule) -> None:
+    """Add the gradients that autograd has left in the compute type to those of a unit's parameters, in float32.
+
+    New ones are made in one storage, as FSDP does. Unlike FSDP's reduction it takes no memory beside.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    ready = [parameter for parameter in group.fsdp_params if parameter.unsharded_param.grad is not None]
+    new = [parameter for parameter in ready if parameter.sharded_param.grad is None]
+    flat = torch.empty(sum(it.unsharded_param.numel() for it in new), dtype=torch.float32, device=group.device)
+    pieces = iter(flat.split([it.unsharded_param.numel() for it in new]))
+    for parameter in ready:
+        grad, sharded = parameter.unsharded_grad_data, parameter.sharded_param
+        parameter.unsharded_param.grad = None
+        if sharded.grad is None:
+            piece = next(pieces).view(parameter.sharded_size).copy_(grad)
+            sharded.grad = parameter.to_sharded_dtensor(piece)
+        else:
+            cast(DTensor, sharded.grad)._local_tensor.add_(grad)

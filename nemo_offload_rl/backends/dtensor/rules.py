@@ -1,0 +1,274 @@
+"""Rules of the DTensor backend, all checked before Ray starts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from nemo_offload_rl.backends.alternatives import advice
+from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
+from nemo_offload_rl.backends.dtensor.split_plan import (
+    context_problem,
+    declared_plan,
+    experts_problem,
+    sequence_problem,
+    split_problem,
+)
+from nemo_offload_rl.backends.dtensor.supported import unsupported
+from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
+from nemo_offload_rl.backends.hf.local_config import local_model_config
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.families import DTENSOR
+from nemo_offload_rl.models.shape import ModelShape
+
+_FP32_BYTES = 4
+
+
+def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
+    """Activations of layers that are split over devices are not offloaded."""
+    dtensor = cfg.policy.dtensor_cfg
+    sizes = {
+        "tensor_parallel_size": dtensor.tensor_parallel_size,
+        "context_parallel_size": dtensor.context_parallel_size,
+    }
+    for key, size in sizes.items():
+        if dtensor.activation_offload and size > 1:
+            return (
+                f"policy.dtensor_cfg.activation_offload is true and {key} {size}, but activations of split layers are "
+                f"not offloaded; set activation_offload to false, or {key} to 1"
+            )
+    return None
+
+
+def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
+    """The policy's tensor- and context-parallel sizes divide the number of workers."""
+    dtensor, world = cfg.policy.dtensor_cfg, cfg.cluster.world_size
+    sizes, copy = f"tensor_parallel_size {dtensor.tensor_parallel_size}", dtensor.model_parallel.ranks_per_copy
+    if dtensor.context_parallel_size != 1:
+        sizes += f" by context_parallel_size {dtensor.context_parallel_size}"
+    if dtensor.enabled and world % copy:
+        return (
+            f"policy.dtensor_cfg.{sizes} does not divide the {world} policy workers of `cluster`, so some would be "
+            "left over; change one of them"
+        )
+    return None
+
+
+def shared_rows_are_not_packed(cfg: PolicyRun) -> str | None:
+    """Context parallelism excludes packed rows; micro-batches by tokens are `policy.dynamic_batching` then."""
+    dtensor, size = cfg.policy.dtensor_cfg, cfg.policy.dtensor_cfg.context_parallel_size
+    if dtensor.enabled and size != 1 and cfg.policy.sequence_packing.enabled:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {size} and policy.sequence_packing.enabled is true, but rows "
+            "that devices share are not packed; use policy.dynamic_batching in its place"
+        )
+    return None
+
+
+def shared_rows_exclude_divided_experts(cfg: PolicyRun) -> str | None:
+    """Context parallelism excludes expert parallelism."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.context_parallel_size != 1 and dtensor.expert_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {dtensor.context_parallel_size} and expert_parallel_size is "
+            f"{dtensor.expert_parallel_size}, but both together are not available; set one of them to 1"
+        )
+    return None
+
+
+def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
+    """Context parallelism needs attention without soft-caps and sinks, and rotary frequencies that do not change."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or model is None or unsupported(model):
+        return None
+    return context_problem(model, dtensor.context_parallel_size, cfg.policy.max_total_sequence_length)
+
+
+def sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
+    """Sequence parallelism needs tensor parallelism."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.sequence_parallel and dtensor.tensor_parallel_size == 1:
+        return (
+            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
+            "tensor_parallel_size is 1; set one of them otherwise"
+        )
+    return None
+
+
+def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+    """Sequence parallelism needs a plan of the model that splits attention and MLPs, each with one split of rows."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or not dtensor.sequence_parallel or model is None or unsupported(model):
+        return None
+    return sequence_problem(model, declared_plan(model["model_type"]))
+
+
+def host_held_training_excludes_offload_keys(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes the keys that move the optimizer alone."""
+    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
+    others = {
+        "policy.offload_optimizer_states_for_logprob": policy.offload_optimizer_states_for_logprob,
+        "policy.dtensor_cfg.offload_optimizer_states": dtensor.offload_optimizer_states,
+    }
+    for key, is_set in others.items():
+        if dtensor.enabled and dtensor.cpu_offload and is_set:
+            return (
+                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but the first keeps the optimizer on the "
+                "host outside of its step already; set one of them to false"
+            )
+    return None
+
+
+def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` is for one policy worker."""
+    dtensor, num_workers = cfg.policy.dtensor_cfg, cfg.cluster.world_size
+    if dtensor.enabled and dtensor.cpu_offload and num_workers > 1:
+        return (
+            f"policy.dtensor_cfg.cpu_offload is true, but `cluster` has {num_workers} policy workers and it is "
+            "available for one; set it to false, where more devices share the state anyway, or use one device"
+        )
+    return None
+
+
+def host_held_training_is_of_all_weights(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes low-rank adapters."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.cpu_offload and dtensor.lora_cfg.enabled:
+        return (
+            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model under adapters does "
+            "not pass through the device part by part yet; set one of them to false"
+        )
+    return None
+
+
+def compiled_layers_are_whole(cfg: PolicyRun) -> str | None:
+    """Compiled layers are not split, nor their rows."""
+    dtensor = cfg.policy.dtensor_cfg
+    sizes = {
+        "tensor_parallel_size": dtensor.tensor_parallel_size,
+        "context_parallel_size": dtensor.context_parallel_size,
+    }
+    for key, size in sizes.items():
+        if dtensor.enabled and dtensor.torch_compile and size > 1:
+            return (
+                f"policy.dtensor_cfg.torch_compile is true, but layers that {key} splits are not compiled; set "
+                "torch_compile to false"
+            )
+    return None
+
+
+def adapters_need_whole_layers(cfg: PolicyRun) -> str | None:
+    """Low-rank adapters need layers that are not split over devices."""
+    dtensor = cfg.policy.dtensor_cfg
+    if dtensor.enabled and dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
+            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
+            "set tensor_parallel_size to 1"
+        )
+    return None
+
+
+def adapters_have_their_layers(cfg: PolicyRun) -> str | None:
+    """Low-rank adapters have target layers: those named, or all."""
+    lora = cfg.policy.dtensor_cfg.lora_cfg
+    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
+        return (
+            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
+            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
+        )
+    if lora.enabled and lora.match_all_linear and lora.target_modules:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.target_modules is [{', '.join(lora.target_modules)}] and match_all_linear is "
+            "true, which adapts every layer; set match_all_linear to false, or target_modules to []"
+        )
+    return None
+
+
+def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
+    """The DTensor backend trains the families of [models.md](models.md), from weights that are not quantized."""
+    model = local_model_config(cfg)
+    if not cfg.policy.dtensor_cfg.enabled or model is None or (reason := unsupported(model)) is None:
+        return None
+    return (
+        f"policy.dtensor_cfg.enabled is true, but config.json of {cfg.policy.model_name} has {reason}; "
+        f"{advice(model, DTENSOR, has_gpus=cfg.cluster.gpus_per_node > 0)}"
+    )
+
+
+def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
+    """DTensor's tensor-parallel size divides heads, inner sizes and vocabulary, as the model's plan splits them."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
+        return None
+    return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
+
+
+def expert_parallel_size_divides_the_devices(cfg: PolicyRun) -> str | None:
+    """DTensor's expert-parallel size divides the data-parallel workers."""
+    dtensor = cfg.policy.dtensor_cfg
+    size, num_ranks = dtensor.expert_parallel_size, cfg.cluster.world_size // dtensor.tensor_parallel_size
+    if dtensor.enabled and num_ranks % size:
+        sizes = [str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]
+        return (
+            f"policy.dtensor_cfg.expert_parallel_size {size} does not divide the {num_ranks} data-parallel workers of "
+            f"`cluster`, which share the experts; use one of {', '.join(sizes)}, or more devices"
+        )
+    return None
+
+
+def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
+    """DTensor's expert parallelism needs a model with experts that divide, and no tensor parallelism."""
+    model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
+    if not dtensor.enabled or model is None or unsupported(model):
+        return None
+    return experts_problem(model, dtensor.tensor_parallel_size, dtensor.expert_parallel_size)
+
+
+def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
+    """Bytes of one worker's state groups: everything in float32, in as many shards as there are workers.
+
+    With adapters the base has neither gradients nor optimizer, and the adapters' are small.
+    """
+    policy = cfg.policy
+    params_bytes = _FP32_BYTES * num_parameters // cfg.cluster.world_size
+    trained_bytes = 0 if policy.dtensor_cfg.lora_cfg.enabled else params_bytes
+    optimizer_bytes = 0
+    if policy.optimizer is not None:
+        with suppress(ConfigError):  # of an optimizer that another rule refuses
+            spec = optimizer_spec(policy.optimizer, on_gpu=cfg.cluster.gpus_per_node > 0)
+            optimizer_bytes = spec.bytes_per_element(torch.float32) * (trained_bytes // _FP32_BYTES)
+    return {"params": params_bytes, "grads": trained_bytes, "optimizer": optimizer_bytes}
+
+
+def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
+    """What a worker's offloaded activations can take of the host; 0 where the model is unknown."""
+    shape = ModelShape.of(local_model_config(cfg) or {})
+    if shape.num_layers is None or shape.hidden_size is None:
+        return 0
+    return host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
+
+
+AVAILABILITY: tuple[Rule[PolicyRun], ...] = (offloaded_activations_are_whole,)
+
+RULES: tuple[Rule[PolicyRun], ...] = (
+    parallel_sizes_divide_the_world,
+    shared_rows_are_not_packed,
+    shared_rows_exclude_divided_experts,
+    rows_of_the_model_can_be_shared,
+    sequence_parallel_needs_tensor_parallel,
+    sequence_parallelism_splits_the_model,
+    host_held_training_excludes_offload_keys,
+    host_held_training_has_one_worker,
+    host_held_training_is_of_all_weights,
+    compiled_layers_are_whole,
+    adapters_need_whole_layers,
+    adapters_have_their_layers,
+    dtensor_trains_the_model,
+    tensor_parallelism_splits_the_model,
+    expert_parallel_size_divides_the_devices,
+    experts_divide_over_devices,
+)

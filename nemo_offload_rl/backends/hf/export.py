@@ -1,0 +1,198 @@
+"""Hugging Face model folders: reading a config with overrides, and writing weights beside what loads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.backends.hf.model_folder import TOKENIZER_FILES, find_file
+from nemo_offload_rl.backends.saving.folders import written_whole
+from nemo_offload_rl.data.tokenizer import load_tokenizer, template_text
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.keys.data import TokenizerConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.rope import has_rotary_base, older_rope_keys, with_published_factor
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+from nemo_offload_rl.utils.liveness import show_progress
+
+MAX_FILE_BYTES = 5 * 10**9  # of one file of an export, as the hub's own writer has it
+_TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_EXTRA_LAYERS = "num_nextn_predict_layers"
+_TOKENIZER_CONFIG, _TEMPLATE_KEY = "tokenizer_config.json", "chat_template"
+
+
+def load_config(model_name: str, overrides: Mapping[str, Any]) -> Any:
+    """The model's Hugging Face config with `policy.hf_config_overrides` applied, as the engine applies them.
+
+    Rotary embeddings get the attention factor with which they were published, also where that is said in keys that only
+    engines read.
+
+    Raises:
+        UserError: The config cannot be read, or an override names no key of it or leaves the rotary base out.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())  # of the model library, over several lines
+        raise UserError(f"The config of policy.model_name={model_name} cannot be read: {reason}") from error
+    known = config.to_dict()
+    for key, value in overrides.items():
+        if key not in known or key == "model_type":
+            raise UserError(f"policy.hf_config_overrides.{key} is no key of the config of {model_name}; remove it.")
+        setattr(config, key, value)
+    if "rope_parameters" in overrides and not has_rotary_base(overrides["rope_parameters"]):
+        raise UserError(
+            "policy.hf_config_overrides.rope_parameters replaces all of the model's, and has no rope_theta; add it "
+            f"({known['rope_parameters']['rope_theta']:g} in config.json)"
+        )
+    if (rope := with_published_factor(config.to_dict())) is not None:
+        config.rope_parameters = rope
+    return config
+
+
+def export_hf_folder(path: Path, weights: Iterable[tuple[str, Tensor]], config: Any, settings: PolicySettings) -> None:
+    """Write config, weights and the tokenizer of the run; every rank calls it, rank 0 writes.
+
+    Rank 0 never has more of the weights in host memory than one file.
+
+    Args:
+        path: The folder; it appears whole.
+        weights: Full tensors by Hugging Face name as they are written, experts stacked or not; every rank goes through
+            them.
+        config: The model's Hugging Face config.
+        settings: Model, tokenizer, and the precision in which weights are written.
+    """
+    dtype = COMPUTE_DTYPES[settings.precision]
+    is_writer, hub = dist.get_rank() == 0, HubNames(config.model_type)
+    with written_whole(path) as folder:
+        files = _WeightWriter(folder)
+        for name, value in weights:
+            if is_writer:
+                for own_name, part in hub.divided(name, value):
+                    files.add(own_name, part.to("cpu", copy=True).contiguous())
+        if is_writer:
+            files.close()
+            export_config(config, dtype, files.names, folder)
+            if (generation := find_file(settings.model_name, "generation_config.json")) is not None:
+                shutil.copyfile(generation, folder / generation.name)
+            export_tokenizer(settings.tokenizer, folder)
+
+
+def export_config(config: Any, dtype: torch.dtype, weights: Iterable[str], folder: Path) -> None:
+    """Write config.json for readers with transformers 5 and for those of before: each key under both of its names.
+
+    Without the older names, `transformers` 4 reads `rope_theta` as 10000 without a word.
+
+    Args:
+        config: The model's Hugging Face config.
+        dtype: Of the weights beside it.
+        weights: Their names. Layers for predicting several tokens are not trained, so the file does not promise them.
+        folder: Where the file goes.
+    """
+    name = str(dtype).removeprefix("torch.")
+    changed = {**config.to_dict(), "dtype": name}
+    if changed.get(_EXTRA_LAYERS) and not any(f"layers.{config.num_hidden_layers}." in weight for weight in weights):
+        changed[_EXTRA_LAYERS] = 0
+    config = type(config).from_dict(changed)
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    other_names = {old: written[new] for old, new in config.attribute_map.items() if new in written}
+    older = {"torch_dtype": name, **other_names, **older_rope_keys(written)}
+    again = type(config).from_dict(deepcopy({**older, **written}))  # which it changes
+    if again.to_dict().get("rope_parameters") != config.to_dict().get("rope_parameters"):
+        del older["rope_scaling"]  # most families of transformers 5 take it for the settings of all layer types
+    path.write_text(json.dumps({**older, **written}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _WeightWriter:
+    """Writes tensors into safetensors files of at most `MAX_FILE_BYTES`, each as soon as it is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: dict[str, Tensor] = {}
+        self._names: list[list[str]] = []  # by file
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor that nothing else writes to."""
+        held_bytes = sum(held.nbytes for held in self._tensors.values())
+        if self._tensors and held_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            self._write()
+        self._tensors[name] = tensor
+        self._total_bytes += tensor.nbytes
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, complete after `close`."""
+        return [name for names in self._names for name in names]
+
+    def close(self) -> None:
+        """Write the rest, give the files their names, and write the index if there are several."""
+        self._write()
+        if len(self._names) == 1:
+            self._unnamed(0).rename(self._folder / "model.safetensors")
+            return
+        weight_map = {}
+        for index, names in enumerate(self._names):
+            file = f"model-{index + 1:05d}-of-{len(self._names):05d}.safetensors"
+            self._unnamed(index).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _write(self) -> None:
+        show_progress()
+        path = self._unnamed(len(self._names))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors writes a temporary file that its user alone may read, and renames it
+        self._names.append(list(self._tensors))
+        self._tensors = {}
+
+    def _unnamed(self, index: int) -> Path:
+        return self._folder / f"{index}.safetensors"
+
+
+def export_tokenizer(settings: TokenizerConfig, folder: Path) -> None:
+    """Write the tokenizer that the run uses: its own files as they are, with the run's chat template.
+
+    All of its named templates are written, unless `settings` replaces them: the run then used that one for everything.
+
+    Args:
+        settings: `name` is a folder or a hub's name.
+        folder: Where the files go.
+
+    Raises:
+        UserError: A file of a hub's tokenizer cannot be fetched.
+    """
+    tokenizer = load_tokenizer(settings)
+    for name in sorted({*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}):
+        if (file := find_file(settings.name, name)) is not None:
+            shutil.copyfile(file, folder / name)
+    if (own_template := template_text(settings.chat_template)) is None:
+        config_file = find_file(settings.name, _TOKENIZER_CONFIG)
+        templates = [] if config_file is None else (config_file.parent / _TEMPLATES_FOLDER).glob("*.jinja")
+        for template in templates:
+            (folder / _TEMPLATES_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / _TEMPLATES_FOLDER / template.name)
+        return
+    (folder / _TEMPLATE_FILE).write_text(own_template, encoding="utf-8")
+    config_file = folder / _TOKENIZER_CONFIG
+    if config_file.is_file():
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config.pop(_TEMPLATE_KEY, None)
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")

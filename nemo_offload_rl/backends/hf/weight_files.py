@@ -1,0 +1,198 @@
+"""The tensors of a Hugging Face model by name, read slice by slice: no file is held in memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_offload_rl.backends.hf.model_folder import find_weight_files
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.utils.liveness import show_progress
+
+logger = logging.getLogger(__name__)
+
+# Layers of old checkpoints have what the whole model computes now; `transformers` leaves it out as well.
+COMPUTED = r"rotary_emb\.inv_freq$"
+_FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# The square of a larger weight is no float32: norms divide by infinity, and all gradients are 0.
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
+_READ_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError)
+
+
+class WeightFiles:
+    """What the weights of a model folder, or of a hub's model, hold.
+
+    A safetensors file is mapped for one slice and closed again, so that only the slice counts as this process's memory;
+    `held_open` keeps files mapped for several.
+    A `pytorch_model*.bin` stays mapped from its first tensor to the next file's; one of the format before torch 1.6
+    cannot be mapped and is read whole.
+
+    Args:
+        model_name: Folder or hub name.
+        paths: The files, where the reader's library chooses them; None for those that `transformers` would read.
+
+    Attributes:
+        shapes: Shape of each tensor.
+
+    Raises:
+        UserError: There are no weights, a file is damaged, or a tensor is no floating-point one.
+    """
+
+    def __init__(self, model_name: str, paths: Iterable[Path] | None = None) -> None:
+        self._model_name = model_name
+        self._paths: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._held: tuple[ExitStack, dict[Path, Any]] | None = None
+        self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
+        for path in find_weight_files(model_name) if paths is None else paths:
+            for name, (shape, dtype) in self._header(path).items():
+                if dtype not in _FLOATS:
+                    raise UserError(
+                        f"{path} has {name} as {dtype}, which is no floating-point tensor: quantized weights cannot be "
+                        "trained; use the model's 16- or 32-bit weights"
+                    )
+                self._paths[name], self.shapes[name] = path, shape
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A part of a tensor on the CPU, in the file's dtype; it may be a view of the mapped file.
+
+        Args:
+            name: One of `shapes`.
+            offsets: Where the part begins, in each dimension.
+            sizes: Its extent, in each dimension.
+
+        Raises:
+            UserError: The file cannot be read, or the part has a value that no weight can have.
+        """
+        part = self._read(name, offsets, sizes)
+        if (fault := fault_in(part)) is not None:
+            raise UserError(
+                f"The weights of policy.model_name={self._model_name} have {fault} in {name} ({self._paths[name]}); "
+                "the file is damaged, or was saved from a broken run: copy it again, or choose another model"
+            )
+        return part
+
+    def _read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        path = self._paths[name]
+        show_progress()
+        try:
+            if path.suffix == ".bin":
+                return self._bin(path)[name][where]
+            if self._held is not None:
+                stack, files = self._held
+                if path not in files:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                return files[path].get_slice(name)[where]
+            with safe_open(path, framework="pt") as file:
+                return file.get_slice(name)[where]
+        except _READ_ERRORS as error:
+            raise self._unreadable(path, error) from error
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Open each file once for all that is read meanwhile."""
+        with ExitStack() as stack:
+            self._held = stack, {}
+            try:
+                yield
+            finally:
+                self._held = None
+
+    def _header(self, path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes by name; a file that is shorter than it says is found here."""
+        try:
+            if path.suffix == ".bin":
+                return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._bin(path).items()}
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        except _READ_ERRORS as error:
+            raise self._unreadable(path, error) from error
+
+    def _bin(self, path: Path) -> Mapping[str, Tensor]:
+        if self._open_bin is None or self._open_bin[0] != path:
+            self._open_bin = None
+            self._open_bin = path, _load_bin(path)
+        return self._open_bin[1]
+
+    def _unreadable(self, path: Path, error: BaseException) -> UserError:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return UserError(
+            f"The weights of policy.model_name={self._model_name} cannot be read from {path} ({reason}); the file is "
+            "damaged or incomplete: copy it again"
+        )
+
+
+@torch.no_grad()
+def fault_in(weights: Tensor) -> str | None:
+    """The value in a tensor that no weight can have; None where there is none."""
+    if not weights.numel():
+        return None
+    low, high = (float(value) for value in torch.aminmax(weights))  # NaN is both, where there is one
+    if math.isnan(low):
+        return "NaN"
+    largest = max(abs(low), abs(high))
+    return f"{high if largest == abs(high) else low:g}" if largest > LARGEST_WEIGHT else None
+
+
+def _load_bin(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if "mmap can only be used" not in str(error):
+            raise
+    logger.warning(
+        "%s has the format before torch 1.6: every rank reads all of its %.1f GiB into memory; save the model as "
+        "safetensors",
+        path,
+        path.stat().st_size / 2**30,
+    )
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_same_tensors(
+    model_name: str,
+    wanted: Mapping[str, Sequence[int]],
+    found: Mapping[str, Sequence[int]],
+    harmless: Iterable[str] = (),
+) -> None:
+    """Refuse weights whose names or shapes are not those of the model, in either direction.
+
+    Args:
+        model_name: For the message.
+        wanted: Shapes by name that the model has.
+        found: Shapes by name that the files have.
+        harmless: Regular expressions of names that may be in the files only.
+
+    Raises:
+        UserError: With the first difference, and how many there are.
+    """
+    fault = None
+    if missing := sorted(wanted.keys() - found.keys()):
+        fault = f"lack {len(missing)} of the {len(wanted)} tensors that its config asks for, first {missing[0]}"
+    elif unexpected := sorted(
+        name for name in found.keys() - wanted.keys() if not any(re.search(pattern, name) for pattern in harmless)
+    ):
+        fault = f"have {len(unexpected)} tensors that its config does not ask for, first {unexpected[0]}"
+    elif misshapen := sorted(name for name in wanted if tuple(found[name]) != tuple(wanted[name])):
+        name = misshapen[0]
+        fault = (
+            f"have {len(misshapen)} tensors of another shape than its config asks for, first {name}: "
+            f"{tuple(found[name])} instead of {tuple(wanted[name])}"
+        )
+    if fault is not None:
+        raise UserError(
+            f"The weights of {model_name} {fault}; the folder is incomplete or its config.json (with "
+            "policy.hf_config_overrides) is of another model"
+        )

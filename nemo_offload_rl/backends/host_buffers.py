@@ -1,0 +1,171 @@
+"""Host memory that offloaded activations go to: reused across shapes, bounded, pinned to the byte.
+
+A pool that keeps a pinned buffer for every exact shape, as Megatron-core's own does, only grows: reinforcement learning
+brings new shapes with every batch. Here a buffer serves any tensor that it holds, and what was not used lately is
+released above a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.table.errors import ResidencyError
+
+logger = logging.getLogger(__name__)
+
+ROUND_BYTES = 2 << 20  # a huge page, the least that a pinned region takes
+MAX_WASTE = 1.5  # a buffer serves requests down to this fraction of its size
+
+
+@dataclass(eq=False)
+class _Buffer:
+    region: HostRegion
+    num_bytes: int
+    last_pass: int
+
+
+def tokens_of_a_micro_batch(settings: PolicySettings) -> int:
+    """Tokens of a training micro-batch at most, padding included."""
+    multiple = settings.make_sequence_length_divisible_by
+    longest = -(-settings.max_total_sequence_length // multiple) * multiple
+    for batching in (settings.sequence_packing, settings.dynamic_batching):
+        if batching.enabled:
+            return max(batching.train_mb_tokens, longest)
+    return settings.train_micro_batch_size * longest
+
+
+def round_up(num_bytes: int) -> int:
+    """Bytes of the buffer that is made for this many."""
+    return max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
+
+
+def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
+    """What makes host memory for copies from `device`: pinned near a GPU, else ordinary memory."""
+    if device.type != "cuda":
+        return PageableRegion
+    numa_node = numa_node_of_gpu(device.index or 0)
+
+    def new_region(num_bytes: int) -> HostRegion:
+        try:
+            return PinnedRegion(num_bytes, numa_node)
+        except ResidencyError as error:
+            logger.warning("%s Activations go to pageable memory, which does not overlap with compute.", error)
+            return PageableRegion(num_bytes)
+
+    return new_region
+
+
+class HostBufferPool:
+    """Host tensors of any shape; has the methods of megatron-core's `OffloadTensorPool` (0.19.2).
+
+    Args:
+        limit_bytes: What is kept between passes, and what is reached only where no free buffer is large enough. A
+            pass that needs more at once takes more, with one warning.
+        new_region: Makes host memory of a size.
+        synchronize: Waits for copies under way; called before memory is released, since Megatron calls `free` when
+            a copy back has been started, not when it has finished.
+    """
+
+    def __init__(
+        self, limit_bytes: int, new_region: Callable[[int], HostRegion], synchronize: Callable[[], None]
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._new_region = new_region
+        self._synchronize = synchronize
+        self._free: list[_Buffer] = []  # sorted by size
+        self._in_use: dict[int, _Buffer] = {}  # by address
+        self._pass = 0
+        self._has_warned = False
+        self.total_bytes = 0
+        self.num_regions_made = 0
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A host tensor with arbitrary contents."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._take_free(num_bytes) or self._make(num_bytes)
+        buffer.last_pass = self._pass
+        tensor = buffer.region.buffer[:num_bytes].view(dtype).view(tuple(shape))
+        self._in_use[tensor.data_ptr()] = buffer
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Take a tensor of `allocate` back.
+
+        Raises:
+            ResidencyError: It is not in use.
+        """
+        buffer = self._in_use.pop(tensor.data_ptr(), None)
+        if buffer is None:
+            raise ResidencyError("an activation's host buffer was freed twice or belongs to another pool")
+        insort(self._free, buffer, key=_size)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `allocate` stays within the limit."""
+        in_use_bytes = self.total_bytes - sum(buffer.num_bytes for buffer in self._free)
+        is_free = bool(self._free) and self._free[-1].num_bytes >= num_bytes
+        return is_free or in_use_bytes + round_up(num_bytes) <= self.limit_bytes
+
+    def close_free(self) -> None:
+        """Release what is not in use."""
+        self._release_down_to(0)
+
+    def reset(self) -> None:
+        """A pass has ended: every buffer is free, and those above the limit are released."""
+        for buffer in self._in_use.values():
+            insort(self._free, buffer, key=_size)
+        self._in_use.clear()
+        self._pass += 1
+        self._release_down_to(self.limit_bytes)
+
+    def clear(self) -> None:
+        """Release everything."""
+        self.reset()
+        self._release_down_to(0)
+
+    def _take_free(self, num_bytes: int) -> _Buffer | None:
+        index = bisect_left(self._free, num_bytes, key=_size)
+        if index == len(self._free):
+            return None
+        fits = self._free[index].num_bytes <= max(MAX_WASTE * num_bytes, ROUND_BYTES)
+        # Better far too large than made anew in every pass.
+        is_full = self.total_bytes + round_up(num_bytes) > self.limit_bytes
+        return self._free.pop(index) if fits or is_full else None
+
+    def _make(self, num_bytes: int) -> _Buffer:
+        num_bytes = round_up(num_bytes)
+        self._release_down_to(self.limit_bytes - num_bytes)
+        self.total_bytes += num_bytes
+        self.num_regions_made += 1
+        if self.total_bytes > self.limit_bytes and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Offloaded activations need more than %.2f GiB of host memory at once: the least of "
+                "policy.megatron_cfg.activation_offload_host_limit_gib, which may be raised, and of what tokens and "
+                "layers were expected to need. Buffers above it are made anew in every pass.",
+                self.limit_bytes / 2**30,
+            )
+        return _Buffer(self._new_region(num_bytes), num_bytes, self._pass)
+
+    def _release_down_to(self, target_bytes: int) -> None:
+        """Close free buffers, the longest unused first, until the rest is within `target_bytes`."""
+        if self.total_bytes <= target_bytes or not self._free:
+            return
+        self._synchronize()
+        for buffer in sorted(self._free, key=lambda buffer: buffer.last_pass):
+            if self.total_bytes <= target_bytes:
+                break
+            self._free.remove(buffer)
+            self.total_bytes -= buffer.num_bytes
+            buffer.region.close()
+
+
+def _size(buffer: _Buffer) -> int:
+    return buffer.num_bytes

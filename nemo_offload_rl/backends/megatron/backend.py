@@ -1,0 +1,309 @@
+"""The Megatron backend: one rank's part of a Megatron-core model, its optimizer and its schedule.
+
+Parameters have the type of `policy.precision`; with bfloat16, fp32 masters are the optimizer's. Gradients of the global
+batch are in Megatron's flat buffers from `forward_backward` to `optim_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerLayer
+from torch import Tensor
+
+from nemo_offload_rl.backends.hf.export import export_hf_folder
+from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.megatron import expert_weights, optim, parallel, state
+from nemo_offload_rl.backends.megatron.activation_offload import (
+    ActivationOffloading,
+    check_modules,
+    check_transformer_engine,
+    host_bytes_at_most,
+)
+from nemo_offload_rl.backends.megatron.checkpoint import MegatronState
+from nemo_offload_rl.backends.megatron.folder_match import check_shapes
+from nemo_offload_rl.backends.megatron.model import build_model
+from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
+from nemo_offload_rl.backends.megatron.passes import Passes
+from nemo_offload_rl.backends.megatron.streaming import StreamedStates
+from nemo_offload_rl.backends.megatron.upstream import caches
+from nemo_offload_rl.backends.megatron.upstream.affinity import bind_to_numa_node_of
+from nemo_offload_rl.backends.megatron.upstream.fp8_scales import keeps_scales
+from nemo_offload_rl.backends.ranks import Totals, join_process_group, max_over_ranks, sum_over_ranks
+from nemo_offload_rl.backends.saving import dcp
+from nemo_offload_rl.backends.scoring.readers import ReadScores
+from nemo_offload_rl.data.batch import LossNorm, TokenBatch, TrainBatch
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo, StepResult, WeightSpec
+from nemo_offload_rl.protocols.loss import LossFn
+from nemo_offload_rl.protocols.saving import StagedSave, StateReader
+from nemo_offload_rl.protocols.scoring import TeacherHead
+from nemo_offload_rl.protocols.vocab import VocabShard
+from nemo_offload_rl.residency import OPTIMIZER, OPTIMIZER_PART, PassingParts, StateGroup, unique_storages
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """See `PolicyBackend`.
+
+    Args:
+        settings: The policy's settings.
+        cfg: `settings.backend`.
+        process: This rank; the process group and Megatron's are joined, or made, here. Those that were made end with an
+            error here too.
+    """
+
+    def __init__(self, settings: PolicySettings, cfg: MegatronConfig, process: ProcessInfo) -> None:
+        check_model_folder(settings.model_name)
+        self._settings = settings
+        self._cfg = cfg
+        self._device = torch.device(process.device)
+        if cfg.fine_grained_activation_offloading:
+            check_transformer_engine()
+        bind_to_numa_node_of(self._device)
+        with ExitStack() as made:
+            join_process_group(process, made)
+            if parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size):
+                made.callback(parallel.leave_model_parallel)
+            self._build(process)
+            self._made = made.pop_all()
+
+    def _build(self, process: ProcessInfo) -> None:
+        """Everything that needs the process groups."""
+        settings, cfg = self._settings, self._cfg
+        self._rank_info = parallel.rank_info(process)
+        parallel.seed_everything(settings.seed)
+        self._model = build_model(settings, cfg)
+        self._chunks = self._model.chunks
+        self._optimizer = optim.build_optimizer(settings, cfg.optimizer, self._chunks)
+        self._scheduler = optim.build_scheduler(cfg.scheduler, cfg.optimizer, self._optimizer)
+        spec = optimizer_spec(cfg.optimizer)
+        sizes = state.state_bytes(self._chunks, self._optimizer, spec)
+        self._streamed = StreamedStates(self._optimizer, cfg.optimizer, spec, sizes)
+        self._model.config.grad_scale_func = self._optimizer.scale_loss
+        num_layers = sum(isinstance(module, TransformerLayer) for chunk in self._chunks for module in chunk.modules())
+        self._most_activation_bytes = host_bytes_at_most(self._model.config, num_layers, settings, cfg)
+        self._activations = ActivationOffloading([self._model.config], self._most_activation_bytes, self._device)
+        if self._activations.is_enabled:
+            check_modules(self._chunks, cfg.offload_modules or ())
+        self._weight_specs: list[WeightSpec] | None = None
+        self._conversions: expert_weights.Conversions | None = None
+        self._passes = Passes(self._model, settings, cfg, self._activations, self._device)
+        check_shapes(self._model.folder, self.weight_specs(), self._model.hf_config.model_type)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        return self._rank_info
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are while they are not offloaded."""
+        return self._device
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """`params` (buffers included), `grads`, `optimizer` and its streamed parts.
+
+        With adapters `params` are the adapters, and `base` has the model's own parameters and the buffers.
+        """
+        return (
+            *state.weight_groups(self._chunks, has_adapters=self._cfg.peft.enabled),
+            state.MegatronGrads(self._chunks),
+            *self._streamed.groups(),
+        )
+
+    def activation_host_bytes(self) -> int:
+        """What the buffers of offloaded activations can take."""
+        return self._most_activation_bytes if self._activations.is_enabled else 0
+
+    def expected_bytes(self) -> dict[str, int]:
+        """Sizes of the groups that the host may hold."""
+        sizes = state.weight_bytes(self._chunks, has_adapters=self._cfg.peft.enabled)
+        sizes[OPTIMIZER] = self._streamed.rest_bytes
+        if self._streamed.streamed_bytes:
+            sizes[OPTIMIZER_PART] = self._streamed.streamed_bytes
+        return sizes
+
+    # -- compute ---------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        norm: LossNorm,
+        before_micro_batch: Callable[[int], None],
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
+        return self._reduce(self._passes.train(micro_batches, loss_fn, norm, before_micro_batch))
+
+    def evaluate(
+        self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics without gradients, dropout off."""
+        return self._reduce(self._passes.evaluate(micro_batches, loss_fn, norm))
+
+    def _reduce(self, results: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> tuple[float, dict[str, float]]:
+        reduced = None
+        if parallel.is_last_stage():
+            totals = Totals(self._device)
+            for loss, metrics in results:
+                totals.add(loss, metrics)
+            reduced = totals.reduce(parallel.data_parallel_group())
+        found = parallel.from_last_stage(reduced)
+        assert found is not None
+        return found
+
+    def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
+        """[B, S] float32 logprobs on the CPU for each micro-batch, dropout off."""
+        read = self._passes.read(micro_batches, ReadScores(only_whole=whole))
+        return [found[0] for found in parallel.from_last_stage(read)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on all ranks."""
+        return self._model.hf_config.vocab_size
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """This rank's columns of the logits."""
+        return self._passes.shard
+
+    def use_teacher_head(self, head: TeacherHead) -> None:
+        """See `PolicyBackend`."""
+        self._passes.teacher_head = head
+
+    def use_parts(self, passing: PassingParts) -> None:
+        """Never called: parameters are a few buffers of all layers."""
+
+    def drop_grads(self) -> None:
+        """Zero the gradient buffers and forget what a pass that raised left behind."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._model.biases.forget()
+
+    def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
+        """Clip, update and zero the gradients; skipped if their norm is not finite."""
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        with self._streamed.streaming(iter(streamed)):
+            is_updated, _, _ = self._optimizer.step()
+        if is_updated:
+            self._model.biases.update()
+        self.drop_grads()
+        if self._cfg.distributed_data_parallel_config.overlap_param_gather:
+            # Parameters are whole between calls: they may leave, be sent or be saved next.
+            with torch.no_grad():
+                for chunk in self._chunks:
+                    chunk.start_param_sync(force_sync=True)
+        if self._cfg.empty_unused_memory_level >= 1 and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return StepResult(
+            self._optimizer.grad_norm,
+            learning_rate,
+            is_skipped=not is_updated,
+            lowers_loss_scale=self._optimizer.lowers_loss_scale,
+        )
+
+    def advance_schedule(self) -> None:
+        """One tick of `policy.megatron_cfg.scheduler`."""
+        self._scheduler.step(1)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data-parallel ranks."""
+        return sum_over_ranks(values, parallel.data_parallel_group(), self._device)
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest value over the data-parallel ranks."""
+        return max_over_ranks(value, parallel.data_parallel_group(), self._device)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def clear_caches(self) -> None:
+        """See `PolicyBackend`."""
+        if self._cfg.clear_memory_caches_before_refit:
+            caches.clear_memory_caches(self._chunks)
+        if self._cfg.fp8_cfg.force_clear_fp8_caches:
+            caches.clear_fp8_caches(self._chunks)
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields; the first call goes through it, since only the conversion knows the shapes."""
+        if self._weight_specs is None:
+            self._weight_specs = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in self.named_weights()]
+        return self._weight_specs
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, one at a time; tied tensors once, experts of a layer stacked; a collective over all ranks.
+
+        Adapters are merged into the weights that they belong to.
+        """
+        chunks = list(self._chunks)
+        # Which parameter becomes which tensors. Looking for it again in each refit takes as long as all the rest.
+        if self._conversions is None:
+            self._conversions = expert_weights.Conversions(self._model.bridge.get_conversion_tasks(chunks))
+        has_adapters = self._cfg.peft.enabled  # without them the bridge would list all parameters to find none
+
+        def export(tasks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._model.bridge.export_hf_weights(
+                chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=has_adapters
+            ):
+                yield name, tensor.detach()
+
+        num_experts = self._model.config.num_moe_experts or 0
+        yield from expert_weights.exported(chunks, self._conversions, num_experts, export)
+
+    def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
+        """Begin to save model, optimizer, scheduler and RNG."""
+        return dcp.stage_save(folder, self._training_state(), reader)
+
+    def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
+        """Read what `stage_save` wrote."""
+        training_state = self._training_state()
+        training_state.check_layout(path)
+        dcp.load_state(path, training_state, streamed)
+
+    def _training_state(self) -> MegatronState:
+        return MegatronState(
+            self._model,
+            self._optimizer,
+            self._streamed,
+            self._scheduler,
+            self._device,
+            with_frozen=not self._cfg.peft.enabled,
+            with_scales=keeps_scales(self._cfg.fp8_cfg),
+        )
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load."""
+        export_hf_folder(path, self.named_weights(), self._model.hf_config, self._settings)
+
+    def _release_device_memory(self) -> None:
+        """Of the state, whatever still holds its tensors: Megatron's hooks refer to each other in circles."""
+        if self._device.type != "cuda":
+            return
+        torch.cuda.synchronize(self._device)
+        for group in self.state_groups():
+            for record in unique_storages(group.tensors()).values():
+                if record.storage.device.type == "cuda":
+                    record.storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Give memory back and leave the process groups, if this backend made them."""
+        self._activations.close()
+        caches.clear_memory_caches(self._chunks)
+        caches.clear_fp8_caches(self._chunks)
+        self._release_device_memory()
+        # The optimizer has slices of the parameters, whose autograd nodes have hooks that know the model: a circle that
+        # Python cannot see through, so that all of it would stay.
+        self._model.config.grad_scale_func = None
+        self._conversions = None
+        self._made.close()

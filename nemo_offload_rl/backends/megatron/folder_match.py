@@ -1,0 +1,209 @@
+"""That a model takes over its folder whole: every tensor of the folder has a place in it, and it needs no other.
+
+Megatron-Bridge 0.6.2 warns of a tensor that it cannot find, leaves the parameter as memory happened to be, and says
+nothing of tensors that it does not ask for.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_offload_rl.backends.hf.hub_names import HubNames
+from nemo_offload_rl.backends.hf.weight_files import COMPUTED, WeightFiles, fault_in
+from nemo_offload_rl.backends.megatron import parallel
+from nemo_offload_rl.errors import UserError
+from nemo_offload_rl.protocols.backend import WeightSpec
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 8192  # of an embedding that are compared at a time
+
+
+class ModelFolder:
+    """Names and shapes of the tensors in a model's safetensors files, from their headers.
+
+    Args:
+        source: Megatron-Bridge's view of the files, which it chooses in its own order.
+        model_name: `policy.model_name`.
+        tied: Names of the output layer's weight and of the embeddings', where the config ties them; else None.
+        left_out: Layers whose tensors are as if they were not there, those of `mtp.` beside them.
+        other: Section of another backend that trains models like this one; None if there is none.
+
+    Raises:
+        UserError: The files cannot be read, or there are none.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        model_name: str,
+        tied: tuple[str, str] | None,
+        left_out: range = range(0),
+        other: str | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.or_other = "" if other is None else f", or use {other}"
+        paths = sorted({Path(source.path) / file for file in source.key_to_filename_map.values()})
+        if not paths:
+            raise UserError(
+                f"policy.model_name={model_name} has no safetensors files, which are all that the Megatron backend "
+                f"reads; save the model anew with save_pretrained{self.or_other}."
+            )
+        self._files = WeightFiles(model_name, paths)
+        places = ("mtp.", *(f"model.layers.{layer}." for layer in left_out))
+        if any(name.startswith(places) for name in self._files.shapes):
+            logger.warning(
+                "policy.model_name=%s: its layers for multi-token prediction are not trained, and exports lack them",
+                model_name,
+            )
+        self.shapes = {
+            name: shape
+            for name, shape in self._files.shapes.items()
+            if not re.search(COMPUTED, name) and not name.startswith(places)
+        }
+        self._tied = tied
+
+    def tied_copies(self) -> set[str]:
+        """The output layer's name where the files have it beside the embeddings that it is.
+
+        Raises:
+            UserError: The two differ.
+        """
+        if self._tied is None or self._tied[0] not in self.shapes:
+            return set()
+        output, embedding = self._tied
+        if embedding in self.shapes and not self._are_equal(output, embedding):
+            raise UserError(
+                f"policy.model_name={self.model_name} has tie_word_embeddings true, but its {output} differs from its "
+                f"{embedding}; set +policy.hf_config_overrides.tie_word_embeddings=false to train both, or remove one."
+            )
+        return {output}
+
+    def _are_equal(self, left: str, right: str) -> bool:
+        if self.shapes[left] != self.shapes[right]:
+            return False
+        num_rows, width = self.shapes[left]
+        parts = ((start, min(_ROWS, num_rows - start)) for start in range(0, num_rows, _ROWS))
+        return all(
+            torch.equal(*(self._files.read(name, (start, 0), (rows, width)) for name in (left, right)))
+            for start, rows in parts
+        )
+
+    def refuse_values(self, name: str) -> None:
+        """Read a tensor whole, which refuses a value that no weight can have.
+
+        Raises:
+            UserError: The tensor has one; the message has its name and its file.
+        """
+        shape = self._files.shapes[name]
+        self._files.read(name, (0,) * len(shape), shape)
+
+
+def check_values(folder: ModelFolder, tasks: Sequence[Any]) -> None:
+    """Refuse weights that no weight can be; every rank calls it, after weights were loaded.
+
+    Parameters are looked at where they are. Only the tensors of one with a fault are read from the folder again.
+
+    Args:
+        folder: The folder.
+        tasks: As for `check_names`.
+
+    Raises:
+        UserError: On every rank, with tensor and file.
+    """
+    problem = None
+    try:
+        for task in tasks:
+            if task is not None and task.param_weight is not None:
+                _check_value(folder, task)
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    told = next((text for text in problems if text is not None), None)
+    if told is not None:
+        raise UserError(told)
+
+
+def _check_value(folder: ModelFolder, task: Any) -> None:
+    fault = fault_in(task.param_weight.detach())
+    if fault is None:
+        return
+    for name in _names(task.mapping.hf_param):
+        if name in folder.shapes:
+            folder.refuse_values(name)
+    raise UserError(
+        f"The weights of policy.model_name={folder.model_name} become {fault} in {task.param_name} as "
+        f"{task.param_weight.dtype}, which has no room for their values; use policy.precision=bfloat16"
+    )
+
+
+def check_names(folder: ModelFolder, tasks: Sequence[Any]) -> None:
+    """Refuse a folder that lacks a tensor of the model or has one more; every rank calls it, before weights are loaded.
+
+    Args:
+        folder: The folder.
+        tasks: Megatron-Bridge's conversions of this rank, None for a parameter that it has no name for.
+
+    Raises:
+        UserError: With the first name that differs and their number.
+    """
+    mine = {name for task in tasks if task is not None for name in _names(task.mapping.hf_param)}
+    group = parallel.expert_parallel_group()
+    everyones: list[set[str]] = [mine] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    wanted = folder.tied_copies().union(*everyones)
+    _refuse_difference(folder, wanted)
+    if None in tasks:
+        raise UserError(
+            f"policy.model_name={folder.model_name} makes {tasks.count(None)} parameters that Megatron-Bridge does not "
+            f"know in a Hugging Face folder; use another model{folder.or_other}."
+        )
+
+
+def check_shapes(folder: ModelFolder, exported: Iterable[WeightSpec], model_type: str) -> None:
+    """Refuse a model whose export differs from its folder in a name or a shape.
+
+    Args:
+        folder: The folder.
+        exported: What the model exports, experts stacked or not.
+        model_type: As config.json has it.
+
+    Raises:
+        UserError: With the first tensor that differs.
+    """
+    hub = HubNames(model_type)
+    pieces = (piece for spec in exported for piece in hub.pieces(spec.name, spec.shape))
+    shapes = {piece.name: piece.shape for piece in pieces if not re.search(COMPUTED, piece.name)}
+    _refuse_difference(folder, shapes.keys())
+    for name, shape in folder.shapes.items():
+        if shapes[name] != shape:
+            raise UserError(
+                f"policy.model_name={folder.model_name} has {name} with the shape {list(shape)}, and its config.json "
+                f"makes one of {list(shapes[name])}; repair config.json or policy.hf_config_overrides."
+            )
+
+
+def _refuse_difference(folder: ModelFolder, wanted: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(wanted) - folder.shapes.keys()), sorted(folder.shapes.keys() - set(wanted))
+    if missing:
+        raise UserError(
+            f"policy.model_name={folder.model_name} lacks {missing[0]}, as {len(missing)} tensors that its config.json "
+            "asks for; complete the folder, or repair config.json."
+        )
+    if unexpected:
+        raise UserError(
+            f"policy.model_name={folder.model_name} has {unexpected[0]}, as {len(unexpected)} tensors that the "
+            f"Megatron backend has no place for and would leave out; repair config.json{folder.or_other}."
+        )
+
+
+def _names(hf_param: str | Mapping[str, str]) -> Iterable[str]:
+    return [hf_param] if isinstance(hf_param, str) else hf_param.values()

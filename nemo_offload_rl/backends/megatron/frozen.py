@@ -1,0 +1,105 @@
+"""A teacher on the Megatron backend: a model that is only read, spread over the ranks as the policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.backends.hf.model_folder import check_model_folder
+from nemo_offload_rl.backends.megatron import parallel
+from nemo_offload_rl.backends.megatron.activation_offload import ActivationOffloading
+from nemo_offload_rl.backends.megatron.folder_match import check_shapes
+from nemo_offload_rl.backends.megatron.model import build_model
+from nemo_offload_rl.backends.megatron.passes import Passes
+from nemo_offload_rl.backends.ranks import max_over_ranks
+from nemo_offload_rl.backends.scoring.divergence import TopK
+from nemo_offload_rl.backends.scoring.readers import HiddenStates, ReadTopK
+from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo, WeightSpec
+from nemo_offload_rl.protocols.scoring import Reader
+from nemo_offload_rl.residency import TEACHER, StateGroup, TensorGroup
+
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class FrozenMegatron:
+    """See `FrozenModel`.
+
+    Args:
+        settings: The teacher in a policy's terms.
+        cfg: `settings.backend`; its parallel sizes are the policy's, whose process groups it uses.
+        process: This rank.
+    """
+
+    def __init__(self, settings: PolicySettings, cfg: MegatronConfig, process: ProcessInfo) -> None:
+        check_model_folder(settings.model_name)
+        self._dtype = COMPUTE_DTYPES[settings.precision]
+        self._device = torch.device(process.device)
+        parallel.join_model_parallel(cfg, cfg.model_parallel, process.world_size)
+        self._rank_info = parallel.rank_info(process)
+        self._temperature = settings.logprob_temperature
+        self._model = build_model(settings, cfg, is_frozen=True)
+        for chunk in self._model.chunks:
+            chunk.requires_grad_(False)
+        activations = ActivationOffloading([self._model.config], 0, self._device)
+        self._passes = Passes(self._model, settings, cfg, activations, self._device)
+        specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._named_weights()]
+        check_shapes(self._model.folder, specs, self._model.hf_config.model_type)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this process stands."""
+        return self._rank_info
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return self._temperature
+
+    @property
+    def softcap(self) -> float | None:
+        """See `FrozenModel`."""
+        return None
+
+    def state_groups(self) -> Sequence[StateGroup]:
+        """Parameters and buffers."""
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for index, chunk in enumerate(self._model.chunks):
+                for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
+                    yield f"chunk{index}/{name}", tensor
+
+        return (TensorGroup(TEACHER, tensors),)
+
+    def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
+        """See `FrozenModel`."""
+        kind = TopK if isinstance(reader, ReadTopK) else HiddenStates
+        return [kind(*found) for found in parallel.from_last_stage(self._passes.read(micro_batches, reader))]
+
+    def use_stream(self, streamed_layers: Callable[[], Iterator[str]]) -> None:
+        """Not used: its layers are one group with all the rest."""
+
+    def output_rows(self, first: int, count: int) -> Tensor:
+        """See `FrozenModel`."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._named_weights():
+            if name in (_OUTPUT, _EMBEDDING):  # the second where it is both
+                found[name] = tensor[first : first + count].to(self._dtype, copy=True)
+        return found[_OUTPUT] if _OUTPUT in found else found[_EMBEDDING]
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        chunks = list(self._model.chunks)
+        yield from self._model.bridge.export_hf_weights(chunks, cpu=False, show_progress=False)
+
+    def all_reduce_max(self, value: int) -> int:
+        """See `FrozenModel`."""
+        return max_over_ranks(value, parallel.data_parallel_group(), self._device)
+
+    def close(self) -> None:
+        """Nothing: process groups and caches are the policy's."""

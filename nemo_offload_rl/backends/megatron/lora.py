@@ -1,0 +1,95 @@
+"""Low-rank adapters (arXiv 2106.09685) by Megatron-Bridge: they alone get gradients and optimizer states.
+
+Adapters are put in before the data-parallel wrapper makes its buffers, which then have the adapters only. What is
+frozen becomes the state group `base`. The bridge merges adapters in float32 as it exports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_lora
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.megatron import MEGATRON_ADAPTED_LAYERS, MegatronConfig, MegatronLoraConfig
+
+_KEY = "policy.megatron_cfg.peft"
+
+
+def check_adapters(provider: Any, cfg: MegatronConfig) -> None:
+    """Refuse models and layouts whose adapters are not available.
+
+    Raises:
+        ConfigError: Names what stands against it.
+    """
+    split = {
+        "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        "context_parallel_size": cfg.context_parallel_size,
+    }
+    for name, size in split.items():
+        if size != 1:
+            raise ConfigError(
+                f"{_KEY}.enabled is true, but adapters of a split model are not available; set {name} to 1."
+            )
+    if provider.num_moe_experts:
+        raise ConfigError(
+            f"{_KEY}.enabled is true, but adapters of mixture-of-experts models are not available; set it to false."
+        )
+
+
+def add_adapters(chunks: list[nn.Module], settings: MegatronLoraConfig, seed: int, recomputes: bool) -> list[nn.Module]:
+    """Put adapters beside linear layers, in place, and freeze everything else.
+
+    Args:
+        chunks: The model with its weights, before it is wrapped.
+        settings: `enabled` is true.
+        seed: Of the adapters' first values, the same on data-parallel ranks.
+        recomputes: Activations are recomputed in the backward pass.
+
+    Returns:
+        The same chunks.
+
+    Raises:
+        ConfigError: No layer has one of the names asked for.
+    """
+    targets = list(settings.target_modules) or [
+        name for name in MEGATRON_ADAPTED_LAYERS if name not in settings.exclude_modules
+    ]
+    adapt = import_lora()(
+        target_modules=targets,
+        dim=settings.dim,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        dropout_position=settings.dropout_position,
+        lora_A_init_method=settings.lora_A_init_method,
+        lora_B_init_method=settings.lora_B_init_method,
+    )
+    # On the GPU values come from Megatron's own random state, which data-parallel ranks have in common.
+    random_state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        adapt(chunks)
+    finally:
+        torch.default_generator.set_state(random_state)
+    if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
+        raise ConfigError(
+            f"{_KEY}.target_modules fits no layer of the model ({', '.join(targets)}); name some of "
+            f"{', '.join(MEGATRON_ADAPTED_LAYERS)}, or leave it empty for all of them"
+        )
+    if recomputes:
+        for chunk in chunks:
+            _require_input_gradients(chunk)
+    return chunks
+
+
+def _require_input_gradients(chunk: Any) -> None:
+    """Megatron goes back through a recomputed block only if its input requires a gradient: frozen embeddings do not."""
+
+    def mark(_module: nn.Module, _inputs: Any, embedded: Tensor) -> None:
+        if torch.is_grad_enabled():
+            embedded.requires_grad_()
+
+    chunk.embedding.register_forward_hook(mark)

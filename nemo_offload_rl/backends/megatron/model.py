@@ -1,0 +1,312 @@
+"""From a Hugging Face folder to Megatron model chunks wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from nemo_offload_rl.backends.alternatives import advice, other_backend
+from nemo_offload_rl.backends.hf.export import load_config
+from nemo_offload_rl.backends.megatron.folder_match import ModelFolder, check_names, check_values
+from nemo_offload_rl.backends.megatron.lora import add_adapters, check_adapters
+from nemo_offload_rl.backends.megatron.supported import unsplit_layers, unsupported
+from nemo_offload_rl.backends.megatron.upstream.balancing import (
+    ExpertBiases,
+    adds_router_loss,
+    weigh_losses_by_real_tokens,
+)
+from nemo_offload_rl.backends.megatron.upstream.bridge_import import import_auto_bridge
+from nemo_offload_rl.backends.megatron.upstream.buffer_room import wrapped_for_16_bits
+from nemo_offload_rl.backends.megatron.upstream.grouped_products import use_grouped_products
+from nemo_offload_rl.backends.megatron.upstream.local_layers import (
+    PROVIDER_FIELDS,
+    let_experts_add_biases,
+    local_block,
+)
+from nemo_offload_rl.backends.megatron.upstream.mappings import complete_bridge
+from nemo_offload_rl.backends.megatron.upstream.packed_attention import check_packed_attention
+from nemo_offload_rl.backends.megatron.upstream.provider import complete_provider
+from nemo_offload_rl.backends.megatron.upstream.rope import (
+    check_fusion,
+    provider_fields,
+    rotation_of,
+    set_rotation,
+    without_scaling,
+)
+from nemo_offload_rl.errors import ConfigError, UserError
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.models.families import MEGATRON
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+
+logger = logging.getLogger(__name__)
+
+# Those that Megatron-core has a kernel of with a bias; Gemma's and Nemotron's have none.
+_FUSED_ACTIVATIONS = (F.gelu, F.silu, quick_gelu)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and what converts it to Hugging Face's names.
+
+    Attributes:
+        chunks: Megatron's data-parallel wrappers, one for each virtual pipeline stage (one in all here); without these
+            wrappers where nothing is trained.
+        bridge: Megatron-Bridge's `AutoBridge`.
+        hf_config: The Hugging Face config, overrides included.
+        config: Megatron's transformer config.
+        folder: Where the weights came from.
+        biases: Those of its experts.
+    """
+
+    chunks: Sequence[Any]
+    bridge: Any
+    hf_config: Any
+    config: Any
+    folder: ModelFolder
+    biases: ExpertBiases
+
+
+def build_model(settings: PolicySettings, cfg: MegatronConfig, *, is_frozen: bool = False) -> BuiltModel:
+    """Load the weights of `policy.model_name` into a Megatron model; every rank calls it.
+
+    With `is_frozen` nothing is trained: there is no wrapper for data parallelism, which would have gradients.
+
+    Raises:
+        UserError: The folder's config or weights cannot be used, or adapters cannot be put into the model.
+        ConfigError: The model is of a kind that is not converted, or there is no attention for its packs.
+    """
+    auto_bridge = complete_bridge(import_auto_bridge())
+    hf_config = load_config(settings.model_name, settings.hf_config_overrides)
+    _check_config(settings.model_name, hf_config, cfg)
+    if not is_frozen:
+        check_packed_attention(hf_config.num_attention_heads, settings, cfg)
+    rotation = rotation_of(hf_config)
+    check_fusion(hf_config, rotation, is_fused=cfg.apply_rope_fusion and cfg.transformer_impl != "local")
+    try:
+        bridge = auto_bridge.from_hf_pretrained(settings.model_name)
+        bridge.hf_pretrained.config = without_scaling(hf_config)
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except ValueError as error:
+        raise UserError(
+            f"Megatron-Bridge does not know the model of policy.model_name={settings.model_name}: {error}"
+        ) from error
+    bridge.hf_pretrained.config = hf_config
+    folder = ModelFolder(
+        bridge.hf_pretrained.state.source,
+        settings.model_name,
+        _tied_names(hf_config),
+        _predicting_layers(hf_config),
+        other_backend(hf_config.to_dict(), MEGATRON),
+    )
+    _configure(provider, settings, cfg)
+    complete_provider(provider, hf_config)
+    for name, value in provider_fields(rotation).items():
+        setattr(provider, name, value)
+    provider.perform_initialization = False  # every parameter is read from the folder
+    provider.register_pre_wrap_hook(partial(_load_weights, bridge=bridge, folder=folder))
+    if cfg.transformer_impl == "local":
+        provider.register_pre_wrap_hook(let_experts_add_biases)
+    if cfg.freeze_moe_router:
+        provider.register_pre_wrap_hook(_freeze_routers)
+    if cfg.peft.enabled:
+        check_adapters(provider, cfg)
+        # After the hook that loads the weights, which knows nothing of adapters.
+        provider.register_pre_wrap_hook(
+            partial(add_adapters, settings=cfg.peft, seed=settings.seed, recomputes=cfg.activation_checkpointing)
+        )
+    provider.finalize()
+    with warnings.catch_warnings():
+        # It points to a builder that 0.6.2's conversions do not use yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        chunks = provider.provide_distributed_model(
+            ddp_config=None if is_frozen else _ddp_config(cfg),
+            wrap_with_ddp=not is_frozen,
+            data_parallel_random_init=False,
+            mixed_precision_wrapper=_wrapper_for_16_bits(cfg, is_frozen=is_frozen),
+        )
+    if not is_frozen:
+        hook_in_this_stream(chunks)
+    set_rotation(chunks, rotation)
+    if cfg.transformer_impl != "local" and not cfg.fp8_cfg.enabled:
+        use_grouped_products(chunks)
+    config = chunks[0].config
+    biases = ExpertBiases(chunks, 0.0 if is_frozen else cfg.moe_router_bias_update_rate)
+    if adds_router_loss(cfg):
+        weigh_losses_by_real_tokens(chunks)
+    if not is_frozen:
+        config.no_sync_func = chunks[0].no_sync
+        config.finalize_model_grads_func = partial(_finalize_gradients, biases)
+    return BuiltModel(chunks, bridge, hf_config, config, folder, biases)
+
+
+def hook_in_this_stream(chunks: Sequence[Any]) -> None:
+    """Let the autograd nodes that add up gradients belong to the present stream, in which passes run.
+
+    Megatron-Bridge wraps a model in a stream of its own, for CUDA graphs. A node belongs to the stream in which it was
+    made, so that each parameter's gradient would cross to the other stream by an event. Call it before anything else
+    holds the nodes, such as an optimizer's views of the parameters.
+    """
+    for chunk in chunks:
+        chunk.grad_accs.clear()  # nodes live as long as they are held, and their hooks with them
+        for parameter in chunk.module.parameters():
+            if parameter.requires_grad:
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                node.register_hook(chunk._make_backward_post_hook(parameter))
+                chunk.grad_accs.append(node)
+
+
+def _check_config(model_name: str, hf_config: Any, cfg: MegatronConfig) -> None:
+    """What rules say of a folder before Ray starts, for models of a hub too."""
+    if (reason := unsupported(hf_config.to_dict())) is not None:
+        raise ConfigError(f"{model_name} has {reason}; {advice(hf_config.to_dict(), MEGATRON)}")
+    is_local = cfg.transformer_impl == "local"
+    if (reason := unsplit_layers(hf_config.to_dict(), cfg.tensor_model_parallel_size, is_local=is_local)) is not None:
+        raise ConfigError(f"policy.megatron_cfg.{reason}.")
+
+
+def _predicting_layers(hf_config: Any) -> range:
+    """Layers behind the model's own that predict further tokens: the engine does not use them, nor are they trained."""
+    first = hf_config.num_hidden_layers
+    return range(first, first + (getattr(hf_config, "num_nextn_predict_layers", None) or 0))
+
+
+def _tied_names(hf_config: Any) -> tuple[str, str] | None:
+    """Names of the output layer's weight and of the embeddings', if the model has them as one."""
+    if not hf_config.tie_word_embeddings:
+        return None
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    ((output, embedding),) = model_class._tied_weights_keys.items()
+    return output, embedding
+
+
+def _load_weights(chunks: list[nn.Module], bridge: Any, folder: ModelFolder) -> list[nn.Module]:
+    tasks = bridge.get_conversion_tasks(chunks)
+    check_names(folder, tasks)
+    try:
+        loaded = bridge.load_hf_weights(chunks)
+    except (ValueError, RuntimeError) as error:
+        # torch's own words where heads are cut before shapes are compared; other RuntimeErrors are of devices.
+        if isinstance(error, RuntimeError) and "is invalid for input of size" not in str(error):
+            raise
+        raise UserError(
+            f"policy.model_name={folder.model_name} has weights of other shapes than its config.json says "
+            f"({' '.join(str(error).split())}); repair config.json or policy.hf_config_overrides."
+        ) from error
+    check_values(folder, tasks)
+    return loaded
+
+
+def _configure(provider: Any, settings: PolicySettings, cfg: MegatronConfig) -> None:
+    """Set the provider's fields, which are those of Megatron's `TransformerConfig`."""
+    dtype = COMPUTE_DTYPES[settings.precision]
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": cfg.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": cfg.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": cfg.context_parallel_size,
+        "expert_model_parallel_size": cfg.expert_model_parallel_size,
+        "expert_tensor_parallel_size": cfg.expert_tensor_parallel_size,
+        "sequence_parallel": cfg.sequence_parallel,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "params_dtype": dtype,
+        "autocast_dtype": dtype,
+        "pipeline_dtype": COMPUTE_DTYPES[cfg.pipeline_dtype],
+        # Micro-batches differ in width.
+        "variable_seq_lengths": cfg.pipeline_model_parallel_size > 1,
+        "seq_length": settings.max_total_sequence_length,
+        # Our losses are divided by the counts of the global batch: gradients are summed, by DDP and over micro-batches.
+        "calculate_per_token_loss": True,
+        # It needs kernels of apex.
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "apply_rope_fusion": cfg.apply_rope_fusion,
+        "bias_activation_fusion": cfg.bias_activation_fusion and provider.activation_func in _FUSED_ACTIVATIONS,
+        "transformer_impl": cfg.transformer_impl,
+        "attention_backend": AttnBackend.auto,
+        "cuda_graph_impl": cfg.cuda_graph_impl,
+        "mtp_num_layers": None,
+    }
+    if not settings.dropout:
+        values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    values |= _recompute(cfg) | _mixture_of_experts(cfg)
+    if cfg.fine_grained_activation_offloading:
+        values |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(cfg.offload_modules or ()),
+            "min_offloaded_tensor_size": cfg.min_offloaded_tensor_size,
+            "activation_offload_fraction": cfg.activation_offload_fraction,
+        }
+    if cfg.fp8_cfg.enabled:
+        values |= {"fp8": cfg.fp8_cfg.fp8, "fp8_recipe": cfg.fp8_cfg.fp8_recipe}
+    if cfg.transformer_impl == "local":
+        values |= PROVIDER_FIELDS | {"transformer_layer_spec": local_block}
+    for name, value in values.items():
+        setattr(provider, name, value)
+
+
+def _recompute(cfg: MegatronConfig) -> dict[str, Any]:
+    if not cfg.activation_checkpointing:
+        return {}
+    if cfg.recompute_granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(cfg.recompute_modules or ("core_attn",))}
+
+
+def _mixture_of_experts(cfg: MegatronConfig) -> dict[str, Any]:
+    return {
+        "moe_router_dtype": cfg.moe_router_dtype,
+        "moe_permute_fusion": cfg.moe_permute_fusion,
+        "moe_token_dispatcher_type": cfg.moe_token_dispatcher_type,
+        "moe_router_load_balancing_type": cfg.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": cfg.moe_aux_loss_coeff if adds_router_loss(cfg) else 0.0,
+        "moe_router_bias_update_rate": cfg.moe_router_bias_update_rate,
+        "moe_z_loss_coeff": None,
+        "moe_shared_expert_overlap": False,
+    }
+
+
+def _ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
+    ddp = cfg.distributed_data_parallel_config
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
+    )
+
+
+def _wrapper_for_16_bits(cfg: MegatronConfig, *, is_frozen: bool) -> Any:
+    # Without data parallelism there are no such buffers, and without a distributed optimizer none for parameters.
+    if is_frozen or not cfg.optimizer.use_distributed_optimizer:
+        return Float16Module
+    return partial(wrapped_for_16_bits, grads_in_fp32=cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
+
+
+def _freeze_routers(chunks: list[nn.Module]) -> list[nn.Module]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad = False
+    return chunks
+
+
+def _finalize_gradients(biases: ExpertBiases, chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reductions without its division by the number of tokens: our losses are divided already."""
+    biases.collect()
+    finalize_model_grads(chunks, None, **kwargs)

@@ -1,0 +1,137 @@
+"""Megatron's optimizer and schedule from `policy.megatron_cfg`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from nemo_offload_rl.keys.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.protocols import optimizer as optimizer_spec
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+
+
+class GuardedOptimizer(ChainedOptimizer):
+    """Megatron's optimizer, whose step is skipped by all ranks where any of them finds a norm that is not finite.
+
+    Megatron skips a step for gradients of float16 only, looks at them in groups of ranks that need not be all, and
+    compares norms with a threshold that NaN is never above. Here `step` returns `(False, None, None)`, before anything
+    was clipped or updated, as it does for float16.
+
+    Args:
+        optimizers: What the chain consists of.
+
+    Attributes:
+        grad_norm: Of the last step, before clipping. Read before the update: a read after it would wait for the copies
+            of what the update has sent on its way out, which use the same copy engine.
+        lowers_loss_scale: The last step was skipped because float16 gradients overflowed, and the scale was lowered.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        super().__init__(list(optimizers))
+        self.grad_norm = 0.0
+        self._norm: Any = 0.0  # as Megatron has it: a float, or a tensor of the device
+        self.lowers_loss_scale = False
+
+    def prepare_grads(self) -> bool:
+        """Unscale the gradients and compute their norm; whether any rank's are not finite."""
+        has_overflown = super().prepare_grads()
+        self._norm = super().get_grad_norm()
+        self.grad_norm = float(self._norm)
+        is_bad = has_overflown or not math.isfinite(self.grad_norm)
+        # The norms' own reductions may leave ranks out, and the loss scales' do. Through gloo: NCCL would need one more
+        # communicator, of all ranks.
+        found = torch.tensor([is_bad, has_overflown], dtype=torch.int32)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        is_bad_anywhere, has_overflown_anywhere = (bool(value) for value in found.tolist())
+        self.lowers_loss_scale = has_overflown_anywhere and self._scale_is_above_its_minimum()
+        return is_bad_anywhere
+
+    def get_grad_norm(self) -> Any:
+        """What `prepare_grads` found, which comes first in a step."""
+        return self._norm
+
+    def _scale_is_above_its_minimum(self) -> bool:
+        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]
+        return all(float(s.scale) > float(s.min_scale) for s in scalers if isinstance(s, DynamicGradScaler))
+
+
+def build_optimizer(settings: PolicySettings, cfg: MegatronOptimizerConfig, chunks: Sequence[Any]) -> GuardedOptimizer:
+    """Megatron's optimizer over the model's trainable parameters."""
+    dtype = COMPUTE_DTYPES[settings.precision]
+    config = OptimizerConfig(
+        optimizer=cfg.optimizer,
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        sgd_momentum=cfg.sgd_momentum,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        use_precision_aware_optimizer=cfg.use_precision_aware_optimizer,
+        exp_avg_dtype=COMPUTE_DTYPES[cfg.exp_avg_dtype],
+        exp_avg_sq_dtype=COMPUTE_DTYPES[cfg.exp_avg_sq_dtype],
+        # Without a limit the norm would not be computed.
+        clip_grad=cfg.clip_grad or math.inf,
+        optimizer_cpu_offload=cfg.optimizer_cpu_offload,
+        optimizer_offload_fraction=cfg.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=cfg.overlap_cpu_optimizer_d2h_h2d,
+    )
+    built = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    return GuardedOptimizer(sub_optimizers(built))
+
+
+def sub_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of dense and expert parameters, each over a torch optimizer."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def make_states(inner: Any, updated: Sequence[Tensor]) -> None:
+    """Have an optimizer inside one of Megatron's allocate the states of what it updates, for a checkpoint to fill.
+
+    Megatron's own functions for that are not called: they make no count of steps where torch keeps one for each
+    parameter, and do not say whether Transformer Engine is to keep whole masters.
+    """
+    if isinstance(inner, HybridDeviceOptimizer):
+        if not inner.state:
+            inner.dummy_step()  # of all parameters
+    elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose gradients are not where torch's are
+        for parameter in updated:
+            inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype is torch.bfloat16)
+    else:
+        optimizer_spec.make_states(inner, updated)
+
+
+def build_scheduler(
+    cfg: MegatronSchedulerConfig, optimizer_cfg: MegatronOptimizerConfig, optimizer: Any
+) -> OptimizerParamScheduler:
+    """Learning rate and weight decay by optimizer step; begins at the first one."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=cfg.lr_warmup_init,
+        max_lr=optimizer_cfg.lr,
+        min_lr=optimizer_cfg.min_lr,
+        lr_warmup_steps=cfg.lr_warmup_iters,
+        lr_decay_steps=cfg.lr_decay_iters,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.start_weight_decay,
+        end_wd=cfg.end_weight_decay,
+        wd_incr_steps=cfg.lr_decay_iters,
+        wd_incr_style=cfg.weight_decay_incr_style,
+        wsd_decay_steps=max(1, cfg.lr_decay_iters // 10),
+        lr_wsd_decay_style="exponential",
+    )

@@ -1,0 +1,195 @@
+"""Megatron's process groups and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.backend import ModelParallel
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo
+
+# Ranks of these send to single others, which must not stand behind what all of them do together.
+_SENDING = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
+# Layers wait for these, and would for gradients that are reduced beside them.
+_IN_LAYERS = (
+    "TENSOR_MODEL_PARALLEL_GROUP",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "EXPERT_MODEL_PARALLEL_GROUP",
+    "EXPERT_TENSOR_PARALLEL_GROUP",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+)
+
+
+def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size: int) -> bool:
+    """Make Megatron's process groups unless they are there; returns whether they were made here.
+
+    Megatron keeps them in module globals: models that live in one process at the same time share them.
+
+    Raises:
+        ConfigError: The ranks are no whole copies of the model, or groups of other sizes are in use.
+    """
+    if world_size % parallel.ranks_per_copy:
+        raise ConfigError(
+            f"policy.megatron_cfg spreads a model over {parallel.ranks_per_copy} devices, which does not divide the "
+            f"{world_size} policy workers; change the parallel sizes or the number of devices."
+        )
+    if parallel_state.model_parallel_is_initialized():
+        if _sizes() != (parallel.tensor, parallel.context, parallel.pipeline, cfg.expert_model_parallel_size):
+            raise ConfigError(
+                "policy.megatron_cfg: another Megatron model in this process uses other parallel sizes; end it first."
+            )
+        return False
+    try:
+        with _sharing_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=cfg.expert_model_parallel_size,
+                expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
+                create_gloo_process_groups=False,
+            )
+    except BaseException:
+        leave_model_parallel()  # some are made
+        raise
+    return True
+
+
+@contextmanager
+def _sharing_groups() -> Iterator[None]:
+    """In the body Megatron makes one group for the same ranks and use, where it would make up to a dozen.
+
+    Each group that is used makes a communicator, whose buffers stay on the GPU; one of a single rank does too.
+    """
+    make, made = parallel_state.create_group, dict[object, Any]()
+
+    def create_group(
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+    ) -> Any:
+        key = (tuple(ranks), timeout, backend, use_local_synchronization, _use(ranks, group_desc))
+        if key not in made or pg_options is not None:
+            made[key] = make(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc)
+        return made[key]
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = make
+
+
+def _use(ranks: Sequence[int], group_desc: str | None) -> str | None:
+    """What a group is used for: those with the same ranks and use can be one. Nothing runs beside a rank alone."""
+    if len(ranks) == 1:
+        return "alone"
+    if group_desc in _SENDING:
+        return group_desc
+    return "in layers" if group_desc in _IN_LAYERS else "beside layers"
+
+
+def _sizes() -> tuple[int, int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def leave_model_parallel() -> None:
+    """Forget Megatron's process groups."""
+    parallel_state.destroy_model_parallel()
+
+
+def rank_info(process: ProcessInfo) -> RankInfo:
+    """Where this process stands."""
+    return RankInfo(
+        process.rank,
+        process.world_size,
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Megatron's random states: the same on data-parallel ranks, others on other pipeline stages."""
+    model_parallel_cuda_manual_seed(
+        seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
+    )
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """Ranks with different data."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share each layer."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share each sequence."""
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def expert_parallel_group() -> dist.ProcessGroup:
+    """Ranks that the experts are dealt out to."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Ranks that the layers are dealt out to."""
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def layout_name() -> str:
+    """Names how the model is split over the ranks; not how many copies of it there are."""
+    tensor, context, pipeline, expert = _sizes()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    return f"tp{tensor}-cp{context}-pp{pipeline}-ep{expert}-etp{expert_tensor}"
+
+
+def place_in_model(is_expert: bool) -> str:
+    """Names the part of the model that this rank has; ranks with copies of the same part give the same name."""
+    stage = pipeline_group().rank()
+    if is_expert:
+        expert, tensor = (
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        return f"pp{stage}-ep{expert}-etp{tensor}"
+    return f"pp{stage}-tp{tensor_parallel_group().rank()}"
+
+
+def is_first_stage() -> bool:
+    """Whether this rank embeds tokens."""
+    return parallel_state.is_pipeline_first_stage()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank computes logits and losses."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def from_last_stage[Result](value: Result) -> Result:
+    """The last pipeline stage's `value` on every stage."""
+    group = pipeline_group()
+    if group.size() == 1:
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return shared[0]

@@ -1,0 +1,57 @@
+"""The scales of 8-bit layers that a run with `fp8_recipe: delayed` goes on with.
+
+Delayed scaling takes a tensor's scale from the largest values of the steps before; the other recipes take it from the
+tensor itself and keep nothing. Transformer Engine saves this as a pickle (`_extra_state`), which it reads back only if
+an environment variable allows it; here it is tensors. Names are those of Transformer Engine 2.20.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nemo_offload_rl.keys.megatron import MegatronFp8Config
+
+
+def keeps_scales(cfg: MegatronFp8Config) -> bool:
+    """Whether training goes on differently without the scales of the steps before."""
+    return cfg.enabled and cfg.fp8_recipe == "delayed"
+
+
+def scales(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Scales and histories of largest values on the CPU, by layer; those that ran no pass have none yet."""
+    found = {}
+    for name, layer in _layers(chunks):
+        by_direction = layer.get_fp8_meta_tensors()
+        if by_direction is not None:
+            on_cpu = {key: [tensor.cpu() for tensor in tensors] for key, tensors in by_direction.items()}
+            found[name] = {"num_gemms": layer.fp8_meta["num_gemms"], "tensors": on_cpu}
+    return found
+
+
+def set_scales(chunks: Sequence[nn.Module], saved: Mapping[str, Any], recipe: Any) -> None:
+    """Take over what `scales` gave.
+
+    Args:
+        chunks: The model.
+        saved: By layer.
+        recipe: Transformer Engine's, which the next pass runs with.
+    """
+    for name, layer in _layers(chunks):
+        if name in saved:
+            layer.fp8_meta |= {"num_gemms": saved[name]["num_gemms"], "recipe": recipe}
+            layer.init_fp8_meta_tensors(recipe)
+            layer.reset_fp8_meta_tensors(saved[name]["tensors"])
+
+
+def _layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is None:
+        return
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if isinstance(module, base.TransformerEngineBaseModule):
+                yield f"{index}/{name}", module

@@ -1,0 +1,163 @@
+"""What is computed of the last hidden states: scores of tokens, a teacher's top-k, divergences from a teacher.
+
+Logits exist here only, for one chunk of positions at a time, whichever backend the hidden states come from.
+
+Shape suffixes: N positions, V this rank's part of the vocabulary, K tokens of a top-k, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nemo_offload_rl.backends.scoring.divergence import TopK, full_divergence, topk_divergence, topk_logprobs
+from nemo_offload_rl.backends.scoring.logprobs import TokenScores, chunked_scores, drawn_scores, measured_loss
+from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, LossNorm, TopKBatch, TrainBatch
+from nemo_offload_rl.protocols.loss import (
+    Divergence,
+    DivergenceLoss,
+    DivergenceScores,
+    LossFn,
+    ReferenceLoss,
+    TokenStat,
+)
+from nemo_offload_rl.protocols.scoring import Head, OutputLayer, Positions, Reader, TeacherHead, capped
+
+
+@dataclass(frozen=True)
+class ReadScores:
+    """Logprobs of the tokens, and a stat of the distribution there.
+
+    Attributes:
+        stat: Which.
+        with_whole: Where tokens are drawn from some of the vocabulary: also their logprobs over all of it.
+        only_whole: No others.
+    """
+
+    stat: TokenStat | None = None
+    with_whole: bool = False
+    only_whole: bool = False
+
+    def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> TokenScores:
+        """See `Reader`."""
+        return chunked_scores(
+            output_layer,
+            positions.hidden,
+            positions.targets,
+            temperature=head.temperature,
+            chunk_size=head.chunk_size,
+            shard=head.shard,
+            stat=self.stat,
+            kept=None if self.only_whole else head.kept,
+            with_whole=self.with_whole,
+        )
+
+
+@dataclass(frozen=True)
+class ReadTopK:
+    """The k most likely tokens before each token."""
+
+    k: int
+
+    def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> TopK:
+        """See `Reader`."""
+        found = [
+            topk_logprobs(output_layer(piece.hidden), self.k, head.temperature, head.shard)
+            for piece in positions.split(head.chunk_size)
+        ]
+        return TopK(*(torch.cat(values) for values in zip(*found, strict=True)))
+
+
+class HiddenStates(NamedTuple):
+    """[N, H] last hidden states."""
+
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class ReadHiddenStates:
+    """The last hidden states themselves."""
+
+    def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> HiddenStates:
+        """See `Reader`."""
+        return HiddenStates(positions.hidden)
+
+
+@dataclass(frozen=True)
+class ReadDivergences:
+    """Divergences of the student from what a batch has of its teacher.
+
+    Args:
+        divergence: Which.
+        batch: The micro-batch, on the device.
+        teacher_head: Needed for a `HiddenStatesBatch`.
+    """
+
+    divergence: Divergence
+    batch: DistillationBatch
+    teacher_head: TeacherHead | None
+
+    def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> DivergenceScores:
+        """See `Reader`; with gradient each chunk's logits are computed again in backward."""
+
+        def read(piece: Positions) -> DivergenceScores:
+            logits_NV = output_layer(piece.hidden)
+            with torch.no_grad():
+                logprobs_N = drawn_scores(logits_NV, piece.targets, head.temperature, head.shard, kept=head.kept)[0]
+            divergence_N, mass_N = self._compare(logits_NV, piece.places, head)
+            return DivergenceScores(divergence_N, logprobs_N, mass_N)
+
+        def read_again_in_backward(piece: Positions) -> DivergenceScores:
+            return checkpoint(read, piece, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+        again = head.chunk_size is not None and torch.is_grad_enabled()
+        found = [(read_again_in_backward if again else read)(piece) for piece in positions.split(head.chunk_size)]
+        return DivergenceScores(*(torch.cat(values) for values in zip(*found, strict=True)))
+
+    def _compare(self, logits_NV: Tensor, places_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+        """[N] divergences, and the share of the teacher's distribution that they are about."""
+
+        def at_places(value_BSK: Tensor) -> Tensor:
+            return value_BSK.flatten(0, 1)[places_N]
+
+        match self.batch:
+            case TopKBatch(teacher_logprobs=logprobs_BSK, teacher_ids=ids_BSK):
+                teacher = TopK(at_places(logprobs_BSK), at_places(ids_BSK))
+                mass_N = teacher.logprobs.exp().sum(-1)
+                return topk_divergence(logits_NV, teacher, self.divergence, head.temperature, head.shard), mass_N
+            case HiddenStatesBatch(teacher_hidden=hidden_BSH):
+                teacher_head = self.teacher_head
+                assert teacher_head is not None, "the batch has hidden states, and there is no teacher's output layer"
+                found_N = full_divergence(
+                    logits_NV,
+                    capped(F.linear(at_places(hidden_BSH), teacher_head.weight), teacher_head.softcap),
+                    self.divergence,
+                    head.temperature,
+                    head.shard,
+                    teacher_temperature=teacher_head.temperature,
+                )
+                return found_N, torch.ones_like(found_N)
+            case _:
+                raise TypeError(f"{type(self.batch).__name__} has nothing of a teacher")
+
+
+def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | None) -> Reader:
+    """What a loss reads of a micro-batch that is on the device."""
+    if not isinstance(loss_fn, DivergenceLoss):
+        return ReadScores(loss_fn.token_stat, with_whole=isinstance(loss_fn, ReferenceLoss) and loss_fn.reads_whole)
+    assert isinstance(batch, DistillationBatch), type(batch)
+    return ReadDivergences(loss_fn.divergence, batch, teacher_head)
+
+
+def read_loss(loss_fn: LossFn, scores_BS: Any, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of a micro-batch from what `reader_for`'s reader found, [B, S]."""
+    if not isinstance(loss_fn, DivergenceLoss):
+        return measured_loss(loss_fn, TokenScores(*scores_BS), batch, norm)
+    scores_BS = DivergenceScores(*scores_BS)
+    loss, metrics = loss_fn(scores_BS.divergence, batch, norm)
+    return loss, {**metrics, **loss_fn.measure(scores_BS, batch, norm)}

@@ -1,0 +1,370 @@
+"""The YAML keys `data.*`, `env.*` and `policy.tokenizer.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nemo_offload_rl.keys.data_source import FileKeys, TaskKeys, ToolKeys
+from nemo_offload_rl.keys.published import (
+    ConversationsConfig,
+    Gsm8kConfig,
+    MathConfig,
+    MathProblemsConfig,
+    OpenMathInstruct2Config,
+    PublishedPairsConfig,
+    SquadConfig,
+)
+from nemo_offload_rl.keys.section import doc, section
+
+
+@section
+class ArithmeticConfig(TaskKeys):
+    """`dataset_name: arithmetic`: made-up problems such as `37+48=`, with exact answers; nothing is downloaded."""
+
+    dataset_name: Annotated[Literal["arithmetic"], doc("Selects this data set.")]
+    num_digits: Annotated[int, doc("Maximum digits of each operand.", ge=1, le=9)]
+    operators: Annotated[tuple[Literal["+", "-", "*"], ...], doc("Operators to draw from.", min_length=1)]
+    size: Annotated[int, doc("Training problems, all different.", ge=1)]
+    holdout: Annotated[
+        int, doc("Additional problems for validation, never in the training data, whatever its seed.", ge=0)
+    ]
+    seed: Annotated[int, doc("Seed for drawing the problems.", ge=0)]
+
+
+@section
+class ResponseDatasetConfig(FileKeys, ToolKeys, TaskKeys):
+    """`dataset_name: ResponseDataset`: a prompt and its answer or completion in each row."""
+
+    dataset_name: Annotated[Literal["ResponseDataset"], doc("Selects this data set.")]
+    input_key: Annotated[
+        str,
+        doc(
+            "Row field with the prompt, text or a list of messages; `a.b.0` addresses nested fields, with 0 the first "
+            "item of a list."
+        ),
+    ]
+    output_key: Annotated[str, doc("Row field with the answer, addressed in the same way.")]
+
+
+@section
+class OpenAIFormatConfig(FileKeys, ToolKeys, TaskKeys):
+    """`dataset_name: OpenAIFormatDataset`: a conversation in each row, a list of `role` and `content`."""
+
+    dataset_name: Annotated[Literal["OpenAIFormatDataset"], doc("Selects this data set.")]
+    chat_key: Annotated[str, doc("Row field with the messages, such as `messages`.")]
+
+
+@section
+class BinaryPreferenceConfig(FileKeys, ToolKeys, TaskKeys):
+    """`dataset_name: BinaryPreferenceDataset`: a better and a worse response in each row, as text or messages."""
+
+    dataset_name: Annotated[Literal["BinaryPreferenceDataset"], doc("Selects this data set.")]
+    prompt_key: Annotated[
+        str | None,
+        doc("Field with the prompt, text or messages; null if both responses are complete conversations."),
+    ]
+    chosen_key: Annotated[str, doc("Field with the better response.")]
+    rejected_key: Annotated[str, doc("Field with the worse response.")]
+
+
+@section
+class PreferenceConfig(FileKeys, ToolKeys, TaskKeys):
+    """`dataset_name: PreferenceDataset`: rows with `context` messages and `completions`, each with its `rank`.
+
+    The completion of the lowest rank is the better one, that of the highest the worse one.
+    """
+
+    dataset_name: Annotated[Literal["PreferenceDataset"], doc("Selects this data set.")]
+
+
+Questions = (
+    ArithmeticConfig | ResponseDatasetConfig | OpenMathInstruct2Config | MathProblemsConfig | Gsm8kConfig | MathConfig
+)
+Conversations = OpenAIFormatConfig | SquadConfig | ConversationsConfig
+Pairs = BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig
+DataSource = Questions | Conversations | Pairs
+
+GrpoSource = Annotated[Questions, Field(discriminator="dataset_name")]
+SftSource = Annotated[Questions | Conversations, Field(discriminator="dataset_name")]
+DpoSource = Annotated[Pairs, Field(discriminator="dataset_name")]
+
+
+@section
+class MixtureKeys:
+    """Several data sets in fixed proportions."""
+
+    dataset_name: Annotated[Literal["mixture"], doc("Selects this data set.")]
+    weights: Annotated[
+        tuple[Annotated[float, Field(gt=0)], ...] | None,
+        doc(
+            "Relative share of the rows for each data set; smaller data sets are repeated more often. null: in "
+            "proportion to their sizes, every row once per epoch."
+        ),
+    ]
+
+
+@section
+class GrpoMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[tuple[GrpoSource, ...], doc("The data sets, each with the keys of `data.train`.")]
+
+
+@section
+class SftMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[tuple[SftSource, ...], doc("The data sets, each with the keys of `data.train`.")]
+
+
+@section
+class DpoMixtureConfig(MixtureKeys):
+    """`dataset_name: mixture`: several data sets in fixed proportions."""
+
+    datasets: Annotated[tuple[DpoSource, ...], doc("The data sets, each with the keys of `data.train`.")]
+
+
+DatasetConfig = Annotated[Questions | GrpoMixtureConfig, Field(discriminator="dataset_name")]
+SftDatasetConfig = Annotated[Questions | Conversations | SftMixtureConfig, Field(discriminator="dataset_name")]
+DpoDatasetConfig = Annotated[Pairs | DpoMixtureConfig, Field(discriminator="dataset_name")]
+
+type MixtureConfig = GrpoMixtureConfig | SftMixtureConfig | DpoMixtureConfig
+
+
+@section
+class DataDefaultConfig:
+    """`data.default`: how rows become prompts, unless a data set says otherwise."""
+
+    prompt_file: Annotated[
+        str | None,
+        doc(
+            "Text file with `{}` in place of the problem, and `{{` `}}` for literal braces; null sends the problem "
+            "alone."
+        ),
+    ]
+    system_prompt_file: Annotated[str | None, doc("Text file with the system message; null for none.")]
+    processor: Annotated[
+        str, doc("Function that turns a row into messages: a built-in name, or your own as `path/to/file.py:name`.")
+    ]
+    env_name: Annotated[str, doc("Environment that scores the responses: a key of `env`.")]
+
+
+@section
+class DataConfig:
+    """`data`: prompts for training and validation."""
+
+    max_input_seq_length: Annotated[
+        int,
+        doc(
+            "Maximum prompt length in tokens, chat template included. The response may use what is left of "
+            "`policy.generation.vllm_cfg.max_model_len`.",
+            ge=1,
+        ),
+    ]
+    overlong_rows: Annotated[
+        Literal["mask", "drop", "error"],
+        doc(
+            "How to treat longer prompts: `mask` keeps the prompt's place, cuts it to a few tokens and trains on "
+            "none of its responses, as NeMo-RL does; `drop` removes it; both are counted in `data/overlong_rows`. "
+            "`error` names the row and ends the run."
+        ),
+    ]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
+    shuffle: Annotated[bool, doc("Shuffle the training prompts in each epoch.")]
+    train: Annotated[DatasetConfig, doc("Training prompts; `dataset_name` determines the other keys.")]
+    validation: Annotated[
+        DatasetConfig | None,
+        doc(
+            "Validation prompts, with the keys of `data.train`. All rows are used, in addition to those that "
+            "`train` holds out; null uses only the latter."
+        ),
+    ]
+    default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
+
+
+@section
+class EvalDataConfig:
+    """`data` of an evaluation: the prompts."""
+
+    max_input_seq_length: Annotated[int, doc("Maximum prompt length in tokens, chat template included.", ge=1)]
+    overlong_rows: Annotated[
+        Literal["drop", "error"],
+        doc("How to treat longer prompts: `drop` removes them and logs their number, `error` ends the run."),
+    ]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
+    validation: Annotated[
+        DatasetConfig,
+        doc(
+            "Data set to evaluate: all of its rows, or for `arithmetic` the held-out ones. It has the keys of "
+            "`data.train` of GRPO."
+        ),
+    ]
+    default: Annotated[DataDefaultConfig, doc("How rows become prompts.")]
+
+
+@section
+class SftDefaultConfig:
+    """`data.default`: how rows become conversations, unless a data set says otherwise."""
+
+    prompt_file: Annotated[
+        str | None, doc("Text file with `{}` in place of a row's prompt; null sends the prompt alone.")
+    ]
+    system_prompt_file: Annotated[
+        str | None, doc("Text file with the system message for conversations without one; null for none.")
+    ]
+    processor: Annotated[
+        str,
+        doc(
+            "Function that turns a row with a prompt into messages: a built-in name, or your own as "
+            "`path/to/file.py:name`."
+        ),
+    ]
+
+
+@section
+class DpoDefaultConfig:
+    """`data.default`: how rows become pairs, unless a data set says otherwise."""
+
+    system_prompt_file: Annotated[
+        str | None, doc("Text file with the system message for prompts without one; null for none.")
+    ]
+
+
+@section
+class SupervisedDataKeys:
+    """What the data of SFT and of DPO have in common."""
+
+    max_input_seq_length: Annotated[int, doc("Maximum sequence length in tokens, prompt and response together.", ge=2)]
+    overlong_rows: Annotated[
+        Literal["error", "drop", "mask"],
+        doc(
+            "How to treat longer sequences: `error` names the row and ends the run; `drop` removes it; `mask` keeps "
+            "its place, cuts it to a few tokens and excludes it from the loss, as NeMo-RL does. The last two are "
+            "counted in `data/overlong_rows`."
+        ),
+    ]
+    add_bos: Annotated[
+        bool, doc("Prepend the tokenizer's begin-of-sequence token if it has one and the template does not add it.")
+    ]
+    add_eos: Annotated[bool, doc("Append the end-of-sequence token if the chat template does not.")]
+    loss_span: Annotated[
+        Literal["response", "response_and_end", "message"],
+        doc(
+            "Part of each assistant turn that the loss counts: `response` is what the assistant wrote, with its end "
+            "token; `response_and_end` adds the white space that the chat template writes after it; `message` also "
+            "adds what the template writes before the response, such as the speaker's name, as NeMo-RL does without "
+            "`add_generation_prompt`."
+        ),
+    ]
+    shuffle: Annotated[bool, doc("Shuffle the training data in each epoch.")]
+
+
+@section
+class SftDataConfig(SupervisedDataKeys):
+    """`data`: conversations for training and validation."""
+
+    train: Annotated[SftDatasetConfig, doc("Training data; `dataset_name` determines the other keys.")]
+    validation: Annotated[
+        SftDatasetConfig | None,
+        doc(
+            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
+            "holds out; null uses only the latter."
+        ),
+    ]
+    default: Annotated[SftDefaultConfig, doc("How rows become conversations.")]
+
+
+@section
+class DpoDataConfig(SupervisedDataKeys):
+    """`data`: pairs of responses for training and validation."""
+
+    train: Annotated[DpoDatasetConfig, doc("Training data; `dataset_name` determines the other keys.")]
+    validation: Annotated[
+        DpoDatasetConfig | None,
+        doc(
+            "Validation data, with the keys of `data.train`. All rows are used, in addition to those that `train` "
+            "holds out; null uses only the latter."
+        ),
+    ]
+    default: Annotated[DpoDefaultConfig, doc("How rows become pairs.")]
+
+
+BUILT_IN = ("arithmetic", "math")
+"""Environments of this package, by their names in `env`."""
+
+
+@section
+class EnvConfig:
+    """`env.NAME`: one environment: `arithmetic`, `math`, or with `target` one of your own under any name."""
+
+    num_workers: Annotated[int, doc("Number of processes that score responses; 0 scores in the driver.", ge=0)]
+    retry_message: Annotated[
+        str | None,
+        doc(
+            "Message sent to the policy after a wrong answer, if `grpo.max_rollout_turns` allows another turn. null "
+            "or omitted: a rollout has one turn."
+        ),
+    ] = None
+    target: Annotated[
+        str | tuple[str, ...] | None,
+        doc(
+            "Your own code (docs/guides/your-own-reward.md), as `package.module.Name` or `path/to/file.py:name`: a "
+            "reward function, a list of reward functions, an environment class or an agent class "
+            "(docs/guides/agents.md). null or omitted: NAME is built in."
+        ),
+    ] = None
+    weights: Annotated[
+        tuple[float, ...] | None,
+        doc(
+            "Weights of the rewards of a list of functions; the reward is their weighted sum. null or omitted: 1 each."
+        ),
+    ] = None
+    kwargs: Annotated[
+        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
+    ] = None
+    timeout_s: Annotated[
+        float | None,
+        doc(
+            "Time limit in seconds for a worker process to score a response, or for an agent to run a whole "
+            "rollout; `on_error` says what follows if it is exceeded. null or omitted: 5, for agents 600.",
+            gt=0,
+        ),
+    ] = None
+    on_error: Annotated[
+        Literal["raise", "skip", "retry"] | None,
+        doc(
+            "What follows if scoring a response, or an agent's rollout, fails or exceeds `timeout_s`. `raise` ends the "
+            "run. `skip` leaves the rollout out of the loss, of baselines, accuracy and pass@k, and counts it in "
+            "`train/failed_rate` or `train/timed_out_rate`. `retry` tries up to two more times, then skips. null or "
+            "omitted: exceptions of your reward functions and environments end the run; time limits, processes that "
+            "died, failed agents and answers that `math` cannot grade are skipped."
+        ),
+    ] = None
+    math_verify_impl: Annotated[
+        Literal["hf_math_verify", "dapo_math_verify"],
+        doc(
+            "For `math`: `hf_math_verify` compares answers as mathematics; `dapo_math_verify` compares the text "
+            "after the last `Answer:`, which the prompts of DAPOMath17K ask for. If omitted: hf_math_verify."
+        ),
+    ] = "hf_math_verify"
+
+
+@section
+class TokenizerConfig:
+    """`policy.tokenizer`."""
+
+    name: Annotated[str, doc("Local folder or hub name of the tokenizer.", min_length=1)]
+    chat_template: Annotated[
+        str | None,
+        doc(
+            "Jinja chat template, or the path of a `.jinja` file with one; null or `default` for the tokenizer's "
+            "own. NeMo-RL's null, which concatenates the messages, has to be given as a template here."
+        ),
+    ]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Arguments for the chat template.")]

@@ -1,0 +1,183 @@
+"""The YAML keys `policy.dtensor_cfg.*`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from nemo_offload_rl.keys.backend import ModelParallel
+from nemo_offload_rl.keys.section import doc, section
+
+
+@section
+class DTensorLoraConfig:
+    """`policy.dtensor_cfg.lora_cfg`: train low-rank adapters instead of the model's own weights."""
+
+    enabled: Annotated[bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")]
+    target_modules: Annotated[
+        tuple[str, ...],
+        doc(
+            "Linear layers that get adapters: names such as `q_proj`, or patterns of full names such as "
+            "`*.layers.0.*`; `*` is every layer, including the output layer. Empty with `match_all_linear`."
+        ),
+    ]
+    exclude_modules: Annotated[tuple[str, ...], doc("Names or patterns of layers that get no adapters.")]
+    match_all_linear: Annotated[bool, doc("Add adapters to every linear layer except the output layer.")]
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
+    alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Dropout probability of an adapter's inputs in training.", ge=0, lt=1)]
+    lora_A_init: Annotated[
+        Literal["xavier", "uniform"], doc("Initialization of A: Xavier normal, or peft's uniform. B starts at zero.")
+    ]
+
+
+@section
+class DTensorConfig:
+    """`policy.dtensor_cfg`: FSDP2 and DTensor tensor parallelism on Hugging Face models."""
+
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
+    tensor_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)]
+    context_parallel_size: Annotated[
+        int,
+        doc(
+            "Devices that each row is split over, with the same results: for rows whose activations do not fit on "
+            "one device. Excludes `policy.sequence_packing`, `torch_compile`, `activation_offload` and an "
+            "`expert_parallel_size` above 1.",
+            ge=1,
+        ),
+    ]
+    expert_parallel_size: Annotated[
+        int,
+        doc(
+            "Data-parallel devices that the experts of each layer are distributed over; tokens are sent to their "
+            "experts' devices. Must divide the number of data-parallel devices and of experts; needs "
+            "`tensor_parallel_size` 1.",
+            ge=1,
+        ),
+    ]
+    sequence_parallel: Annotated[
+        bool,
+        doc(
+            "Also shard norms, dropout and the residual stream along the sequence, with the same results: fewer "
+            "activations per device. Needs `tensor_parallel_size` above 1."
+        ),
+    ]
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in the backward pass instead of keeping them.")
+    ]
+    activation_offload: Annotated[
+        bool,
+        doc(
+            "Offload what decoder layers save for the backward pass to the host, and prefetch it in time for that "
+            "pass; with `activation_checkpointing`, the layers' inputs. Needs `tensor_parallel_size` 1."
+        ),
+    ]
+    activation_offload_fraction: Annotated[
+        float,
+        doc(
+            "Fraction of the layers, counted from the first, whose activations are offloaded; those of the last "
+            "layer stay.",
+            gt=0,
+            le=1,
+        ),
+    ]
+    activation_offload_host_limit_gib: Annotated[
+        float,
+        doc("Pinned host memory in GiB per worker for these activations; what does not fit stays on the device.", gt=0),
+    ]
+    torch_compile: Annotated[
+        bool,
+        doc(
+            "Compile the layers with torch.compile: faster and less memory, for half a minute in the first step "
+            "(cached on disk between runs). Needs `tensor_parallel_size` 1. No effect on CPU or on layers with "
+            "experts."
+        ),
+    ]
+    cpu_offload: Annotated[
+        bool,
+        doc(
+            "For models larger than the GPU: keep parameters, gradients and optimizer states on the host and stream "
+            "them through the device part by part (a layer, the embedding, the output layer), in every pass and in "
+            "the update, which runs on the device. With `activation_checkpointing` and without "
+            "`activation_offload`, training passes go layer by layer over many micro-batches, so each part is "
+            "copied once in each direction; otherwise once per micro-batch. One policy worker only, without "
+            "`lora_cfg`."
+        ),
+    ]
+    offload_optimizer_states: Annotated[
+        bool,
+        doc(
+            "Offload optimizer states to the host except around the optimizer step: they are prefetched during the "
+            "preceding micro-batches if there is room, and offloaded during the next forward pass. The update runs "
+            "on the device."
+        ),
+    ]
+    offload_optimizer_states_fraction: Annotated[
+        float,
+        doc(
+            "Fraction of those states to offload, with `offload_optimizer_states`; the rest stays resident.", gt=0, le=1
+        ),
+    ]
+    offload_optimizer_states_chunk_mib: Annotated[
+        float | None,
+        doc(
+            "With `offload_optimizer_states`: stream the states in parts of this many MiB. At least two parts are "
+            "on the device during the step, more if there is room beside the passes. null uses one part, which "
+            "needs room for all states.",
+            gt=0,
+        ),
+    ]
+    lora_cfg: Annotated[DTensorLoraConfig, doc("Low-rank adapters (LoRA).")]
+
+    @property
+    def section(self) -> str:
+        """See `BackendConfig`, as for all below."""
+        return "dtensor_cfg"
+
+    @property
+    def streaming_section(self) -> str:
+        """This one."""
+        return "policy.dtensor_cfg"
+
+    @property
+    def activation_key(self) -> str:
+        """That of this backend."""
+        return "policy.dtensor_cfg.activation_offload"
+
+    @property
+    def streamed_share(self) -> float:
+        """As the keys say."""
+        if self.cpu_offload:
+            return 1.0
+        return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
+
+    @property
+    def streams_parameters(self) -> bool:
+        """As the key says."""
+        return self.cpu_offload
+
+    @property
+    def streams_in_parts(self) -> bool:
+        """As the keys say."""
+        in_parts = self.offload_optimizer_states and self.offload_optimizer_states_chunk_mib is not None
+        return in_parts or self.cpu_offload
+
+    @property
+    def keeps_optimizer_on_host(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def model_parallel(self) -> ModelParallel:
+        """Tensor and context parallelism."""
+        return ModelParallel(self.tensor_parallel_size, self.context_parallel_size)
+
+    @property
+    def worker_env_vars(self) -> Mapping[str, str]:
+        """Nothing."""
+        return {}
+
+    def without_streaming(self) -> Self:
+        """The same with `offload_optimizer_states` false."""
+        return replace(self, offload_optimizer_states=False)

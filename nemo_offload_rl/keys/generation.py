@@ -1,0 +1,193 @@
+"""The YAML keys `policy.generation.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from nemo_offload_rl.keys.section import doc, section
+
+SERVING_CHAT_KWARGS = ("enable_auto_tools", "tool_parser", "reasoning_parser")
+
+
+@section
+class VllmConfig:
+    """`policy.generation.vllm_cfg`: one vLLM engine."""
+
+    async_engine: Annotated[bool, doc("Use vLLM's asynchronous engine.")]
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of the engine's weights and compute.")]
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], doc("Type of the KV cache; `auto` is `precision`.")]
+    tensor_parallel_size: Annotated[int, doc("Devices that one engine is sharded over.", ge=1)]
+    gpu_memory_utilization: Annotated[
+        float, doc("Fraction of the GPU's memory that the engine may use while awake.", gt=0, lt=1)
+    ]
+    kv_cache_memory_gib: Annotated[
+        float | None, doc("Fixed size of the KV cache in GiB, instead of that fraction; needed on CPU.", gt=0)
+    ]
+    enable_sleep_mode: Annotated[
+        bool,
+        doc(
+            "Release the engine's memory between generations. false keeps it resident for the whole run, training "
+            "included, and the policy is not offloaded for generation: for GPUs that hold both."
+        ),
+    ]
+    max_model_len: Annotated[
+        int, doc("Maximum length of prompt plus response in tokens; the engine ends every response there.", ge=2)
+    ]
+    enforce_eager: Annotated[
+        bool, doc("Disable CUDA graphs: slower generation, faster startup. A CPU has none, whatever the key says.")
+    ]
+    per_request_seeds: Annotated[
+        bool,
+        doc(
+            "Sample each response with its own seed, derived from `grpo.seed`, step and prompt. Runs are then "
+            "reproducible regardless of how the engine batches requests, also after a resume. vLLM samples row by "
+            "row in this mode, which took no longer with 512 concurrent responses. false samples all responses from "
+            "one generator of the engine, seeded with `grpo.seed`."
+        ),
+    ]
+    max_restarts: Annotated[
+        int,
+        doc(
+            "How often per run the engines may be restarted after one dies, hangs or lacks the memory to wake; the "
+            "interrupted generation is repeated. 0 ends the run at the first failure.",
+            ge=0,
+        ),
+    ]
+    expose_http_server: Annotated[
+        bool,
+        doc(
+            "Serve `/v1/chat/completions` from each engine, for environments that use HTTP (docs/guides/agents.md); "
+            "needs `async_engine`. If omitted: false."
+        ),
+    ] = False
+    http_server_host: Annotated[
+        str,
+        doc(
+            "Address that the engines listen on. Any address other than loopback needs the environment variable "
+            "`NEMO_OFFLOAD_RL_TOKEN`, and requests must send that token. If omitted: 127.0.0.1.",
+            min_length=1,
+        ),
+    ] = "127.0.0.1"
+    http_server_port: Annotated[
+        int,
+        doc(
+            "Port of the first engine; each further engine uses the next one. 0 or omitted: any free port.",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    http_server_serving_chat_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "Arguments of vLLM's `OpenAIServingChat`: `enable_auto_tools`, `tool_parser` and `reasoning_parser`. "
+            "null or omitted: tool calls and reasoning stay in the text."
+        ),
+    ] = None
+
+
+@section
+class ColocatedResourcesConfig:
+    """`policy.generation.colocated.resources`: the devices of engines that do not share the trainer's."""
+
+    gpus_per_node: Annotated[
+        int | None,
+        doc(
+            "GPUs (on CPU: workers) per node for generation, in addition to those of `cluster`; null when colocated.",
+            ge=1,
+        ),
+    ]
+    num_nodes: Annotated[int | None, doc("Nodes for generation; null when colocated.", ge=1)]
+
+
+@section
+class ColocatedConfig:
+    """`policy.generation.colocated`: whether engine and trainer share devices."""
+
+    enabled: Annotated[
+        bool,
+        doc(
+            "Engine and trainer take turns on the same devices. false gives each its own, and nothing is offloaded "
+            "for generation."
+        ),
+    ]
+    resources: Annotated[ColocatedResourcesConfig, doc("Devices of the engines when not colocated.")]
+
+
+@section
+class GenerationConfig:
+    """`policy.generation`: how responses are sampled, and by which engine."""
+
+    backend: Annotated[Literal["vllm"], doc("The inference engine.")]
+    max_new_tokens: Annotated[
+        int,
+        doc("Maximum response length in tokens; after a long prompt, `vllm_cfg.max_model_len` ends it earlier.", ge=1),
+    ]
+    temperature: Annotated[float, doc("Sampling temperature of rollouts; 0 is greedy.", ge=0)]
+    top_p: Annotated[
+        float,
+        doc(
+            "Nucleus sampling: probability mass to keep. Logprobs of engine and policy are normalized over the "
+            "tokens kept by `top_k` and `top_p`, as in NeMo-RL; the reference's logprobs and the KL are over all "
+            "tokens.",
+            gt=0,
+            le=1,
+        ),
+    ]
+    top_k: Annotated[
+        int | None,
+        doc("Sample from this many of the most likely tokens; null for all. Logprobs: see `top_p`.", ge=1),
+    ]
+    val_temperature: Annotated[float, doc("`temperature` for validation.", ge=0)]
+    val_top_p: Annotated[float, doc("`top_p` for validation.", gt=0, le=1)]
+    val_top_k: Annotated[int | None, doc("`top_k` for validation.", ge=1)]
+    stop_token_ids: Annotated[
+        tuple[int, ...] | None,
+        doc("Token ids that end a response, in addition to the tokenizer's end-of-sequence token."),
+    ]
+    stop_strings: Annotated[tuple[str, ...] | None, doc("Strings that end a response.")]
+    vllm_cfg: Annotated[VllmConfig, doc("The vLLM engine.")]
+    vllm_kwargs: Annotated[
+        dict[str, Any],
+        doc(
+            "Further arguments of `vllm.LLM` that affect its speed or what it reports. Arguments that change the "
+            "model, its placement or the sampling are rejected with the reason."
+        ),
+    ]
+    colocated: Annotated[ColocatedConfig, doc("Where the engines run.")]
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """Of rollouts."""
+        return self._sampling(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def val_sampling(self) -> SamplingSettings:
+        """Of validation."""
+        return self._sampling(self.val_temperature, self.val_top_p, self.val_top_k)
+
+    def _sampling(self, temperature: float, top_p: float, top_k: int | None) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=self.stop_token_ids or (),
+            stop_strings=self.stop_strings or (),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` None means all.
+
+    Logprobs are those at `temperature` over the tokens that `top_k` and `top_p` leave, as the policy's.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None

@@ -1,0 +1,406 @@
+"""The YAML keys `grpo.*`, `distillation.*` and `loss_fn.*`; those of `sft` and `dpo` are in `supervised_config.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Protocol
+
+from nemo_offload_rl.keys.async_grpo import AsyncGrpoConfig
+from nemo_offload_rl.keys.section import doc, section
+
+
+@section
+class RewardShapingConfig:
+    """`grpo.reward_shaping`: a soft length penalty (DAPO, arXiv 2503.14476, equation 13), or one for cut responses."""
+
+    enabled: Annotated[bool, doc("Lower the reward of responses that approach the length limit or were truncated.")]
+    overlong_buffer_length: Annotated[
+        int, doc("Tokens before `max_response_length` over which the penalty grows from 0 to its full value.", ge=1)
+    ]
+    overlong_buffer_penalty: Annotated[float, doc("Penalty of a response as long as `max_response_length`.", ge=0)]
+    max_response_length: Annotated[int, doc("Length limit for the penalty, in tokens.", ge=1)]
+    stop_properly_penalty_coef: Annotated[
+        float | None,
+        doc(
+            "Instead multiply the reward of responses truncated at a token limit by this (ProRLv2): 0 removes the "
+            "reward, 1 keeps it; the other keys are then ignored. Negative rewards are not changed, since truncation "
+            "would raise them (NeMo-RL multiplies them too). null or omitted: the soft length penalty.",
+            ge=0,
+            le=1,
+        ),
+    ] = None
+
+
+@section
+class RewardScalingConfig:
+    """`grpo.reward_scaling`: a linear map of rewards, clipped at both ends."""
+
+    enabled: Annotated[bool, doc("Map rewards from the source range to the target range.")]
+    source_min: Annotated[float, doc("Reward mapped to `target_min`; lower rewards are clipped.")]
+    source_max: Annotated[float, doc("Reward mapped to `target_max`; higher rewards are clipped.")]
+    target_min: Annotated[float, doc("Lower end of the mapped reward.")]
+    target_max: Annotated[float, doc("Upper end of the mapped reward.")]
+
+
+@section
+class AdvEstimatorConfig:
+    """`grpo.adv_estimator`: how rewards become advantages."""
+
+    name: Annotated[
+        Literal["grpo", "gdpo", "reinforce_plus_plus"],
+        doc(
+            "`grpo` compares within each group, according to `grpo.normalize_rewards` and "
+            "`use_leave_one_out_baseline`. `gdpo` (arXiv 2601.05242) does so for each part of a reward separately, "
+            "such as each of several functions, and normalizes their weighted sum over the step. "
+            "`reinforce_plus_plus` (arXiv 2501.03262) normalizes over all tokens of the step and ignores both keys."
+        ),
+    ]
+    minus_baseline: Annotated[
+        bool,
+        doc("For `reinforce_plus_plus`: subtract the group's mean reward first; ignored by the others."),
+    ]
+    reward_weights: Annotated[
+        tuple[float, ...] | None,
+        doc(
+            "For `gdpo`: weights of the parts' advantages, in alphabetical order of the parts' names, as in "
+            "NeMo-RL; null or omitted: 1 each. The reported reward uses the weights of `env.NAME.weights`."
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        doc(
+            "Your own function instead (docs/guides/your-own-reward.md), as `package.module.name` or "
+            "`path/to/file.py:name`; null or omitted: use `name`."
+        ),
+    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+
+
+@section
+class RolloutFilterConfig:
+    """`grpo.rollout_filter`: a function of your own that leaves rollouts out of the loss."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "Function, as `package.module.name` or `path/to/file.py:name`, that takes the rollouts of a group and "
+            "returns a list that says whether to train on each; null trains on all. The rewards of all of them "
+            "count in advantages and metrics."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+
+
+@section
+class RolloutStopConfig:
+    """`grpo.rollout_stop`: a function of your own that ends rollouts of several turns early."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "Function, as `package.module.name` or `path/to/file.py:name`, that takes a `Response` and the "
+            "environment's `Observation`. True ends the rollout with `Observation.otherwise`, a `Score` ends it "
+            "with that score, False continues. Called after each turn that another could follow, also in "
+            "validation; agents end their own rollouts. null ends none."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+
+
+@section
+class OwnLossConfig:
+    """`loss_fn` of SFT and DPO: a function of your own."""
+
+    target: Annotated[
+        str | None,
+        doc(
+            "Function `(logprobs, batch, norm)` that replaces the algorithm's loss "
+            "(docs/guides/your-own-reward.md), as `package.module.name` or `path/to/file.py:name`; null: none."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+
+
+class OwnCodeConfig(Protocol):
+    """A section that names code of a user's."""
+
+    @property
+    def target(self) -> str | None:
+        """The name; None for none."""
+        ...
+
+    @property
+    def kwargs(self) -> dict[str, Any] | None:
+        """Further arguments."""
+        ...
+
+
+@section
+class RolloutSectionConfig:
+    """What algorithms with rollouts have in common: prompts, responses, steps and validation."""
+
+    num_prompts_per_step: Annotated[int, doc("Prompts per step.", ge=1)]
+    num_generations_per_prompt: Annotated[int, doc("Responses sampled per prompt: the group size.", ge=1)]
+    max_rollout_turns: Annotated[
+        int, doc("Maximum number of policy turns in a rollout; the environment may reply between them.", ge=1)
+    ]
+    max_num_epochs: Annotated[
+        int,
+        doc(
+            "Maximum number of passes over the training prompts, including those drawn by dynamic sampling.",
+            ge=1,
+        ),
+    ]
+    max_num_steps: Annotated[int, doc("Maximum number of steps, if the epochs do not end first.", ge=1)]
+    val_period: Annotated[int, doc("Steps between validations; 0 disables validation.", ge=0)]
+    val_at_start: Annotated[bool, doc("Validate before the first step.")]
+    val_at_end: Annotated[bool, doc("Validate after the last step.")]
+    max_val_samples: Annotated[int, doc("Maximum number of prompts per validation.", ge=1)]
+    val_batch_size: Annotated[int, doc("Validation prompts sent to the engine at once.", ge=1)]
+    val_num_generations_per_prompt: Annotated[
+        int, doc("Responses per validation prompt; accuracy is averaged over them.", ge=1)
+    ]
+    max_token_mult_prob_error: Annotated[
+        float | None,
+        doc(
+            "Limit for `train/token_mult_prob_error`, which measures how far engine and policy disagree about the "
+            "probabilities of sampled tokens (1 is agreement). A step above it ends the run. null for no limit.",
+            gt=1,
+        ),
+    ]
+    log_rollouts: Annotated[
+        bool,
+        doc(
+            "Write every training rollout, with tokens and logprobs, to `logger.log_dir`/rollouts, one file per "
+            "step: about 60 bytes per token."
+        ),
+    ]
+    seed: Annotated[int, doc("Seed for data order, sampling and initialization.", ge=0)]
+
+    @property
+    def prompts_per_generation_batch(self) -> int:
+        """Prompts that are drawn and answered at once."""
+        return self.num_prompts_per_step
+
+
+@section
+class GrpoSectionConfig(RolloutSectionConfig):
+    """`grpo`: the loop of group relative policy optimization (arXiv 2402.03300)."""
+
+    normalize_rewards: Annotated[
+        bool, doc("Divide advantages by the standard deviation of the rewards that the baseline averages.")
+    ]
+    use_leave_one_out_baseline: Annotated[
+        bool,
+        doc(
+            "Use the mean reward of the other responses in the group as a response's baseline, instead of the mean "
+            "of all."
+        ),
+    ]
+    overlong_filtering: Annotated[
+        bool, doc("Exclude responses truncated at the token limit from the loss (DAPO); their rewards still count.")
+    ]
+    use_dynamic_sampling: Annotated[
+        bool, doc("Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO).")
+    ]
+    dynamic_sampling_max_gen_batches: Annotated[
+        int,
+        doc(
+            "Maximum number of generation batches that dynamic sampling may use for one step; needing more is an "
+            "error.",
+            ge=1,
+        ),
+    ]
+    batch_multiplier: Annotated[
+        float,
+        doc(
+            "Size of dynamic sampling's generation batches, as a multiple of `num_prompts_per_step`, rounded down. "
+            "Above 1 it makes up for groups that will be dropped. Must be 1 without dynamic sampling.",
+            ge=1,
+        ),
+    ]
+    reward_shaping: Annotated[RewardShapingConfig, doc("Soft length penalty.")]
+    reward_scaling: Annotated[RewardScalingConfig, doc("Linear map of rewards, before shaping.")]
+    adv_estimator: Annotated[AdvEstimatorConfig, doc("How advantages are computed from rewards.")]
+    rollout_filter: Annotated[RolloutFilterConfig, doc("Which rollouts to train on; if omitted, all.")] | None = None
+    async_grpo: Annotated[AsyncGrpoConfig, doc("Generate rollouts during training; if omitted, off.")] | None = None
+    rollout_stop: Annotated[RolloutStopConfig, doc("When to end rollouts early; if omitted, never.")] | None = None
+    advantage_clip_low: Annotated[float | None, doc("Lower bound that advantages are clipped to; null for none.")]
+    advantage_clip_high: Annotated[float | None, doc("Upper bound that advantages are clipped to; null for none.")]
+    seq_logprob_error_threshold: Annotated[
+        float | None,
+        doc(
+            "Exclude responses whose mean `token_mult_prob_error` is above this from the loss, since engine and "
+            "policy disagree about them (1 is agreement). null keeps all.",
+            gt=1,
+        ),
+    ]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollouts are collected beside training."""
+        return self.async_grpo is not None and self.async_grpo.enabled
+
+    @property
+    def prompts_per_generation_batch(self) -> int:
+        """Prompts that are drawn and answered at once."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
+
+
+@section
+class ClippedPGLossConfig:
+    """`loss_fn`: the clipped policy-gradient loss with a KL term (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300)."""
+
+    reference_policy_kl_penalty: Annotated[
+        float, doc("Weight of the KL term to the reference policy; 0 skips the reference logprobs.", ge=0)
+    ]
+    reference_policy_kl_type: Annotated[
+        Literal["k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w", "k3w"],
+        doc(
+            "Estimator of the KL. k1+ and k3+ have the values of k1 and k3 and the gradient of the KL, as does k2. "
+            "The gradient of k1 is zero in expectation, and that of k3 is not the KL's. k1w, k2w and k3w are "
+            "NeMo-RL's k1, k2 and k3 (docs/reference/metrics.md, estimators of the KL)."
+        ),
+    ]
+    kl_input_clamp_value: Annotated[
+        float | None,
+        doc(
+            "Clamp on the logprob difference before the estimator; null for 20, the bound of every log-ratio.",
+            gt=0,
+            le=20,
+        ),
+    ]
+    kl_output_clamp_value: Annotated[
+        float | None,
+        doc("Clamp on the estimate per token; null for none. k1+ and k3+ keep their gradient beyond it.", gt=0),
+    ]
+    use_kl_in_reward: Annotated[
+        bool,
+        doc(
+            "Subtract each token's weighted KL from its reward, without a gradient, instead of adding it to the "
+            "loss. Requires `grpo.adv_estimator.name` reinforce_plus_plus."
+        ),
+    ]
+    ratio_clip_min: Annotated[float, doc("Clip the probability ratio from below at 1 minus this.", ge=0, le=1)]
+    ratio_clip_max: Annotated[float, doc("Clip the probability ratio from above at 1 plus this.", ge=0)]
+    ratio_clip_c: Annotated[
+        float | None, doc("Dual-clip bound for negative advantages (arXiv 1912.09729), above 1; null for none.", gt=1)
+    ]
+    use_on_policy_kl_approximation: Annotated[
+        bool,
+        doc(
+            "Weight the KL estimate by the ratio of the current to the sampling probability, so that it is "
+            "on-policy; k1 and k3 then also have the gradient of the KL."
+        ),
+    ]
+    use_importance_sampling_correction: Annotated[
+        bool,
+        doc(
+            "Weight tokens by the ratio of the policy's to the engine's probability, since the two compute slightly "
+            "different numbers."
+        ),
+    ]
+    truncated_importance_sampling_type: Annotated[
+        Literal["tis", "icepop", "seq-mask-tis"] | None,
+        doc(
+            "How to treat weights out of bounds: tis (also null) clamps them to the bounds; icepop sets them to 0; "
+            "seq-mask-tis excludes responses whose geometric mean weight is out of bounds, and applies all other "
+            "weights unchanged."
+        ),
+    ]
+    truncated_importance_sampling_ratio: Annotated[
+        float | None, doc("Upper bound of that weight; null for none.", gt=0)
+    ]
+    truncated_importance_sampling_ratio_min: Annotated[
+        float | None, doc("Lower bound of that weight; null for none. icepop and seq-mask-tis need one.", ge=0)
+    ]
+    sequence_level_importance_ratios: Annotated[
+        bool, doc("Use one ratio per response, from the mean logprob difference (GSPO, arXiv 2507.18071).")
+    ]
+    token_level_loss: Annotated[
+        bool, doc("Average over all tokens of the global batch; false averages within each response first.")
+    ]
+    constant_length_divisor: Annotated[
+        int | None,
+        doc(
+            "Divide the sum over a response's tokens by this constant instead of by the response's length, before "
+            "averaging over responses (Dr. GRPO, arXiv 2503.20783); null divides by lengths. Requires "
+            "`token_level_loss` false.",
+            ge=1,
+        ),
+    ]
+    use_cispo: Annotated[
+        bool,
+        doc(
+            "Use the clipped ratio as a weight, without a gradient, on each token's logprob (CISPO, arXiv "
+            "2506.13585). Clipped tokens then have a gradient too."
+        ),
+    ]
+    positive_example_nll_weight: Annotated[
+        float,
+        doc(
+            "Weight of an added loss term (VAPO, arXiv 2504.05118): the negative logprob of tokens in responses "
+            "with a reward above 0 after scaling and shaping, averaged over those tokens of the global batch. If "
+            "omitted: 0. NeMo-RL reads it in PPO only.",
+            ge=0,
+        ),
+    ] = 0.0
+    disable_ppo_ratio: Annotated[
+        bool, doc("Use no ratio and no clipping: the loss is minus advantage times logprob (REINFORCE, RLOO).")
+    ]
+    force_on_policy_ratio: Annotated[
+        bool,
+        doc(
+            "Fix the value of the ratio at exactly 1: the logprobs of the training pass replace those before the "
+            "step, so that no separate pass is needed for them. Requires one update per step."
+        ),
+    ]
+    target: Annotated[
+        str | None,
+        doc(
+            "Your own function instead of this loss (docs/guides/your-own-reward.md), as `package.module.name` or "
+            "`path/to/file.py:name`; null or omitted: none. Two other keys still determine which logprobs it "
+            "receives: `reference_policy_kl_penalty` (not 0) and `force_on_policy_ratio`."
+        ),
+    ] = None
+    kwargs: Annotated[dict[str, Any] | None, doc("Its further arguments; null or omitted: none.")] = None
+
+
+def needs_prev_logprobs(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> bool:
+    """Whether a step has a pass for the logprobs of the policy before its updates."""
+    kl_in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0
+    return not loss.force_on_policy_ratio or kl_in_reward or grpo.seq_logprob_error_threshold is not None
+
+
+@section
+class DistillationSectionConfig(RolloutSectionConfig):
+    """`distillation`: the loop of on-policy distillation (arXiv 2306.13649)."""
+
+    topk_logits_k: Annotated[
+        int | None,
+        doc(
+            "Number of the teacher's most likely tokens that the student is compared on, at 8 bytes each for every "
+            "sampled token. null compares whole distributions: the teacher's last hidden states are transferred "
+            "instead, and its output layer is on the device in training.",
+            ge=1,
+        ),
+    ]
+
+
+@section
+class DistillationLossConfig:
+    """`loss_fn`: the divergence between student and teacher, a mean over the sampled tokens."""
+
+    kl_type: Annotated[
+        Literal["forward", "reverse", "mixed"],
+        doc("forward is KL(teacher || student), reverse is KL(student || teacher), mixed is a weighted sum of both."),
+    ]
+    mixed_kl_weight: Annotated[
+        float, doc("Weight of the forward KL in `mixed`; the reverse KL has 1 minus this.", ge=0, le=1)
+    ]
+    zero_outside_topk: Annotated[
+        bool,
+        doc(
+            "Take the teacher's probability outside its top-k as 0 (logprob -100), and the student's over the whole "
+            "vocabulary; false renormalizes both over the top-k."
+        ),
+    ]

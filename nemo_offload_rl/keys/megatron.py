@@ -1,0 +1,340 @@
+"""The YAML keys `policy.megatron_cfg.*`. Names and meanings are Megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from nemo_offload_rl.keys.backend import ModelParallel
+from nemo_offload_rl.keys.section import doc, section
+
+# Megatron's linear layers of attention and of dense MLPs, which adapters are made for.
+MEGATRON_ADAPTED_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+OFFLOAD_VARIABLE = "NVTE_CPU_OFFLOAD_V1"
+
+
+@section
+class MegatronOptimizerConfig:
+    """`policy.megatron_cfg.optimizer`."""
+
+    optimizer: Annotated[Literal["adam", "sgd"], doc("The optimizer.")]
+    lr: Annotated[float, doc("Learning rate.", ge=0)]
+    min_lr: Annotated[float, doc("Learning rate at the end of the decay.", ge=0)]
+    weight_decay: Annotated[float, doc("Decoupled weight decay.", ge=0)]
+    bf16: Annotated[bool, doc("Parameters are bfloat16.")]
+    fp16: Annotated[bool, doc("Parameters are float16.")]
+    params_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Not read: parameters have the type of `policy.precision`.")
+    ]
+    adam_beta1: Annotated[float, doc("Decay of Adam's first moment.", ge=0, lt=1)]
+    adam_beta2: Annotated[float, doc("Decay of Adam's second moment.", ge=0, lt=1)]
+    adam_eps: Annotated[float, doc("Adam's epsilon.", gt=0)]
+    sgd_momentum: Annotated[float, doc("Momentum of SGD.", ge=0)]
+    use_distributed_optimizer: Annotated[bool, doc("Shard the optimizer over the data-parallel ranks.")]
+    use_precision_aware_optimizer: Annotated[
+        bool, doc("Use Transformer Engine's optimizer, which holds the fp32 masters itself.")
+    ]
+    exp_avg_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        doc("Type of Adam's first moment; bfloat16 needs `use_precision_aware_optimizer`."),
+    ]
+    exp_avg_sq_dtype: Annotated[
+        Literal["float32", "bfloat16"], doc("Type of Adam's second moment; see `exp_avg_dtype`.")
+    ]
+    clip_grad: Annotated[float | None, doc("Clip gradients to this norm; 0 or null for no limit.", ge=0)]
+    optimizer_cpu_offload: Annotated[
+        bool, doc("Keep the optimizer on the host permanently and compute its update there.")
+    ]
+    optimizer_offload_fraction: Annotated[
+        float,
+        doc("Fraction of the parameters whose optimizer is on the host, with `optimizer_cpu_offload`.", ge=0, le=1),
+    ]
+    overlap_cpu_optimizer_d2h_h2d: Annotated[
+        bool, doc("Overlap gradient and parameter copies with the update on the CPU; needs `optimizer_cpu_offload`.")
+    ]
+    offload_optimizer_states: Annotated[
+        bool,
+        doc(
+            "Offload optimizer states and fp32 masters to the host except during the optimizer step, which runs on "
+            "the GPU; excludes `optimizer_cpu_offload`."
+        ),
+    ]
+    offload_optimizer_states_fraction: Annotated[
+        float,
+        doc(
+            "Fraction of those bytes to offload, with `offload_optimizer_states`; the rest stays resident.", ge=0, le=1
+        ),
+    ]
+    offload_optimizer_states_chunk_mib: Annotated[
+        float | None,
+        doc(
+            "Stream the states in chunks of this many MiB. At least two chunks are on the GPU during the step. If "
+            "the passes leave room, more are prefetched before the step and offloaded after it. null uses one "
+            "chunk, which needs room for all states.",
+            gt=0,
+        ),
+    ]
+
+    @property
+    def streamed_share(self) -> float:
+        """Share of states and masters that are on the device in the optimizer step only, at least; 0 for none."""
+        return self.offload_optimizer_states_fraction if self.offload_optimizer_states else 0.0
+
+
+@section
+class MegatronSchedulerConfig:
+    """`policy.megatron_cfg.scheduler`."""
+
+    start_weight_decay: Annotated[float, doc("Weight decay at the first step.", ge=0)]
+    end_weight_decay: Annotated[float, doc("Weight decay at the last step.", ge=0)]
+    weight_decay_incr_style: Annotated[
+        Literal["constant", "linear", "cosine"], doc("How the weight decay changes between the two.")
+    ]
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], doc("Shape of the learning-rate decay.")
+    ]
+    lr_decay_iters: Annotated[int, doc("Length of the decay in steps of the run.", ge=1)]
+    lr_warmup_iters: Annotated[int, doc("Length of the warm-up in steps of the run.", ge=0)]
+    lr_warmup_init: Annotated[float, doc("Learning rate at the first step.", ge=0)]
+
+
+@section
+class MegatronDdpConfig:
+    """`policy.megatron_cfg.distributed_data_parallel_config`."""
+
+    grad_reduce_in_fp32: Annotated[bool, doc("Accumulate and reduce gradients in float32.")]
+    overlap_grad_reduce: Annotated[bool, doc("Overlap gradient reduction with the backward pass.")]
+    overlap_param_gather: Annotated[bool, doc("Overlap parameter gathering with the forward pass.")]
+
+
+@section
+class MegatronFp8Config:
+    """`policy.megatron_cfg.fp8_cfg`: 8-bit matrix products in Transformer Engine."""
+
+    enabled: Annotated[bool, doc("Compute linear layers in 8 bits.")]
+    fp8: Annotated[
+        Literal["e4m3", "hybrid"], doc("Number format; `hybrid` is e4m3 in the forward and e5m2 in the backward pass.")
+    ]
+    fp8_recipe: Annotated[
+        Literal["blockwise", "tensorwise", "delayed", "mxfp8"], doc("How scales are chosen; mxfp8 needs Blackwell.")
+    ]
+    force_clear_fp8_caches: Annotated[
+        bool, doc("Free the 8-bit copies of the weights before each refit; the next forward pass recreates them.")
+    ]
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens between two exchanges are a multiple of: the block that shares a scale, else 16."""
+        return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16) if self.enabled else 1
+
+
+@section
+class MegatronLoraConfig:
+    """`policy.megatron_cfg.peft`: train low-rank adapters instead of the model's own weights."""
+
+    enabled: Annotated[bool, doc("Use LoRA. The model's weights are frozen; refits and exports send merged weights.")]
+    target_modules: Annotated[
+        tuple[str, ...],
+        doc(
+            "Layers that get adapters, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or "
+            "patterns such as `*.layers.0.*.linear_qkv`; empty for all four."
+        ),
+    ]
+    exclude_modules: Annotated[
+        tuple[str, ...], doc("Layers of those four that get no adapters when `target_modules` is empty.")
+    ]
+    dim: Annotated[int, doc("Rank of the adapters.", ge=1)]
+    alpha: Annotated[int, doc("Adapter outputs are scaled by alpha / dim.", ge=1)]
+    dropout: Annotated[float, doc("Dropout probability in training.", ge=0, lt=1)]
+    dropout_position: Annotated[Literal["pre", "post"], doc("Apply dropout to an adapter's inputs or to its outputs.")]
+    lora_A_init_method: Annotated[
+        Literal["xavier", "normal", "kaiming"], doc("Initialization of A: Xavier normal, normal or Kaiming uniform.")
+    ]
+    lora_B_init_method: Annotated[
+        Literal["zero", "xavier", "normal", "kaiming"],
+        doc("Initialization of B; with zero, training starts from the unmodified model."),
+    ]
+
+
+@section
+class MegatronConfig:
+    """`policy.megatron_cfg`: Megatron-core models."""
+
+    enabled: Annotated[bool, doc("Use this backend. Exactly one of dtensor_cfg and megatron_cfg is enabled.")]
+    transformer_impl: Annotated[
+        Literal["transformer_engine", "local"],
+        doc(
+            "Layers of Transformer Engine or of megatron-core. The latter run without Transformer Engine and "
+            "without a GPU, but cannot pack sequences, split them over devices or offload activations."
+        ),
+    ]
+    tensor_model_parallel_size: Annotated[int, doc("Devices that each layer is sharded over.", ge=1)]
+    pipeline_model_parallel_size: Annotated[
+        int, doc("Devices that the layers are distributed over, as pipeline stages.", ge=1)
+    ]
+    num_layers_in_first_pipeline_stage: Annotated[
+        int | None, doc("Layers in the first stage; null for an even split.", ge=1)
+    ]
+    num_layers_in_last_pipeline_stage: Annotated[
+        int | None, doc("Layers in the last stage; null for an even split.", ge=1)
+    ]
+    context_parallel_size: Annotated[int, doc("Devices that each sequence is split over.", ge=1)]
+    expert_model_parallel_size: Annotated[int, doc("Devices that the experts are distributed over.", ge=1)]
+    expert_tensor_parallel_size: Annotated[int, doc("Devices that each expert is sharded over.", ge=1)]
+    pipeline_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Type of the tensors that stages send to each other.")
+    ]
+    sequence_parallel: Annotated[
+        bool, doc("Also shard norms and residuals along the sequence; needs tensor parallelism.")
+    ]
+    activation_checkpointing: Annotated[
+        bool, doc("Recompute activations in the backward pass instead of keeping them.")
+    ]
+    recompute_granularity: Annotated[
+        Literal["full", "selective"], doc("What to recompute: whole layers or only `recompute_modules`.")
+    ]
+    recompute_modules: Annotated[
+        tuple[str, ...] | None, doc("Modules to recompute when selective, such as `[mlp]`; null for `[core_attn]`.")
+    ]
+    fine_grained_activation_offloading: Annotated[
+        bool, doc("Offload the activations of `offload_modules` to the host between the forward and the backward pass.")
+    ]
+    offload_modules: Annotated[
+        tuple[str, ...] | None,
+        doc(
+            "Modules whose inputs are offloaded: qkv_linear, core_attn, attn_proj (needs core_attn) and, in "
+            "mixture-of-experts models, mlp_norm, expert_fc1 and moe_act. Worthwhile for long rows; see "
+            "docs/measurements/megatron.md."
+        ),
+    ]
+    min_offloaded_tensor_size: Annotated[int, doc("Smaller tensors stay on the GPU. In elements, not bytes.", ge=0)]
+    activation_offload_fraction: Annotated[
+        float,
+        doc("Fraction of the layers' modules, counted from the first, whose activations are offloaded.", gt=0, le=1),
+    ]
+    activation_offload_host_limit_gib: Annotated[
+        float,
+        doc(
+            "Pinned host memory in GiB that one worker keeps for activations between passes; less if the tokens of "
+            "a micro-batch and the layers cannot need that much. Above it, buffers not used recently are released. "
+            "A pass that needs more at once allocates more, with a warning.",
+            gt=0,
+        ),
+    ]
+    cuda_graph_impl: Annotated[
+        Literal["none", "local", "transformer_engine", "full_iteration"],
+        doc("CUDA graphs for the training step. Only none is supported."),
+    ]
+    clear_memory_caches_before_refit: Annotated[
+        bool,
+        doc(
+            "Before each refit, free rotary embeddings, tensors held by mixture-of-experts dispatchers and "
+            "Transformer Engine's workspaces; the next pass recreates them."
+        ),
+    ]
+    empty_unused_memory_level: Annotated[
+        int,
+        doc(
+            "When to release cached GPU memory: 0 only at phase changes, as residency does; 1 also after every "
+            "optimizer step; 2 also after each micro-batch.",
+            ge=0,
+            le=2,
+        ),
+    ]
+    freeze_moe_router: Annotated[bool, doc("Freeze the routers of mixture-of-experts models.")]
+    moe_router_load_balancing_type: Annotated[
+        Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
+        doc(
+            "Auxiliary loss that balances tokens over experts: none, or computed per micro-batch, per sequence "
+            "(padded batches only), or over all micro-batches of the step so far. Use none for RL: the gradient of "
+            "this loss is not the policy's."
+        ),
+    ]
+    moe_aux_loss_coeff: Annotated[
+        float, doc("Coefficient of that loss, which is a mean over the tokens of a step, padding excluded.", ge=0)
+    ]
+    moe_router_bias_update_rate: Annotated[
+        float,
+        doc(
+            "Step size of the expert biases in models that have them (DeepSeek-V3, GLM-4.5). After each step, the "
+            "bias rises for experts with fewer tokens than the mean and falls for those with more. 0 leaves it "
+            "unchanged.",
+            ge=0,
+        ),
+    ]
+    moe_router_dtype: Annotated[
+        Literal["fp32", "fp64"] | None, doc("Type of the router's compute; null for the model's type.")
+    ]
+    moe_permute_fusion: Annotated[bool, doc("Use fused kernels to sort tokens by expert.")]
+    moe_token_dispatcher_type: Annotated[
+        Literal["allgather", "alltoall", "flex"], doc("How tokens are sent to their experts.")
+    ]
+    apply_rope_fusion: Annotated[
+        bool, doc("Use a fused kernel for rotary embeddings; not for YaRN, whose attention factor it omits.")
+    ]
+    bias_activation_fusion: Annotated[
+        bool, doc("Use a fused kernel for bias and activation, where the activation has one.")
+    ]
+    defer_fp32_logits: Annotated[bool, doc("Cast logits to float32 chunk by chunk; needs `policy.logprob_chunk_size`.")]
+    env_vars: Annotated[dict[str, str] | None, doc("Environment variables of the policy workers.")]
+    fp8_cfg: Annotated[MegatronFp8Config, doc("8-bit matrix products.")]
+    peft: Annotated[MegatronLoraConfig, doc("Low-rank adapters (LoRA).")]
+    optimizer: Annotated[MegatronOptimizerConfig, doc("The optimizer.")]
+    scheduler: Annotated[MegatronSchedulerConfig, doc("The learning-rate schedule.")]
+    distributed_data_parallel_config: Annotated[MegatronDdpConfig, doc("Gradient reduction.")]
+
+    @property
+    def section(self) -> str:
+        """See `BackendConfig`, as for all below."""
+        return "megatron_cfg"
+
+    @property
+    def streaming_section(self) -> str:
+        """That of the optimizer."""
+        return "policy.megatron_cfg.optimizer"
+
+    @property
+    def activation_key(self) -> str:
+        """That of this backend."""
+        return "policy.megatron_cfg.fine_grained_activation_offloading"
+
+    @property
+    def streamed_share(self) -> float:
+        """As the keys say."""
+        return self.optimizer.streamed_share
+
+    @property
+    def streams_parameters(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def streams_in_parts(self) -> bool:
+        """As the keys say."""
+        return self.streamed_share > 0 and self.optimizer.offload_optimizer_states_chunk_mib is not None
+
+    @property
+    def keeps_optimizer_on_host(self) -> bool:
+        """Only all of it counts: a part that stays on the device moves as any other optimizer."""
+        return self.optimizer.optimizer_cpu_offload and self.optimizer.optimizer_offload_fraction >= 1.0
+
+    @property
+    def model_parallel(self) -> ModelParallel:
+        """Of the dense layers."""
+        return ModelParallel(
+            self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        )
+
+    @property
+    def worker_env_vars(self) -> Mapping[str, str]:
+        """Those of the key, and what activation offloading needs."""
+        env_vars = dict(self.env_vars or {})
+        if self.fine_grained_activation_offloading:
+            # Else Transformer Engine 2.10 and later would move weights too. A rule refuses another value in env_vars.
+            env_vars[OFFLOAD_VARIABLE] = "1"
+        return env_vars
+
+    def without_streaming(self) -> Self:
+        """The same with `optimizer.offload_optimizer_states` false."""
+        return replace(self, optimizer=replace(self.optimizer, offload_optimizer_states=False))

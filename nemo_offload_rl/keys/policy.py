@@ -1,0 +1,264 @@
+"""The YAML keys `policy.*`, without those of the training backends (`keys/dtensor.py`, `keys/megatron.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from nemo_offload_rl.keys.backend import BackendConfig
+from nemo_offload_rl.keys.data import TokenizerConfig
+from nemo_offload_rl.keys.dtensor import DTensorConfig
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.section import doc, section
+
+
+@section
+class OptimizerConfig:
+    """`policy.optimizer`: the optimizer of the DTensor backend."""
+
+    name: Annotated[
+        str,
+        doc(
+            "Dotted path of a torch optimizer class, such as `torch.optim.AdamW`; `nemo_offload_rl.optim.AdamW` "
+            "keeps its moments in 16 bits."
+        ),
+    ]
+    kwargs: Annotated[dict[str, Any], doc("Its arguments: `lr`, `weight_decay`, `betas`, `eps`, ...")]
+    decay_norm_and_bias: Annotated[
+        bool,
+        doc(
+            "Apply `weight_decay` to norms and biases too, as torch does when given all parameters. false excludes "
+            "them, as Megatron does."
+        ),
+    ]
+
+
+@section
+class SchedulerPhaseConfig:
+    """An entry of `policy.scheduler`: one phase of the learning-rate schedule."""
+
+    name: Annotated[str, doc("Dotted path of a torch scheduler class, such as `torch.optim.lr_scheduler.LinearLR`.")]
+    kwargs: Annotated[dict[str, Any], doc("Its arguments.")]
+
+
+@section
+class SchedulerMilestonesConfig:
+    """The last entry of `policy.scheduler` when there are several phases."""
+
+    milestones: Annotated[
+        tuple[int, ...], doc("Steps of the run at which the second, third, ... phase begins; ascending.")
+    ]
+
+
+def _scheduler_tag(entry: Any) -> str:
+    return "milestones" if isinstance(entry, dict) and "milestones" in entry else "phase"
+
+
+SchedulerEntry = Annotated[
+    Annotated[SchedulerPhaseConfig, Tag("phase")] | Annotated[SchedulerMilestonesConfig, Tag("milestones")],
+    Discriminator(_scheduler_tag),
+]
+
+
+@section
+class BatchingConfig:
+    """`policy.dynamic_batching` and `policy.sequence_packing`: micro-batches by tokens instead of by samples."""
+
+    enabled: Annotated[bool, doc("Use it. Dynamic batching and sequence packing exclude each other.")]
+    train_mb_tokens: Annotated[int, doc("Maximum tokens in a training micro-batch, padding included.", ge=1)]
+    logprob_mb_tokens: Annotated[int, doc("Maximum tokens in a logprob micro-batch, padding included.", ge=1)]
+    sequence_length_round: Annotated[int, doc("Round lengths up to a multiple of this many tokens.", ge=1)]
+
+
+@section
+class TrainedPolicyConfig:
+    """`policy`: the model, how it is trained and where its state lives. All that SFT and DPO have."""
+
+    model_name: Annotated[str, doc("Local folder or hub name of a Hugging Face causal language model.", min_length=1)]
+    tokenizer: Annotated[TokenizerConfig, doc("The tokenizer.")]
+    hf_config_overrides: Annotated[dict[str, Any], doc("Values to override in the model's Hugging Face configuration.")]
+    dropout: Annotated[
+        bool,
+        doc(
+            "Train with the dropout of the model's configuration (`attention_dropout`, `residual_dropout`, ...). false "
+            "trains without: ratios of policy gradients and rewards of DPO compare passes that draw nothing. SFT's "
+            "exemplar has true, the others false. Adapters have a dropout of their own."
+        ),
+    ]
+    train_global_batch_size: Annotated[
+        int, doc("Sequences per optimizer step, over all workers: responses, or pairs in DPO.", ge=1)
+    ]
+    train_micro_batch_size: Annotated[int, doc("Sequences per worker in one forward and backward pass.", ge=1)]
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass for logprobs.", ge=1)]
+    logprob_chunk_size: Annotated[
+        int | None, doc("Positions whose logits are converted to logprobs at once, to save memory; null for all.", ge=1)
+    ]
+    max_total_sequence_length: Annotated[int, doc("Maximum length of prompt plus response in tokens.", ge=2)]
+    make_sequence_length_divisible_by: Annotated[int, doc("Pad batches to a multiple of this many tokens.", ge=1)]
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"], doc("Compute type; parameters and optimizer are float32.")
+    ]
+    deterministic: Annotated[
+        bool,
+        doc(
+            "Use operations whose results are bitwise reproducible. Other operations log a warning with Megatron "
+            "and end the run with DTensor. Slower; for comparing runs. On Hopper GPUs, Megatron's attention of packed "
+            "rows then takes memory by the square of a pack's tokens, and what cannot run is refused."
+        ),
+    ]
+    max_grad_norm: Annotated[float | None, doc("Clip gradients to this norm; null for no limit.", gt=0)]
+    max_skipped_updates: Annotated[
+        int,
+        doc(
+            "Consecutive updates with a non-finite gradient norm that are tolerated; one more ends the run. All "
+            "workers skip such an update, and parameters, optimizer and schedule stay unchanged.",
+            ge=0,
+        ),
+    ]
+    optimizer: Annotated[OptimizerConfig | None, doc("Optimizer of the DTensor backend; null with Megatron.")]
+    scheduler: Annotated[
+        tuple[SchedulerEntry, ...] | None,
+        doc("Learning-rate phases, followed by their milestones; null keeps the rate constant."),
+    ]
+    dynamic_batching: Annotated[BatchingConfig, doc("Group sequences of similar length into micro-batches.")]
+    sequence_packing: Annotated[
+        BatchingConfig, doc("Pack the sequences of a micro-batch into one row without padding.")
+    ]
+    dtensor_cfg: Annotated[DTensorConfig, doc("The DTensor backend.")]
+    megatron_cfg: Annotated[MegatronConfig, doc("The Megatron backend.")] | None = None
+    residency_overlap: Annotated[
+        bool,
+        doc("Overlap copies with compute. false waits for each copy where it starts: for measuring and debugging."),
+    ]
+    residency_verify: Annotated[
+        bool,
+        doc("Compare host copies that are considered valid with the device, byte by byte. Slow; for finding bugs."),
+    ]
+    host_memory_budget_gib: Annotated[
+        float | None,
+        doc(
+            "Host memory in GiB that one worker may use for offloaded state and activations. With null, the workers "
+            "of a host derive it together from the machine's memory, their cgroups and their resource limits. Set "
+            "it if the machine's memory grows on use and is therefore reported too low.",
+            gt=0,
+        ),
+    ]
+    gpu_memory_limit_gib: Annotated[
+        float | None,
+        doc(
+            "GPU memory in GiB for the tensors of one policy worker, excluding CUDA's context and the engine; null "
+            "for all. For a shared GPU, or to test whether a run would fit on a smaller one.",
+            gt=0,
+        ),
+    ]
+    memory_snapshot_dir: Annotated[
+        str | None,
+        doc("Folder for snapshots of the CUDA allocator when memory runs out, one file per rank; null for none."),
+    ]
+    reference_dir: Annotated[
+        str | None,
+        doc(
+            "Folder on a disk of each host for the frozen reference of GRPO and DPO. Each worker writes its shard "
+            "once, to an unnamed file that disappears with the worker, and reads it for each pass. Uses 0.125 GiB "
+            "of host memory per worker. null keeps the reference in host memory."
+        ),
+    ]
+    use_pinned_optimizer_offload: Annotated[
+        bool,
+        doc(
+            "Keep offloaded state in one pinned host arena and copy it asynchronously at the full speed of the "
+            "link; needs as much pinned host memory as the state is large. false uses pageable memory. No effect on "
+            "CPU."
+        ),
+    ]
+    offload_optimizer_states_for_logprob: Annotated[
+        bool, doc("Keep the optimizer offloaded during logprobs too: less GPU memory, more copies.")
+    ]
+
+    def length_multiple(self, batching: BatchingConfig) -> int:
+        """What a micro-batch by tokens counts lengths as multiples of, so that rows are no longer once padded."""
+        padded = self.make_sequence_length_divisible_by
+        return -(-batching.sequence_length_round // padded) * padded
+
+    @property
+    def backend(self) -> BackendConfig:
+        """The section of the backend that trains the model."""
+        if self.megatron_cfg is not None and self.megatron_cfg.enabled:
+            return self.megatron_cfg
+        return self.dtensor_cfg
+
+
+@section
+class TeacherDTensorConfig:
+    """`teacher.dtensor_cfg`: how the teacher is spread over the devices, with that backend."""
+
+    tensor_parallel_size: Annotated[
+        int, doc("Devices that each layer of the teacher is sharded over; may differ from the student's.", ge=1)
+    ]
+
+
+@section
+class TeacherConfig:
+    """`teacher`: the model that the student learns from. What has no key here is as in `policy`.
+
+    With Megatron it is spread over the devices as the policy is.
+    """
+
+    model_name: Annotated[
+        str,
+        doc("Local folder or hub name of the teacher; it must use the tokenizer of `policy.model_name`.", min_length=1),
+    ]
+    hf_config_overrides: Annotated[
+        dict[str, Any], doc("Values to override in the teacher's Hugging Face configuration.")
+    ]
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], doc("Type of its weights and compute.")]
+    logprob_batch_size: Annotated[int, doc("Sequences per worker in one forward pass.", ge=1)]
+    logprob_chunk_size: Annotated[
+        int | None, doc("Positions whose top-k logits are computed at once; null for all.", ge=1)
+    ]
+    stream_layers: Annotated[
+        bool,
+        doc(
+            "Keep its layers on the host and stream each one in for its forward. Two layers are on the device at "
+            "once, and all layers are copied for every micro-batch. For a teacher that does not fit; DTensor "
+            "backend only."
+        ),
+    ]
+    dtensor_cfg: Annotated[TeacherDTensorConfig, doc("Settings with the DTensor backend.")]
+
+
+@section
+class RolloutKeys:
+    """Keys of `policy` that a policy worker reads where an engine generates."""
+
+    refit_buffer_size_gib: Annotated[
+        float, doc("Size in GiB of each of the two buffers that transfer weights to the engine.", gt=0)
+    ]
+    residency: Annotated[
+        Literal["always", "auto"],
+        doc(
+            "`always` moves every state group as in the residency table. `auto` keeps groups on the device during "
+            "generation if they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan "
+            "is logged once."
+        ),
+    ]
+    residency_overrides: Annotated[
+        dict[Literal["params", "optimizer"], Literal["device", "host"]],
+        doc("Groups with a fixed placement during refit and generation, whatever `residency` is; {} for none."),
+    ]
+    suspend_nccl_comms: Annotated[
+        bool,
+        doc(
+            "Release the GPU memory of the policy's NCCL communicators during generation, and take it again before "
+            "the policy's next phase. Needs NCCL 2.29.7 or later, which is newer than torch's."
+        ),
+    ]
+
+
+@section
+class PolicyConfig(RolloutKeys, TrainedPolicyConfig):
+    """`policy`: the model, how it is trained, where its state lives, and how it generates."""
+
+    generation: Annotated[GenerationConfig, doc("Sampling and the inference engine.")]

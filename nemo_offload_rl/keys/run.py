@@ -1,0 +1,216 @@
+"""The YAML keys `logger.*`, `cluster.*` and `checkpointing.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from nemo_offload_rl.keys.section import doc, section
+
+
+@section
+class WandbConfig:
+    """`logger.wandb`: Weights & Biases, with the names of `wandb.init`. A resumed run goes on as the same run there."""
+
+    project: Annotated[str, doc("Project of the run.")]
+    name: Annotated[str, doc("Name of the run.")]
+    entity: Annotated[str | None, doc("User or team that owns the run; null for the login's default.")]
+    group: Annotated[str | None, doc("Group of the run; null for none.")]
+    tags: Annotated[tuple[str, ...], doc("Tags of the run.")]
+    mode: Annotated[
+        Literal["online", "offline", "disabled"],
+        doc("`offline` writes to the run folder for a later `wandb sync`; `online` needs a login."),
+    ]
+
+
+@section
+class MlflowConfig:
+    """`logger.mlflow`: MLflow. A resumed run goes on as the same run there."""
+
+    experiment_name: Annotated[str, doc("Experiment of the run; created if needed.", min_length=1)]
+    run_name: Annotated[str, doc("Name of the run.")]
+    tracking_uri: Annotated[
+        str,
+        doc(
+            "Address of the tracking server; or `sqlite:///PATH`, which needs the package `mlflow` (`mlflow-skinny` "
+            "is enough for a server); or `file:PATH`, which MLflow 3 accepts only with "
+            "`MLFLOW_ALLOW_FILE_STORE=true`.",
+            min_length=1,
+        ),
+    ]
+
+
+@section
+class PrometheusConfig:
+    """`logger.prometheus`: where a Prometheus server finds the metrics of the run, at `/metrics`."""
+
+    host: Annotated[
+        str,
+        doc(
+            "Address to listen on. Any address other than this machine's own, 127.0.0.1, needs a token in the "
+            "environment variable `NEMO_OFFLOAD_RL_TOKEN`; Prometheus sends it as `Authorization: Bearer TOKEN`.",
+            min_length=1,
+        ),
+    ]
+    port: Annotated[int, doc("Port to listen on; 0 for any free port, which is logged.", ge=0, le=65535)]
+
+
+@section
+class SinkConfig:
+    """An entry of `logger.sinks`: code of your own that gets every metric."""
+
+    target: Annotated[
+        str,
+        doc(
+            "A function of step and metrics, or a class with `write`, as `package.module.Name` or "
+            "`path/to/file.py:name`.",
+            min_length=1,
+        ),
+    ]
+    kwargs: Annotated[
+        dict[str, Any] | None, doc("Further arguments for the function or class; null or omitted: none.")
+    ] = None
+
+
+@section
+class LoggerConfig:
+    """`logger`: where a run writes. metrics.jsonl and the resolved configuration are always written."""
+
+    log_dir: Annotated[
+        str, doc("Run folder. An existing metrics.jsonl in it is renamed, never overwritten.", min_length=1)
+    ]
+    numbered_runs: Annotated[
+        bool,
+        doc(
+            "Create a numbered run folder in `log_dir` (exp_001, exp_002, ...) at each start, also when a run is "
+            "resumed. false: `log_dir` itself is the run folder."
+        ),
+    ]
+    num_val_samples_to_print: Annotated[
+        int, doc("Samples to print at each validation, and to write to `log_dir`/samples.", ge=0)
+    ]
+    memory_sample_period_s: Annotated[
+        float, doc("Seconds between lines of `log_dir`/memory.jsonl; a longer period may miss a peak.", gt=0)
+    ]
+    tensorboard_enabled: Annotated[bool, doc("Also write TensorBoard events to `log_dir`/tensorboard.")]
+    wandb_enabled: Annotated[bool, doc("Also write to Weights & Biases; needs the section `logger.wandb`.")]
+    wandb: Annotated[WandbConfig, doc("Weights & Biases; can be removed with `~logger.wandb`.")] | None = None
+    mlflow_enabled: Annotated[bool, doc("Also write to MLflow; needs the section `logger.mlflow`.")]
+    mlflow: Annotated[MlflowConfig, doc("MLflow; can be removed with `~logger.mlflow`.")] | None = None
+    prometheus_enabled: Annotated[
+        bool, doc("Also serve metrics to a Prometheus server during the run; needs the section `logger.prometheus`.")
+    ]
+    prometheus: Annotated[PrometheusConfig, doc("Prometheus; can be removed with `~logger.prometheus`.")] | None = None
+    sinks: (
+        Annotated[tuple[SinkConfig, ...], doc("Your own code that also receives the metrics; if omitted, none.")] | None
+    ) = None
+
+
+@section
+class ClusterConfig:
+    """`cluster`: the machines. Policy workers and colocated engines share each device."""
+
+    gpus_per_node: Annotated[int, doc("GPUs to use on each node; 0 runs on CPU.", ge=0)]
+    cpu_workers_per_node: Annotated[
+        int, doc("Policy workers on each node when `gpus_per_node` is 0; otherwise ignored.", ge=1)
+    ]
+    num_nodes: Annotated[int, doc("Nodes of the Ray cluster to use.", ge=1)]
+    master_port_range_low: Annotated[
+        int, doc("First port that the policy workers' rendezvous may use.", ge=1024, le=65535)
+    ]
+    master_port_range_high: Annotated[int, doc("Last port that it may use.", ge=1024, le=65535)]
+    call_warning_s: Annotated[
+        float,
+        doc(
+            "Seconds after which a call that a worker or an engine has not answered is named in a warning, again after "
+            "each doubling. A call that took longer before is given twice its longest time.",
+            gt=0,
+        ),
+    ]
+    call_timeout_s: Annotated[
+        float | None,
+        doc(
+            "Seconds without progress after which a call counts as hung: the Python stacks of all workers are logged, "
+            "an engine is restarted (`max_restarts`), and a hung policy ends the run. Each micro-batch, response and "
+            "tensor read or written is progress. Also limits the wait in a collective. null for no limit.",
+            gt=0,
+        ),
+    ]
+
+    @property
+    def device_type(self) -> str:
+        """`"cuda"` or `"cpu"`."""
+        return "cuda" if self.gpus_per_node > 0 else "cpu"
+
+    @property
+    def workers_per_node(self) -> int:
+        """Policy workers on each node: one for each GPU, or as many as asked for on CPU."""
+        return self.gpus_per_node if self.gpus_per_node > 0 else self.cpu_workers_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Policy workers in all."""
+        return self.workers_per_node * self.num_nodes
+
+
+@section
+class CheckpointingConfig:
+    """`checkpointing`: when and where a run is saved."""
+
+    enabled: Annotated[bool, doc("Save checkpoints.")]
+    checkpoint_dir: Annotated[str, doc("Folder for checkpoints, with one `step_N` folder each.", min_length=1)]
+    metric_name: Annotated[
+        str | None,
+        doc(
+            "Metric that ranks checkpoints, such as `val:accuracy` or `train:reward_mean`; null ranks by step, so "
+            "the newest are kept."
+        ),
+    ]
+    higher_is_better: Annotated[bool, doc("Whether a higher metric is better.")]
+    keep_top_k: Annotated[
+        int | None,
+        doc(
+            "Number of best checkpoints to keep, in addition to the newest and the newest with the optimizer; null "
+            "keeps all.",
+            ge=1,
+        ),
+    ]
+    save_period: Annotated[int, doc("Steps between checkpoints.", ge=1)]
+    save_optimizer: Annotated[
+        bool,
+        doc("Also save the optimizer. Without it, a checkpoint can be used but training cannot be resumed from it."),
+    ]
+    save_consolidated: Annotated[
+        bool, doc("Also write a Hugging Face folder `hf` to each checkpoint, which transformers and vLLM can load.")
+    ]
+    async_save: Annotated[
+        bool,
+        doc(
+            "Write to disk while training continues. State on the GPU is first copied to host memory; if there is "
+            "no room, the run waits for the disk and logs a warning. Offloaded state is written from its host copy, "
+            "and the next optimizer step waits for that write."
+        ),
+    ]
+    checkpoint_must_save_by: Annotated[
+        str | None,
+        doc(
+            "For machines with a time limit: days:hours:minutes:seconds after the first step begins, such as "
+            "00:03:45:00. The run saves and ends before a step that could end later, or its save: as long as the "
+            "longest until now, and `grace_s`. When started again, it continues. null for no limit."
+        ),
+    ]
+    grace_s: Annotated[
+        float,
+        doc(
+            "Seconds for the step under way when SIGTERM, SIGINT, SIGHUP or SIGUSR1 stops the run. A step that takes "
+            "longer is broken off where it only generates or scores, and the step before it is saved. Also for workers "
+            "that still compute when an error ends the run.",
+            ge=0,
+        ),
+    ]
+    save_at_end: Annotated[
+        bool,
+        doc(
+            "Save the last finished step whenever the run ends early: by a signal, or by an error that leaves the "
+            "policy's workers alive."
+        ),
+    ]

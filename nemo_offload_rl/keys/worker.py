@@ -1,0 +1,79 @@
+"""What a policy worker is told: the keys of `policy`, and what it needs from elsewhere, in its own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_offload_rl.keys.policy import (
+    RolloutKeys,
+    SchedulerEntry,
+    SchedulerMilestonesConfig,
+    SchedulerPhaseConfig,
+    TrainedPolicyConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(SchedulerPhaseConfig):
+    """One phase of the learning-rate schedule, with the step of the run that ends it."""
+
+    until_step: int | None  # None for the last one
+
+
+def scheduler_phases(entries: Sequence[SchedulerEntry] | None) -> tuple[SchedulerSettings, ...]:
+    """The phases of `policy.scheduler`, each with its end; None where no milestone ends it."""
+    phases = [entry for entry in entries or () if isinstance(entry, SchedulerPhaseConfig)]
+    lists = [entry.milestones for entry in entries or () if isinstance(entry, SchedulerMilestonesConfig)]
+    ends = [*(step for milestones in lists for step in milestones), *[None] * len(phases)]
+    return tuple(
+        SchedulerSettings(name=phase.name, kwargs=phase.kwargs, until_step=end)
+        for phase, end in zip(phases, ends, strict=False)
+    )
+
+
+@dataclass(frozen=True)
+class TokenFilter:
+    """Which tokens are drawn: the `top_k` most likely (None for all), and of these the `top_p` of their probability."""
+
+    top_k: int | None
+    top_p: float
+
+    @staticmethod
+    def of(top_k: int | None, top_p: float) -> TokenFilter | None:
+        """None where it leaves every token."""
+        return None if top_k is None and top_p == 1.0 else TokenFilter(top_k, top_p)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(RolloutKeys, TrainedPolicyConfig):
+    """Everything a policy worker needs to know. Batch sizes count rows, of which a pair has two."""
+
+    logprob_temperature: float  # what logits are divided by: the rollouts' sampling temperature, 1.0 without rollouts
+    logprob_filter: (
+        TokenFilter | None
+    )  # which tokens logprobs are over: those that rollouts are drawn from; None for all
+    engine_memory_share: float  # of the device that the colocated engine may take; 0 where it takes none of it
+    engine_kv_cache_gib: float | None  # of a fixed size, which that share does not bound
+    colocated: bool  # an engine that sleeps meanwhile shares this worker's devices
+    seed: int
+
+    @property
+    def scheduler_phases(self) -> tuple[SchedulerSettings, ...]:
+        """Of the DTensor backend."""
+        return scheduler_phases(self.scheduler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """What a worker is told of its teacher.
+
+    Attributes:
+        model: The teacher in a policy's terms; what is about training is not read.
+        topk: Tokens of its distribution that are known, the likeliest; None for all.
+        streams_layers: Its layers are on the device for their own forward only.
+    """
+
+    model: PolicySettings
+    topk: int | None
+    streams_layers: bool = False

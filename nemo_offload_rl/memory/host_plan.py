@@ -1,0 +1,419 @@
+"""What a worker and its neighbours take of a host's memory: counted, compared with the limits, refused with advice.
+
+Advice is never worked out from the numbers alone: a change of settings is named only after the plan was resolved again
+with it and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.megatron import MegatronConfig
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.memory.ray_memory import as_started_here, host_limits
+from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
+from nemo_offload_rl.residency import (
+    BASE,
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PARAMS,
+    REFERENCE,
+    TEACHER,
+    TEACHER_HEAD,
+    TEACHER_LAYER,
+    HostLimit,
+    HostShare,
+    HostShortage,
+    Phase,
+    Placement,
+    ResidencyPlan,
+    ResidencySettings,
+    choose_resident,
+    judge_host_memory,
+    reserve_host_memory,
+    resident_bytes,
+    resolve_plan,
+    staging_bytes,
+)
+
+_GIB = 2**30
+# CUDA contexts and communication buffers of both processes, fragmentation.
+SHARED_RESERVE_BYTES = 6 * _GIB
+# Names in messages of what is no state group, but on the same host.
+ACTIVATIONS, LOADING, DEVICE_STATE = "offloaded activations", "loading", "state in use"
+PROCESS, ENGINE = "process", "engine"
+# What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
+GROWTH_BYTES = _GIB // 2
+# Main memory of whole processes, libraries and CUDA context included, without any state: measured by
+# benchmarks/host_memory.py and large_model.py (docs/measurements/residency.md). Engine processes took 1.5 to 1.9 GiB
+# each on one GPU, and 2.7 to 2.8 on each of two. The driver's memory, 2.0 to 2.7 GiB, includes the daemons of a Ray
+# cluster that it has started.
+POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}
+ENGINE_PROCESS_BYTES = {"cuda": 2 * _GIB, "cpu": 3 * _GIB // 4}
+ENGINE_OF_SEVERAL_BYTES = 14 * _GIB // 5
+DRIVER_BYTES = {"cuda": 27 * _GIB // 10, "cpu": _GIB}
+_ADAMW_ARGUMENTS = {"lr", "betas", "eps", "weight_decay", "fused"}  # of torch's and of ours
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """A resolved plan and what it takes.
+
+    Attributes:
+        plan: The table.
+        sizes: Bytes of each row of it.
+        arena: Bytes of each row that the host holds.
+    """
+
+    plan: ResidencyPlan
+    sizes: Mapping[str, int]
+    arena: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """What decides how much host memory a worker takes.
+
+    Attributes:
+        settings: The policy's settings.
+        sizes: Bytes of the state groups by row of the plan.
+        reference_bytes: What a frozen reference takes, on the host or on disk; 0 without one.
+        device_bytes: Memory of the worker's device.
+        other: Bytes by name of what is no offloaded state, offloaded activations aside.
+        activation_bytes: What offloaded activations can take.
+        reference_is_cast: The reference is kept in a narrower type than the parameters have, so the two cannot change
+            places.
+    """
+
+    settings: PolicySettings
+    sizes: Mapping[str, int]
+    reference_bytes: int
+    device_bytes: int
+    other: Mapping[str, int]
+    activation_bytes: int
+    reference_is_cast: bool = False
+
+    def resolve(self) -> HostPlan:
+        """The plan of these settings."""
+        settings, sizes = self.settings, self.sizes
+        plan = resolve_plan(
+            replace(
+                _plain_plan(settings, sizes),
+                resident_groups=resident_groups(settings, sizes, self.device_bytes),
+            )
+        )
+        held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
+        if not self.reference_bytes:
+            return HostPlan(plan, dict(sizes), held)
+        if settings.reference_dir is not None:
+            sizes = {**sizes, REFERENCE: self.reference_bytes}
+            return HostPlan(plan, sizes, {**held, REFERENCE: staging_bytes(self.reference_bytes)})
+        if self.reference_is_cast:
+            # Swapped in without room beside them, it pushes the policy's own parameters to the host.
+            held[PARAMS] = sizes[PARAMS]
+        reference = {REFERENCE: self.reference_bytes}
+        return HostPlan(plan, {**sizes, **reference}, {**held, **reference})
+
+    def state_parts(self) -> dict[str, int]:
+        """Bytes by name of offloaded state and activations: what `policy.host_memory_budget_gib` bounds."""
+        activations = {ACTIVATIONS: self.activation_bytes} if self.activation_bytes else {}
+        return {**self.resolve().arena, **activations}
+
+    def parts(self) -> dict[str, int]:
+        """The same with everything else that this worker is still to take."""
+        return {**self.state_parts(), **self.other}
+
+
+def claim_host_memory(need: HostNeed) -> int:
+    """Check what the workers of each host need, before any of them takes it; a collective of all workers.
+
+    Returns:
+        What this worker's arenas may take, in bytes: what is planned, and its part of what is left over.
+
+    Raises:
+        ConfigError: It does not fit; with the numbers and the smallest change that does. All workers raise.
+    """
+    if need.settings.host_memory_budget_gib is not None:
+        return _within_budget(need, need.settings.host_memory_budget_gib)
+    return _granted(need, reserve_host_memory(need.parts(), host_limits()))
+
+
+def foresee_host_memory(
+    need: HostNeed, num_workers: int, device_type: str, limits: Sequence[HostLimit] | None = None
+) -> None:
+    """The same before anything has started, for workers that are all to run on one host.
+
+    Whole processes count: of the workers, of the engines that share their devices, and of the driver.
+
+    Args:
+        need: Of one of the workers, without its process; they are taken to need the same.
+        num_workers: How many there will be.
+        device_type: `cuda` or `cpu`.
+        limits: Of that host, for all processes; None reads those of this one, where no budget takes their place.
+
+    Raises:
+        ConfigError: They will not fit.
+    """
+    if need.settings.host_memory_budget_gib is not None:
+        _within_budget(need, need.settings.host_memory_budget_gib)
+        if limits is None:
+            return
+    driver_bytes = DRIVER_BYTES[device_type]
+    if limits is None:
+        limits = [limit for limit in host_limits(as_started_here()) if not limit.name.startswith("RLIMIT")]
+        driver_bytes = max(0, driver_bytes - resident_bytes())  # what it has by now is not left
+    whole = replace(need, other={**process_bytes(need, device_type, num_workers), **need.other})
+    left = [replace(limit, left_bytes=max(0, limit.left_bytes - driver_bytes)) for limit in limits]
+    _granted(whole, judge_host_memory([(left, whole.parts())] * num_workers, 0))
+
+
+def _within_budget(need: HostNeed, budget_gib: float) -> int:
+    state, budget_bytes = need.state_parts(), int(budget_gib * _GIB)
+    if sum(state.values()) > budget_bytes:
+        where = f"policy.host_memory_budget_gib leaves {budget_bytes / _GIB:.2f} GiB"
+        raise ConfigError(refusal(need, state, where, budget_bytes))
+    return budget_bytes - need.activation_bytes
+
+
+def _granted(need: HostNeed, verdict: HostShare | HostShortage) -> int:
+    if isinstance(verdict, HostShortage):
+        raise ConfigError(refusal(need, verdict.parts, where_short(verdict), verdict.worker_bytes))
+    return verdict.num_bytes - sum(need.parts().values()) + sum(need.resolve().arena.values())
+
+
+def where_short(shortage: HostShortage) -> str:
+    """The limit and what it leaves, and for how many workers."""
+    left = f"{shortage.limit.name} leaves {shortage.limit.left_bytes / _GIB:.2f} GiB"
+    if shortage.num_ranks == 1:
+        return left
+    return f"{left} for {shortage.num_ranks} workers that need {shortage.needed_bytes / _GIB:.2f}"
+
+
+def refusal(need: HostNeed, parts: Mapping[str, int], where: str, budget_bytes: int) -> str:
+    """One line on a worker that needs `parts` where `budget_bytes` are left."""
+    shown = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items() if size)
+    return (
+        f"offloaded state of one worker needs {sum(parts.values()) / _GIB:.2f} GiB of host memory ({shown}), but "
+        f"{where}; {advice(need, sum(parts.values()), budget_bytes)}"
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """An override and what it does to a need; of as many changes those of the lowest rank come first."""
+
+    override: str
+    apply: Callable[[HostNeed], HostNeed]
+    rank: int = 0
+
+
+def advice(need: HostNeed, needed_bytes: int, budget_bytes: int) -> str:
+    """The fewest changes with which the need fits, and of those the smallest; what to do where none is enough."""
+    room_gib = int((budget_bytes - needed_bytes + need.activation_bytes) / _GIB * 100) / 100
+    if need.activation_bytes and room_gib > 0:
+        section = need.settings.backend.section
+        return f"lower policy.{section}.activation_offload_host_limit_gib to {room_gib}, or raise the limit"
+    # Parts outside of the state are what was counted beside it, on whichever rank.
+    beside_bytes = needed_bytes - sum(need.state_parts().values())
+    best: tuple[int, int, int, str] | None = None
+    for chosen in _subsets(_changes(need)):
+        changed = need
+        for change in chosen:
+            changed = change.apply(changed)
+        rest = sum(changed.state_parts().values()) + beside_bytes
+        rank = max(change.rank for change in chosen)
+        found = (-len(chosen), -rank, rest, " ".join(change.override for change in chosen))
+        if rest <= budget_bytes and (best is None or found[:3] > best[:3]):
+            best = found
+    if best is None and need.settings.backend.streams_parameters:  # which is for one worker
+        return "no setting makes it fit: raise the limit, or share the state among several GPUs without cpu_offload"
+    if best is None:
+        return "no setting makes it fit: raise the limit, or use more hosts with fewer workers each"
+    return f"use {best[3]}, which needs {best[2] / _GIB:.2f} GiB, or raise the limit"
+
+
+def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    for count in range(1, len(changes) + 1):
+        yield from combinations(changes, count)
+
+
+def _changes(need: HostNeed) -> list[Change]:
+    """Overrides that can lessen what the host holds; which of them do is found by trying."""
+    settings, changes = need.settings, []
+    if need.activation_bytes:
+        changes.append(
+            Change(f"{settings.backend.activation_key}=false", lambda need: replace(need, activation_bytes=0))
+        )
+    backend = settings.backend
+    if backend.streamed_share and not backend.streams_parameters:
+        changes.append(Change(f"{backend.streaming_section}.offload_optimizer_states=false", _without_streaming))
+    if settings.offload_optimizer_states_for_logprob:
+        key = "policy.offload_optimizer_states_for_logprob=false"
+        changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
+    if settings.colocated:
+        changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
+    if need.reference_bytes and settings.reference_dir is None:
+        # Passes wait for a disk.
+        on_disk = Change("policy.reference_dir=DIR", lambda need: _with_settings(need, reference_dir="DIR"), rank=1)
+        changes.append(on_disk)
+    # The numbers of a run become others.
+    has_engine = settings.colocated or settings.engine_memory_share > 0
+    if need.reference_bytes:
+        key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
+        # A folder for no reference is refused.
+        folder = "" if settings.reference_dir is None else " policy.reference_dir=null"
+        changes.append(Change(key + folder, lambda need: replace(need, reference_bytes=0), rank=2))
+    if (moments := _narrow_moments(settings)) is not None:
+        changes.append(moments)
+    return changes
+
+
+def _kept(name: str) -> Change:
+    def keep(need: HostNeed) -> HostNeed:
+        return _with_settings(need, residency_overrides={**need.settings.residency_overrides, name: "device"})
+
+    return Change(f"++policy.residency_overrides.{name}=device", keep)
+
+
+def _narrow_moments(settings: PolicySettings) -> Change | None:
+    """Adam with moments of 16 bits, where those of 32 can become so by their keys alone."""
+    backend, adam = settings.backend, settings.optimizer
+    if isinstance(backend, MegatronConfig):
+        wide = backend.optimizer
+        narrow = replace(wide, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+        dtype = COMPUTE_DTYPES[settings.precision]
+        old, new = (optimizer_spec(it).bytes_per_element(dtype) for it in (wide, narrow))
+        override = " ".join(
+            f"policy.megatron_cfg.optimizer.{name}_dtype=bfloat16" for name in ("exp_avg", "exp_avg_sq")
+        )
+        if old == new or wide.optimizer_cpu_offload:
+            return None
+    elif adam is not None and adam.name == "torch.optim.AdamW" and adam.kwargs.keys() <= _ADAMW_ARGUMENTS:
+        old, new, override = 8, 4, "policy.optimizer.name=nemo_offload_rl.optim.AdamW"
+    else:
+        return None
+
+    def narrowed(need: HostNeed) -> HostNeed:
+        states = {name: size * new // old for name, size in need.sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
+        return replace(need, sizes={**need.sizes, **states})
+
+    return Change(override, narrowed, rank=2)
+
+
+def _with_settings(need: HostNeed, **changes: object) -> HostNeed:
+    return replace(need, settings=replace(need.settings, **changes))
+
+
+def _without_streaming(need: HostNeed) -> HostNeed:
+    backend = need.settings.backend
+    sizes = {name: size for name, size in need.sizes.items() if name != OPTIMIZER_PART}
+    if OPTIMIZER_PART in need.sizes:
+        sizes[OPTIMIZER] = need.sizes[OPTIMIZER_PART] + need.sizes.get(OPTIMIZER, 0)
+    return replace(_with_settings(need, **{backend.section: backend.without_streaming()}), sizes=sizes)
+
+
+def _plain_plan(settings: PolicySettings, sizes_bytes: Mapping[str, int]) -> ResidencySettings:
+    """What shapes the plan, without what may stay on the device."""
+    return ResidencySettings(
+        colocated=settings.colocated,
+        use_pinned_optimizer_offload=settings.use_pinned_optimizer_offload,
+        offload_optimizer_states_for_logprob=settings.offload_optimizer_states_for_logprob,
+        offload_optimizer_states=settings.backend.streamed_share > 0,
+        streams_parameters=settings.backend.streams_parameters,
+        optimizer_cpu_offload=settings.backend.keeps_optimizer_on_host,
+        has_base=BASE in sizes_bytes,
+        has_teacher=TEACHER in sizes_bytes,
+        has_teacher_head=TEACHER_HEAD in sizes_bytes,
+        streams_teacher=TEACHER_LAYER in sizes_bytes,
+    )
+
+
+def resident_groups(settings: PolicySettings, sizes_bytes: Mapping[str, int], device_bytes: int) -> frozenset[str]:
+    """Groups that stay on the device while the engine generates: those told to, and with `auto` those that fit.
+
+    Args:
+        settings: `residency`, `residency_overrides`, the engine's share of the device and the policy's limit.
+        sizes_bytes: The groups' sizes by row of the plan.
+        device_bytes: Memory of the device that is shared.
+    """
+    overrides = settings.residency_overrides
+    kept = {name for name, place in overrides.items() if place == "device"}
+    if PARAMS in kept and BASE in sizes_bytes:
+        kept.add(BASE)
+    if settings.residency == "auto":
+        plain = _plain_plan(settings, sizes_bytes)
+        # A row that leaves all the same, such as streamed parts of the optimizer, is given no room.
+        all_kept = resolve_plan(replace(plain, resident_groups=frozenset(sizes_bytes)))
+        stays = {
+            name: size
+            for name, size in sizes_bytes.items()
+            if all_kept.placement(name, Phase.GENERATION) is not Placement.HOST
+        }
+        of_teacher = (TEACHER, TEACHER_LAYER, TEACHER_HEAD)
+        candidates = {name: size for name, size in stays.items() if name not in overrides and name not in of_teacher}
+        kept_bytes = sum(size for name, size in stays.items() if name in kept)
+        kept |= choose_resident(candidates, max(0, beside_engine_bytes(settings, device_bytes) - kept_bytes))
+    return frozenset(kept)
+
+
+def beside_engine_bytes(settings: PolicySettings, device_bytes: int) -> int:
+    """What a worker's tensors may have of a device of `device_bytes` while the engine is awake; 0 for nothing."""
+    engine_bytes = int(settings.engine_memory_share * device_bytes)
+    # The share does not bound a cache of a fixed size.
+    engine_bytes += int((settings.engine_kv_cache_gib or 0.0) * _GIB)
+    room = device_bytes - engine_bytes
+    if settings.gpu_memory_limit_gib is not None:
+        room = min(room, int(settings.gpu_memory_limit_gib * _GIB))
+    return max(0, room - SHARED_RESERVE_BYTES)
+
+
+def gpu_limit_refusal(limit_gib: float, total_gib: float | None) -> str:
+    """One line on a `policy.gpu_memory_limit_gib` above a GPU of `total_gib`, or without one (None)."""
+    if total_gib is None:
+        return f"policy.gpu_memory_limit_gib is {limit_gib}, but the policy trains on a CPU; set it to null"
+    return (
+        f"policy.gpu_memory_limit_gib is {limit_gib}, but the GPU has {total_gib:.1f} GiB; set it to less, or to null "
+        "for all of it"
+    )
+
+
+def render_host_plan(need: HostNeed, device_type: str, num_workers: int) -> str:
+    """One line: what all processes of a host take of its memory once a run is under way, by owner, in GiB.
+
+    Args:
+        need: Of one of its workers.
+        device_type: `cuda` or `cpu`.
+        num_workers: Workers of the host; as many engine processes, where engines share their devices.
+    """
+    owners = host_bytes_by_owner(need, device_type, num_workers)
+    state = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in need.state_parts().items() if size)
+    shown = [f"{owner} {size / _GIB:.2f}" for owner, size in owners.items()]
+    text = f"host memory: {' + '.join(shown)} = {sum(owners.values()) / _GIB:.2f} GiB"
+    return f"{text} (of each policy worker: {state})" if state else text
+
+
+def process_bytes(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
+    """Main memory of one of the workers of a host and of the engine process that shares its device, without state."""
+    parts = {PROCESS: POLICY_PROCESS_BYTES[device_type]}
+    if not _has_engine_beside(need):
+        return parts
+    over_several = device_type == "cuda" and num_workers > 1
+    return {**parts, ENGINE: ENGINE_OF_SEVERAL_BYTES if over_several else ENGINE_PROCESS_BYTES[device_type]}
+
+
+def _has_engine_beside(need: HostNeed) -> bool:
+    return need.settings.engine_memory_share > 0 and need.settings.colocated
+
+
+def host_bytes_by_owner(need: HostNeed, device_type: str, num_workers: int) -> dict[str, int]:
+    """Main memory by owner once a run is under way: `policy`, `engine` where one shares the devices, `driver`."""
+    in_use, processes = need.other.get(DEVICE_STATE, 0), process_bytes(need, device_type, num_workers)
+    worker_bytes = processes[PROCESS] + sum(need.state_parts().values()) + in_use
+    owners = {"policy": num_workers * worker_bytes}
+    if ENGINE in processes:
+        owners["engine"] = num_workers * need.other.get(ENGINE, processes[ENGINE])
+    return {**owners, "driver": DRIVER_BYTES[device_type]}

@@ -1,0 +1,79 @@
+"""What the driver and the rollouts know of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_offload_rl.keys.generation import SamplingSettings
+from nemo_offload_rl.protocols.refit import WeightBucket
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response. `logprobs[i]` is the engine's logprob of `token_ids[i]`, see `SamplingSettings`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+class GenerationEngine(Protocol):
+    """One inference engine, whole (all of its tensor-parallel ranks)."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSettings, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """`num_samples` completions for each prompt of token ids, in the prompts' order."""
+        ...
+
+    def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:
+        """Wait until the devices have room for what `prepare_for_generation` would wake.
+
+        Args:
+            tags: See `prepare_for_generation`.
+            beside_bytes: Room on each device for what the caller allocates next; worth a short wait, no more.
+
+        Returns:
+            Whether there is that too.
+        """
+        ...
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> None:
+        """Wake `weights`, `kv_cache` or (None) both; what is awake already is left alone."""
+        ...
+
+    def finish_generation(self, discard_weights: bool) -> None:
+        """Sleep. `discard_weights` when a refit comes before the next generation."""
+        ...
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """Copy the bucket's tensors into the model; the bucket may be overwritten once this returns."""
+        ...
+
+    def finish_refit(self) -> None:
+        """Check that every weight of the model arrived, and drop cached prefixes that the old weights computed."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine; safe to call twice."""
+        ...
+
+
+class PausingEngine(Protocol):
+    """An engine that can be given weights in the middle of responses."""
+
+    def pause_generation(self, recompute_kv_cache: bool) -> None:
+        """Hold all responses where they are, and what is asked from now on, until `resume_generation`.
+
+        Args:
+            recompute_kv_cache: A refit meanwhile also drops the KV cache, which is then computed again with the new
+                weights; false has responses under way go on with what the old ones computed. Requests that begin after
+                the pause never read that.
+        """
+        ...
+
+    def resume_generation(self) -> None:
+        """Go on."""
+        ...

@@ -1,0 +1,369 @@
+"""A CUDA GPU as a residency device: side streams, staged small copies, events instead of synchronisation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.device.cuda_transfer import CopiesOut, CudaTransfer
+from nemo_offload_rl.residency.device.device import FinishedTransfer, Room, Transfer
+from nemo_offload_rl.residency.device.pieces import (
+    CHUNK_BYTES,
+    STAGING_BYTES,
+    Copy,
+    Piece,
+    end_of_cuda_allocation,
+    pieces_of,
+    single,
+)
+from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
+from nemo_offload_rl.residency.host.limits import lockable_bytes
+from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.leftovers import Leftover, find_kept_blocks, find_leftovers
+
+logger = logging.getLogger(__name__)
+
+# Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
+# from pages of their own.
+BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    asynchronous = True
+    is_host_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        # Streams share a few hardware queues, in which a kernel waits for those before it, whatever stream they are of.
+        # The kernel that gathers small pieces waits for the copies before it, and work of a pass must not stand behind
+        # it: priorities of their own keep the streams apart.
+        self._out = torch.cuda.Stream(self.device, priority=-1)
+        self._in = torch.cuda.Stream(self.device, priority=-2)
+        self._beside = torch.cuda.Stream(self.device, priority=-2)  # of copies that another thread starts, unstaged
+        # Taken before anything else: a buffer that is later carved out of a cached block of gigabytes keeps that whole
+        # block from going back to the driver. Seen on a GPU: 20 GiB of logits' memory beside the awake engine.
+        torch.cuda.empty_cache()
+        self._staging = {stream: _staging_buffer(self.device) for stream in (self._out, self._in)}
+        self._load_kernels()
+        self._leaving = CopiesOut()
+        # Events among the work, in order, and what the idle seconds from each to the next are charged to.
+        self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
+        # Of `time_backlog`: an event behind the work, an earlier one, how long after that the host asked, and for whom.
+        self._backlogs: deque[tuple[torch.cuda.Event, torch.cuda.Event, float, TransitionReport]] = deque()
+        self.compare_clocks()
+        self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
+        self._numa_node = numa_node_of_gpu(self.device.index)
+
+    def _load_kernels(self) -> None:
+        """CUDA loads a kernel at its first launch and waits for the whole GPU then, for copies under way too.
+
+        Seen on an H200: the first leaving of Megatron's optimizer held its caller up for 0.13 s, all of its copies.
+        """
+        staging = self._staging[self._out]
+        torch._foreach_copy_([staging[:1], staging[1:2]], [staging[2:3], staging[3:4]])  # pyright: ignore[reportPrivateImportUsage]
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device == self.device
+
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        # torch's allocator keeps a cache for each stream. On one where no pass allocates, state never divides blocks of
+        # activations, which would then be too small for the next pass, nor they those of state. What passes may still
+        # read of a block is safe: `copy_in`, which writes it, waits for them.
+        with torch.cuda.stream(self._in):
+            # What is handed over is in pieces of sizes that are asked for again; a new block would leave it unused.
+            if not self._hands_over:
+                self._cache_one_block([room.num_bytes for room in wanted if room.num_bytes > SMALL_BYTES])
+            for room in wanted:
+                self._allocate(room)
+
+    def _cache_one_block(self, sizes_bytes: Sequence[int]) -> None:
+        """Have a block in the present stream's cache that is to be divided, one of before if it is large enough.
+
+        A call of the driver for each part takes about 0.1 ms. What this stream has cached in smaller pieces stays
+        beside the block until memory goes back.
+        """
+        num_bytes = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes_bytes)
+        if num_bytes <= uncached_free_bytes(self.device) and not _splits_are_limited():
+            with suppress(torch.OutOfMemoryError):  # another process took the room; in parts there may be some
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _allocate(self, room: Room) -> None:
+        try:
+            room.storage.resize_(room.num_bytes)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            gib = 2**30
+            raise DeviceOutOfMemoryError(
+                f"no room for {room.num_bytes / gib:.3f} GiB on {self.device}: {free / gib:.2f} of {total / gib:.2f} "
+                f"GiB free, {torch.cuda.memory_allocated(self.device) / gib:.2f} GiB allocated by this process. Free "
+                "memory that another process holds, lower policy.generation.vllm_cfg.gpu_memory_utilization, or raise "
+                "policy.gpu_memory_limit_gib if it is set."
+            ) from error
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._hands_over = False
+
+    def release_cache(self) -> None:
+        # cuBLAS keeps 32 MiB for each thread that multiplied, the backward pass's too; wherever it was put, the block
+        # around it would stay. The next product takes it anew.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def used_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
+    def free_bytes(self) -> int:
+        return uncached_free_bytes(self.device) + self.cached_bytes()
+
+    def room_bytes(self, work_bytes: int) -> int:
+        for_work = self.cached_for_work_bytes()
+        free_bytes = uncached_free_bytes(self.device) + self.cached_bytes() - for_work
+        return free_bytes - max(0, work_bytes - for_work)
+
+    def cached_for_work_bytes(self) -> int:
+        # torch's allocator keeps a cache for each stream, and groups have one of their own (`allocate`).
+        own = self._in.cuda_stream
+        return sum(s["total_size"] - s["active_size"] for s in self._segments() if s["stream"] != own)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index]
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def cached_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        staging = unique_storages(("staging", buffer) for buffer in self._staging.values())
+        found = find_leftovers({**records, "staging": staging}, {*expected, "staging"}, self.device)
+        return found + find_kept_blocks(self._segments())
+
+    def drain_peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
+        return self._copy(copies, self._out, to_host=True)
+
+    def pace_out(self, is_paced: bool) -> None:
+        self._leaving.is_paced = is_paced
+        self._leaving.advance()
+
+    def advance_out(self) -> None:
+        self._leaving.advance()
+
+    @property
+    def is_paced(self) -> bool:
+        return self._leaving.is_paced
+
+    @property
+    def lets_memory_go(self) -> bool:
+        return self._leaving.are_few
+
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        return self._copy(copies, self._in, to_host=False)
+
+    def follow(self, transfer: Transfer) -> None:
+        if isinstance(transfer, CudaTransfer):
+            transfer.hold_up(self._in)
+            self._hands_over = True
+
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        self._beside.wait_stream(self._in)  # memory that was handed over
+        return self._copy_beside
+
+    def _copy_beside(self, copies: Iterable[Copy]) -> Transfer:
+        # Where the present stream is that of the copies, `_copy` has it wait for nothing else.
+        with torch.cuda.stream(self._beside):
+            return self._copy(copies, self._beside, to_host=False)
+
+    @contextmanager
+    def held_up(self, report: TransitionReport) -> Generator[None]:
+        outer = self._marks[-1][1] if self._marks else None
+        self._mark(report)
+        try:
+            yield
+        finally:
+            self._mark(outer)
+
+    def _mark(self, report: TransitionReport | None) -> None:
+        self._marks.append((self._timed_event(), report))
+
+    def time_backlog(self, report: TransitionReport) -> None:
+        then, (known, known_s) = self._timed_event(), self._known
+        self._backlogs.append((then, known, time.perf_counter() - known_s, report))
+
+    def compare_clocks(self) -> None:
+        # Not an event on a stream without work: NCCL's and others' streams are in the same hardware queues, whatever
+        # the priority. Seen on two H200s: it came no earlier than the end of the work.
+        event = self._timed_event()
+        event.synchronize()
+        self._known = event, time.perf_counter()
+
+    def _timed_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def account(self) -> None:
+        while self._backlogs and self._backlogs[0][0].query():
+            then, known, asked_s, report = self._backlogs.popleft()
+            report.behind_s = max(0.0, known.elapsed_time(then) / 1e3 - asked_s)
+        while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
+            begin, report = self._marks.popleft()
+            if report is not None:
+                # A stream that had other work until the host came back passes both at the same time.
+                report.exposed_s += max(0.0, begin.elapsed_time(self._marks[0][0])) / 1e3
+
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
+
+    def _new_pinned_region(self, num_bytes: int) -> HostRegion:
+        try:
+            return PinnedRegion(num_bytes, self._numa_node)
+        except ResidencyError as error:
+            lockable = lockable_bytes()
+            limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
+            logger.warning(
+                "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower.",
+                error,
+                limit,
+            )
+            return PageableRegion(num_bytes)
+
+    def _copy(self, copies: Iterable[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
+        pending = iter(copies)
+        first = next(pending, None)
+        if first is None:
+            return FinishedTransfer(0, 0, 0.0)
+        copies = chain([first], pending)
+        if not first.host.is_pinned():
+            return self._copy_blocking(copies, to_host)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        # Listed beside the first of them, unless those come later.
+        listed = list(copies) if to_host and self._leaving.is_paced else ()
+        transfer = CudaTransfer(stream, listed)
+        start = partial(self._start, transfer, listed or copies, stream, ready, to_host)
+        if to_host:
+            self._leaving.put(transfer, start)
+        else:
+            start()
+        return transfer
+
+    def _start(
+        self,
+        transfer: CudaTransfer,
+        copies: Iterable[Copy],
+        stream: torch.cuda.Stream,
+        ready: torch.cuda.Event,
+        to_host: bool,
+    ) -> None:
+        """Put copies on their stream, behind what was there when they were asked for."""
+        stream.wait_event(ready)
+        unmarked_bytes = 0
+        try:
+            with torch.cuda.stream(stream):
+                transfer.begin()
+                pieces = pieces_of(copies, end_of_cuda_allocation) if stream in self._staging else map(single, copies)
+                for piece in pieces:
+                    self._cross(piece, stream, to_host)
+                    transfer.add(piece)
+                    unmarked_bytes += piece.host.numel()
+                    if unmarked_bytes >= CHUNK_BYTES:
+                        transfer.mark()
+                        unmarked_bytes = 0
+        except BaseException:
+            stream.synchronize()
+            raise
+        if unmarked_bytes:
+            transfer.mark()
+
+    def _cross(self, piece: Piece, stream: torch.cuda.Stream, to_host: bool) -> None:
+        """One piece on the present (side) stream. Staging is reused by the next piece: the stream keeps the order."""
+        if piece.device is not None:
+            if to_host:
+                piece.host.copy_(piece.device, non_blocking=True)
+            else:
+                piece.device.copy_(piece.host, non_blocking=True)
+            return
+        staging = self._staging[stream][: piece.host.numel()]
+        base = piece.host.data_ptr()
+        slots = [staging[c.host.data_ptr() - base :][: c.host.numel()] for c in piece.copies]
+        tensors = [copy.device for copy in piece.copies]
+        if to_host:
+            torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            piece.host.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(piece.host, non_blocking=True)
+            torch._foreach_copy_(tensors, slots)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _copy_blocking(self, copies: Iterable[Copy], to_host: bool) -> FinishedTransfer:
+        current = torch.cuda.current_stream(self.device)
+        if not to_host:
+            # What is written may have been handed over (`follow`), and still be read by copies out.
+            current.wait_stream(self._in)
+        current.synchronize()  # the copies would wait for what is before them, and it is none of their seconds
+        start = time.perf_counter()
+        num_bytes = num_copies = 0
+        for copy in copies:
+            (copy.host if to_host else copy.device).copy_(copy.device if to_host else copy.host)
+            num_bytes += copy.host.numel()
+            num_copies += 1
+        current.synchronize()
+        return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)
+
+
+def uncached_free_bytes(device: torch.device) -> int:
+    """What torch's allocator could still get from the driver, within this process's share of the GPU."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1:
+        return free_bytes
+    # torch refuses more than that, though it is free.
+    return min(free_bytes, max(0, int(share * total_bytes) - torch.cuda.memory_reserved(device)))
+
+
+def _splits_are_limited() -> bool:
+    """Whether the user has torch's allocator divide no large blocks."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return any("max_split_size_mb" in value for value in settings)
+
+
+def _staging_buffer(device: torch.device) -> Tensor:
+    return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)

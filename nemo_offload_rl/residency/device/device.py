@@ -1,0 +1,339 @@
+"""Devices: where state lives when it is in use, and how bytes get there and back.
+
+`CpuDevice` treats ordinary memory as the device, so that every mechanism runs and is tested without an accelerator.
+`cuda.py` has the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
+from nemo_offload_rl.residency.host.limits import available_bytes, memory_total_bytes, resident_bytes
+from nemo_offload_rl.residency.table.groups import StorageRecord
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.leftovers import Leftover, ProcessMemory, find_leftovers
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory to allocate for a released storage."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+
+
+class Transfer(Protocol):
+    """Copies under way in one direction.
+
+    The host side is not to be read, nor the device side released, before `num_finished` covers the copy or
+    `wait_host` has returned.
+    """
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def num_finished(self) -> int:
+        """How many of the copies, in the order given, are known to have finished. Does not block."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether all copies are known to have finished."""
+        ...
+
+    def wait_some(self) -> None:
+        """Block until more copies have finished than `num_finished` returned last, or all."""
+        ...
+
+    def wait_host(self) -> float:
+        """Block until all copies have finished; returns the seconds spent blocked."""
+        ...
+
+    def wait_device(self, num_copies: int | None = None) -> None:
+        """Make all work that is launched on the device from now on run after the copies. Does not block.
+
+        Args:
+            num_copies: Wait for this many of them, in the order given; None for all.
+        """
+        ...
+
+    def seconds(self) -> float:
+        """How long the copies took on the link. Only after they have finished."""
+        ...
+
+
+class Device(ProcessMemory, Protocol):
+    """Memory of one accelerator, as the residency manager uses it."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether copies run beside the device's work."""
+        ...
+
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether the device's memory is the host's own."""
+        ...
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage belongs to this device; others (a CPU optimizer's) are left alone."""
+        ...
+
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        """Allocate memory for released storages, contents undefined; together, which may be quicker than singly.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room; some may have got theirs.
+        """
+        ...
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Release a storage's memory; its tensors stay valid objects without contents."""
+        ...
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Called at each transition with the storages that are on the device, some of which others allocated."""
+        ...
+
+    def release_cache(self) -> None:
+        """Release cached free memory to the driver, so that other processes can have it."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory in use on the device, by everyone."""
+        ...
+
+    def reserved_bytes(self) -> int:
+        """Memory that this process's allocator holds, cached or in use; 0 where that is not known."""
+        ...
+
+    def total_bytes(self) -> int:
+        """Memory of the whole device."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated."""
+        ...
+
+    def room_bytes(self, work_bytes: int) -> int:
+        """Memory that groups could take beside passes that need `work_bytes`; negative where there is too little."""
+        ...
+
+    def cached_for_work_bytes(self) -> int:
+        """Free memory that is kept for what passes allocate, so that groups cannot use it."""
+        ...
+
+    def drain_peak_bytes(self) -> int:
+        """Most bytes that this process had allocated at a time since the last call; 0 where that is not known."""
+        ...
+
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
+        """Start copying device to host."""
+        ...
+
+    def pace_out(self, is_paced: bool) -> None:
+        """From now on, start few copies to the host at a time, or all of them as they are asked for. Does not block.
+
+        Paced ones are started by `advance_out`, and where somebody waits for them.
+        """
+        ...
+
+    def advance_out(self) -> None:
+        """Start those of paced copies to the host that may run by now. Does not block."""
+        ...
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether copies to the host are paced now."""
+        ...
+
+    @property
+    def lets_memory_go(self) -> bool:
+        """Whether copies to the host are paced, so that releasing memory to the driver waits for few of them."""
+        ...
+
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        """Start copying host to device. If this raises, no copy is under way."""
+        ...
+
+    def follow(self, transfer: Transfer) -> None:
+        """Have copies to the device that are started from now on run after those of `transfer`. Does not block.
+
+        Memory that `transfer` reads may then be released for `allocate` to use again.
+        """
+        ...
+
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        """`copy_in` for another thread.
+
+        Its copies wait for the work and the copies to the device that were started before this call, and for no later
+        ones. Does not block.
+        """
+        ...
+
+    def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
+        """In the body the host is held up, or has the device wait for copies, before it gives the device more work.
+
+        Charges a report the seconds in which the present stream has nothing to run, and none in which it still has what
+        it was given before. Where copies do not run beside work these are the host's. A body inside another charges
+        its own report.
+        """
+        ...
+
+    def time_backlog(self, report: TransitionReport) -> None:
+        """Have the report's `behind_s` filled in: how long the present stream runs on with what it has by now.
+
+        Good to a millisecond or so if `compare_clocks` was called within a minute or two before.
+        """
+        ...
+
+    def compare_clocks(self) -> None:
+        """Compare the host's clock with the device's. Waits for the present stream, which should be idle."""
+        ...
+
+    def account(self) -> None:
+        """Fill in the seconds of `held_up` and `time_backlog` that are known by now. Does not block."""
+        ...
+
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        """A host arena of the kind whose copies are fastest, or a pageable one; it takes no more than `allowance`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedTransfer:
+    """Copies that ran to their end inside the call that started them: all of their time was waited for."""
+
+    num_bytes: int
+    num_copies: int
+    elapsed_s: float
+
+    finished = True
+
+    def num_finished(self) -> int:
+        return self.num_copies
+
+    def wait_some(self) -> None:
+        return None
+
+    def wait_host(self) -> float:
+        return 0.0
+
+    def wait_device(self, num_copies: int | None = None) -> None:
+        return None
+
+    def seconds(self) -> float:
+        return self.elapsed_s
+
+
+class CpuDevice:
+    """Ordinary memory as a device: offloaded state leaves its tensors and lives in the arena."""
+
+    is_paced = False
+    lets_memory_go = False
+    asynchronous = False
+    is_host_memory = True
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "cpu"
+
+    def allocate(self, wanted: Sequence[Room]) -> None:
+        for room in wanted:
+            self._allocate(room)
+
+    def _allocate(self, room: Room) -> None:
+        room.storage.resize_(room.num_bytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def observe(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        return None
+
+    def release_cache(self) -> None:
+        return None
+
+    def used_bytes(self) -> int:
+        return resident_bytes()
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def total_bytes(self) -> int:
+        return memory_total_bytes()
+
+    def free_bytes(self) -> int:
+        return available_bytes()
+
+    def room_bytes(self, work_bytes: int) -> int:
+        return self.free_bytes() - work_bytes
+
+    def cached_for_work_bytes(self) -> int:
+        return 0
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def cached_bytes(self) -> int:
+        return 0
+
+    def leftovers(
+        self, records: Mapping[str, Mapping[int, StorageRecord]], expected: Collection[str]
+    ) -> list[Leftover]:
+        return find_leftovers(records, expected, torch.device("cpu"))
+
+    def drain_peak_bytes(self) -> int:
+        return 0
+
+    def copy_out(self, copies: Iterable[Copy]) -> Transfer:
+        return _copy_now((copy.host, copy.device) for copy in copies)
+
+    def pace_out(self, is_paced: bool) -> None:
+        return None
+
+    def advance_out(self) -> None:
+        return None
+
+    def copy_in(self, copies: Iterable[Copy]) -> Transfer:
+        return _copy_now((copy.device, copy.host) for copy in copies)
+
+    def follow(self, transfer: Transfer) -> None:
+        transfer.wait_device()
+
+    def copier_in(self) -> Callable[[Iterable[Copy]], Transfer]:
+        return self.copy_in
+
+    def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
+        return report.held_up()
+
+    def time_backlog(self, report: TransitionReport) -> None:
+        return None
+
+    def compare_clocks(self) -> None:
+        return None
+
+    def account(self) -> None:
+        return None
+
+    def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
+        # Page-locking serves a link; there is none between main memory and itself.
+        return HostArena(allowance)
+
+
+def _copy_now(pairs: Iterable[tuple[Tensor, Tensor]]) -> FinishedTransfer:
+    start = time.perf_counter()
+    num_bytes = num_copies = 0
+    for target, source in pairs:
+        target.copy_(source)
+        num_bytes += source.numel()
+        num_copies += 1
+    return FinishedTransfer(num_bytes, num_copies, time.perf_counter() - start)

@@ -1,0 +1,112 @@
+"""In which order a group's bytes come to the device: that in which a forward pass first reads them.
+
+A storage of many parameters, such as Megatron's flat buffer, comes in as many spans as layers read of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, local_tensor, storage_key
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring bytes of a storage.
+
+    Attributes:
+        record: The storage.
+        begin_bytes: The first.
+        end_bytes: Behind the last; None for the storage's end.
+    """
+
+    record: StorageRecord
+    begin_bytes: int
+    end_bytes: int | None
+
+    def of(self, storage_bytes: Tensor) -> Tensor:
+        """[n] uint8: these of a storage's bytes [N], or of a copy of them."""
+        return storage_bytes[self.begin_bytes : self.end_bytes]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Bytes of a storage, up to those of the next place in it, and the number of the layer that reads them first."""
+
+    layer: int
+    begin_bytes: int
+
+
+class ArrivalOrder:
+    """Finds spans and their order, once for each storage.
+
+    Args:
+        group: Whose layers they are. A parameter that no layer has is needed before the first, and so is any other
+            tensor that shares its storage with no parameter.
+    """
+
+    def __init__(self, group: StateGroup) -> None:
+        self._group = group
+        self._places: dict[int, tuple[StorageWeakRef, list[_Place]]] = {}
+
+    def of(self, records: Mapping[int, StorageRecord]) -> tuple[list[Span], list[int]]:
+        """Spans of these storages in order.
+
+        Returns:
+            The spans that are needed before any layer, then those of each layer in turn; and how many there are up to
+            each of these points, `len(layers) + 1` numbers.
+        """
+        if not all(key in self._places and not self._places[key][0].expired() for key in records):
+            self._look(records)
+        by_layer: list[list[Span]] = [[] for _ in range(len(self._group.layers) + 1)]
+        for key, record in records.items():
+            places = self._places[key][1]
+            ends = [*(place.begin_bytes for place in places[1:]), None]
+            for place, end_bytes in zip(places, ends, strict=True):
+                by_layer[place.layer].append(Span(record, place.begin_bytes, end_bytes))
+        return [span for spans in by_layer for span in spans], list(accumulate(map(len, by_layer)))
+
+    def _look(self, records: Mapping[int, StorageRecord]) -> None:
+        layer_of: dict[Tensor, int] = {}
+        for number, layer in enumerate(self._group.layers, start=1):
+            for parameter in layer.parameters():
+                layer_of.setdefault(parameter, number)
+        for _, tensor in self._group.tensors():
+            if isinstance(tensor, nn.Parameter):
+                layer_of.setdefault(tensor, 0)
+        extents = defaultdict[int, list[tuple[int, int, int]]](list)
+        for parameter, number in layer_of.items():
+            local = local_tensor(parameter)
+            extents[storage_key(local.untyped_storage())].append((*_extent(local), number))
+        self._places = {
+            key: (record.weak_ref, list(_places(sorted(extents[key]))) if key in extents else [_Place(0, 0)])
+            for key, record in records.items()
+        }
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's first byte is in its storage, and where its last byte ends."""
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    if tensor.numel() == 0:
+        return begin * size, begin * size
+    last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return begin * size, (begin + last + 1) * size
+
+
+def _places(extents: Sequence[tuple[int, int, int]]) -> Iterator[_Place]:
+    """Of one storage's parameters, begin, end and layer in order. What lies between two goes with the first."""
+    apart: list[tuple[int, int, int]] = []
+    for begin, end, layer in [it for it in extents if it[0] < it[1]] or extents[:1]:
+        if apart and begin < apart[-1][1]:
+            # Two views of the same bytes: whoever is first needs them.
+            first, before, other = apart.pop()
+            begin, end, layer = first, max(before, end), min(other, layer)
+        apart.append((begin, end, layer))
+    for index, (layer, members) in enumerate(groupby(apart, key=lambda it: it[2])):
+        yield _Place(layer, next(members)[0] if index else 0)

@@ -1,0 +1,418 @@
+"""One state group's place, host copy and copies under way.
+
+A group arrives in the order of use: a forward pass starts while the parameters of its later layers are on their way.
+Copies go in the order in which a forward pass first reads them, and before its own forward each layer has the device
+wait for those up to its own. The host waits for none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.residency.device.device import Device, Room, Transfer
+from nemo_offload_rl.residency.device.pieces import Copy
+from nemo_offload_rl.residency.host.arena import HostMirror
+from nemo_offload_rl.residency.state.arrival_order import ArrivalOrder
+from nemo_offload_rl.residency.state.frozen import FrozenCopy
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes, storage_key
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.plan import Placement
+
+
+@dataclass
+class _Flight:
+    """Copies under way.
+
+    Attributes:
+        transfer: The copies.
+        report: What they are charged to.
+        to_release: For a group that leaves, storages to release as they finish.
+        read: For a group that stays, storages that are copied. It may leave meanwhile, as they finish.
+        num_released: How many of these have been released.
+        num_needed: For a group that arrives, how many of the copies are needed at once, and how many with each layer.
+        is_beside: They ran beside others, whose seconds on the link are counted.
+        order: Earlier ones have a smaller number.
+    """
+
+    transfer: Transfer
+    report: TransitionReport
+    to_release: Sequence[torch.UntypedStorage] = ()
+    read: Sequence[torch.UntypedStorage] = ()
+    num_released: int = 0
+    num_needed: Sequence[int] = ()
+    is_beside: bool = False
+    order: int = field(default_factory=count().__next__)
+
+
+class GroupState:
+    """Moves one group. Others decide when; a method here either does all of its move or raises with none done.
+
+    Attributes:
+        location: Where the group is, or is on its way to.
+        version: Counts the writes to the device contents; a host copy of an older version is out of date.
+    """
+
+    def __init__(self, group: StateGroup, device: Device, mirror: HostMirror, verify: bool) -> None:
+        self.group = group
+        self.mirror = mirror
+        self.location = Placement.DEVICE
+        self.version = 0
+        self._device = device
+        self._order = ArrivalOrder(group)
+        self._verify = verify
+        self._flight: _Flight | None = None
+        self._unaccounted: list[_Flight] = []
+        # Storages whose memory `allocate` made. A reference keeps the key from being used again.
+        self._brought: dict[int, StorageWeakRef] = {}
+        self._is_foreign = False  # the device has a snapshot's contents, which never go to the group's own host copy
+
+    def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
+        on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
+        if place is Placement.FREED or not self._is_refreshing(on_device):
+            self._settle()
+        move = report.group(self.group.name)
+        freed = sum(record.storage.nbytes() for record in on_device.values())
+        if place is Placement.FREED:
+            self.location = place
+            self.group.free()
+        else:
+            self._start_leaving(on_device, report)
+        move.bytes_freed += freed
+
+    def arrive(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
+    ) -> None:
+        """Come to the device from the host copy, or anew after having been freed.
+
+        Args:
+            records: The group's storages.
+            report: What is charged.
+            source: A snapshot of the group, whose contents come in the place of its own until it leaves.
+        """
+        if source is None and self._is_whole(records):
+            self._stay()
+            return
+        self.settle()
+        if self.location is Placement.FREED:
+            self.group.materialize()
+        else:
+            kept = source or self.mirror
+            absent = {key: r for key, r in records.items() if not r.storage.nbytes() and kept.has(key)}
+            self._start_arriving(absent, source, report)
+        self.location = Placement.DEVICE
+        self._is_foreign = source is not None
+
+    def arrive_alone(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
+    ) -> None:
+        """`arrive` outside of a transaction, which would undo one that fails."""
+        try:
+            self.arrive(records, report, source)
+        except BaseException:
+            self.undo_arrival(records)
+            raise
+
+    def try_arrive(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
+    ) -> bool:
+        """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
+        try:
+            self.arrive_alone(records, report, source)
+        except DeviceOutOfMemoryError:
+            return False
+        return True
+
+    def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
+        """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
+        self._settle()  # of a group that is leaving, copies still read it
+        for key, record in records.items():
+            if record.storage.nbytes() and self.mirror.has(key):
+                self._device.release(record.storage)
+
+    def hand_over(self) -> None:
+        """Release the memory of a group that is leaving before its copies have finished.
+
+        Copies to the device that start later wait for them there. The host waits only where memory was not allocated by
+        `arrive`, as that of states which their first update has made.
+        """
+        flight = self._flight
+        if flight is None or not self.is_leaving or self._is_released:
+            return
+        rest = flight.to_release[flight.num_released :]
+        if {storage_key(storage) for storage in rest} <= self._brought.keys():
+            self._device.follow(flight.transfer)
+            for storage in rest:
+                self._device.release(storage)
+            flight.num_released = len(flight.to_release)
+        else:
+            self.settle()
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the group holds, as far as it has a host copy; until its release, if it is leaving."""
+        if self.location is Placement.DEVICE or (self.is_leaving and not self._is_released):
+            return self.mirror.num_bytes
+        return 0
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Device memory that the group still holds while it is leaving; 0 where it is not."""
+        if self._flight is None or not self.is_leaving:
+            return 0
+        return sum(storage.nbytes() for storage in self._flight.to_release)
+
+    @property
+    def can_release(self) -> bool:
+        """Tell whether copies out have finished whose memory is still to be released."""
+        flight = self._flight
+        if flight is None or not self.is_leaving:
+            return False
+        return min(flight.transfer.num_finished(), len(flight.to_release)) > flight.num_released
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether copies out are under way, whose memory is still to be released."""
+        return self._flight is not None and self.location is not Placement.DEVICE
+
+    @property
+    def order(self) -> int:
+        """When the copies under way were asked for, beside those of other groups."""
+        return self._flight.order if self._flight is not None else 0
+
+    def wait_some(self) -> None:
+        """Wait until some of the copies under way have finished."""
+        if self._flight is not None:
+            self._flight.transfer.wait_some()
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether copies in are under way whose last one nothing has waited for."""
+        return self._flight is not None and bool(self._flight.num_needed)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies are under way that nothing has waited for."""
+        return self._flight is not None and not self._flight.transfer.finished
+
+    def wait_arrival(self, num_layers: int | None = None) -> None:
+        """Have the device run nothing more before the group's copies have arrived.
+
+        Copies out of a group that stays are waited for as a whole, and are still under way for the host after it.
+
+        Args:
+            num_layers: Only what is needed at once and in this many of the group's first layers; None for all.
+        """
+        flight = self._flight
+        if flight is None or self.location is not Placement.DEVICE:
+            return
+        num_copies = None
+        if num_layers is not None and num_layers + 1 < len(flight.num_needed):
+            num_copies = flight.num_needed[num_layers]
+        with self._device.held_up(flight.report):
+            flight.transfer.wait_device(num_copies)
+        if num_copies is None and self.is_arriving:
+            self._finish()
+
+    def settle(self) -> float:
+        """Wait for copies under way and release the memory of those that left; returns the seconds waited.
+
+        Raises:
+            ResidencyError: What was to arrive could not be read from disk.
+        """
+        waited = 0.0
+        if self._flight is not None and self.is_arriving:
+            waited = self._flight.transfer.wait_host()
+            self._flight.transfer.wait_device()
+        return waited + self._settle()
+
+    def _settle(self) -> float:
+        if self._flight is None:
+            return 0.0
+        start = time.perf_counter()
+        while self._flight.num_released < len(self._flight.to_release):
+            # Memory is released while later copies still run.
+            self._flight.transfer.wait_some()
+            self.release_finished()
+        self._flight.transfer.wait_host()
+        waited = time.perf_counter() - start
+        self._finish()
+        return waited
+
+    def wait_copies(self) -> None:
+        """Wait for every copy of the group, those that only the device waits for and those of snapshots too."""
+        self.settle()
+        for flight in self._unaccounted:
+            flight.transfer.wait_host()
+
+    def settle_and_charge(self, *, is_exposed: bool = True) -> TransitionReport | None:
+        """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned.
+
+        `is_exposed`: somebody waits for this.
+        """
+        if self._flight is None:
+            return None
+        report = self._flight.report
+        waited_s = self.settle()
+        report.exposed_s += waited_s if is_exposed else 0.0
+        return report
+
+    def release_finished(self) -> bool:
+        """Release the memory of copies out that have finished; whether those are all of them."""
+        flight = self._flight
+        if flight is None:
+            return False
+        finished = min(flight.transfer.num_finished(), len(flight.to_release))
+        for storage in flight.to_release[flight.num_released : finished]:
+            self._device.release(storage)
+        flight.num_released = max(flight.num_released, finished)
+        return self._is_released and flight.transfer.finished
+
+    def account(self) -> None:
+        """Add the seconds of finished copies to their reports."""
+        for flight in self._unaccounted:
+            if flight.transfer.finished:
+                flight.report.transfer_s += 0.0 if flight.is_beside else flight.transfer.seconds()
+        self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
+
+    def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:
+        """Charge a copy of the group that its caller waits for; see `_Flight`."""
+        self._unaccounted.append(_Flight(transfer, report, is_beside=is_beside))
+
+    def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
+        self.settle()
+        transfer, dirty = self._copy_dirty(records, report)
+        if dirty:
+            self._flight = _Flight(transfer, report, read=[record.storage for record in dirty])
+
+    def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Bring the host copy up to date while the group stays on the device."""
+        transfer, _ = self._copy_dirty(records, report)
+        transfer.wait_host()
+        self.track(transfer, report)
+
+    def restore(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Overwrite the device contents with the host copy's."""
+        transfer = self._device.copy_in(_copy(record, self.mirror) for record in records.values())
+        self.overwrite(transfer, report, self.group.name)
+
+    def overwrite(self, transfer: Transfer, report: TransitionReport, charged_to: str) -> None:
+        """Have the device run nothing more before contents have been overwritten by a transfer that has started."""
+        transfer.wait_device()
+        report.group(charged_to).bytes_in += transfer.num_bytes
+        self.track(transfer, report)
+
+    def _copy_dirty(
+        self, records: Mapping[int, StorageRecord], report: TransitionReport
+    ) -> tuple[Transfer, list[StorageRecord]]:
+        """Start copying out what changed since its last copy."""
+        if records:  # else what the group had keeps its place: gradients come again
+            self.mirror.cover(records)
+        clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.version)]
+        clean_keys = {record.key for record in clean}
+        dirty = [record for key, record in records.items() if key not in clean_keys and record.storage.nbytes()]
+        if self._verify:
+            self._check_clean(clean)
+        transfer = self._device.copy_out(_copy(record, self.mirror) for record in dirty)
+        self.mirror.mark_clean((record.key for record in dirty), self.version)
+        report.group(self.group.name).bytes_out += transfer.num_bytes
+        return transfer, dirty
+
+    def _check_clean(self, records: Sequence[StorageRecord]) -> None:
+        for record in records:
+            copy = _copy(record, self.mirror)
+            if not torch.equal(copy.device.cpu(), copy.host):
+                raise ResidencyError(
+                    f"group {self.group.name!r}: {record.names[0]} was written on the device without mark_written, so "
+                    "its host copy is stale; call mark_written wherever it is written"
+                )
+
+    def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        refresh = self._flight
+        transfer, dirty = self._copy_dirty({} if self._is_foreign else records, report)
+        # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
+        self.location = Placement.HOST
+        to_release = [record.storage for record in dirty] if refresh is None else refresh.read
+        self._flight = refresh or _Flight(transfer, report)
+        self._flight.to_release = to_release
+        dirty_keys, kept_keys = {record.key for record in dirty}, {storage_key(storage) for storage in to_release}
+        for key, record in records.items():
+            if key not in dirty_keys:
+                report.group(self.group.name).bytes_clean += record.storage.nbytes()
+            if key not in kept_keys:
+                self._device.release(record.storage)
+        if self.release_finished():
+            self._finish()
+
+    def _start_arriving(
+        self, absent: Mapping[int, StorageRecord], source: FrozenCopy | None, report: TransitionReport
+    ) -> None:
+        spans, num_needed = self._order.of(absent)
+        ordered = list({span.record.key: span.record for span in spans}.values())
+        rooms = {r.key: Room(r.storage, self._num_bytes(r.key, source)) for r in ordered}
+        self._device.allocate(list(rooms.values()))
+        self._brought = {record.key: record.weak_ref for record in ordered}
+        targets = {key: storage_bytes(room.storage, room.num_bytes) for key, room in rooms.items()}
+        if source is None:
+            hosts = {key: self.mirror.bytes_of(key) for key in targets}
+            pairs = ((span.of(targets[span.record.key]), span.of(hosts[span.record.key])) for span in spans)
+            transfer = self._device.copy_in(Copy(target, host) for target, host in pairs)
+        else:
+            # It may be narrower than the group: it comes to the last bytes of each storage.
+            ends = ((key, target[-source.size_bytes(key) :]) for key, target in targets.items())
+            transfer, num_needed = source.copy_in(self._device, ends, behind=True), [len(targets)]
+        report.group(self.group.name).bytes_in += transfer.num_bytes
+        self._flight = _Flight(transfer, report, num_needed=num_needed)
+        if transfer.finished:
+            transfer.wait_device()  # raises what went wrong
+            self._finish()
+
+    def _num_bytes(self, key: int, source: FrozenCopy | None) -> int:
+        """Of a storage that is not on the device."""
+        if source is None or self.mirror.has(key):
+            return self.mirror.bytes_of(key).numel()
+        return source.size_bytes(key)
+
+    @property
+    def _is_released(self) -> bool:
+        return self._flight is None or self._flight.num_released == len(self._flight.to_release)
+
+    def _is_refreshing(self, records: Mapping[int, StorageRecord]) -> bool:
+        """Whether the copies under way are those with which the group can leave."""
+        flight = self._flight
+        if flight is None or not flight.read or self._is_foreign or self._verify:
+            return False
+        return all(self.mirror.is_clean(key, self.version) for key in records)
+
+    def _is_whole(self, records: Mapping[int, StorageRecord]) -> bool:
+        """Whether the group is leaving and all of its contents are still on the device."""
+        flight = self._flight
+        if flight is None or not self.is_leaving or self._is_foreign or not flight.to_release or flight.num_released:
+            return False
+        return all(record.storage.nbytes() or not self.mirror.has(key) for key, record in records.items())
+
+    def _stay(self) -> None:
+        """Do not leave after all: the host copy is made, as of a group that is only read, and no memory is released."""
+        assert self._flight is not None
+        self._flight.to_release = ()
+        self.location = Placement.DEVICE
+
+    def _finish(self) -> None:
+        if self._flight is not None:
+            # Kept for its seconds only: a storage in it would outlive the tensor that its owner drops.
+            self._flight.to_release = self._flight.read = ()
+            self._unaccounted.append(self._flight)
+            self._flight = None
+
+
+def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
+    host = mirror.bytes_of(record.key)
+    return Copy(storage_bytes(record.storage, host.numel()), host)

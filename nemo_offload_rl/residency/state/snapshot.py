@@ -1,0 +1,312 @@
+"""A frozen copy of one group's contents that can take their place for a while: the reference policy's parameters.
+
+Three ways to swap, the same bits:
+1. With room on the device the snapshot comes there ahead of its use, and the two exchange their contents there: one
+   crossing, behind earlier work.
+2. Without room, and where the plan has a host copy of the group, the snapshot's bytes are written over the group's,
+   which come back from that copy: two crossings that are waited for.
+3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
+   change places piece by piece, there and back. What is on disk cannot: it comes beside the group, as in the first way.
+
+Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
+give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
+the parameters there. Such a snapshot has less room than the group needs, so the third way is not open to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nemo_offload_rl.residency.device.device import Device, Room, Transfer
+from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
+from nemo_offload_rl.residency.state.casts import Form, are_cast, contents_of, forms_of, snapshot_bytes, widen
+from nemo_offload_rl.residency.state.disk_copy import DiskCopy
+from nemo_offload_rl.residency.state.exchange import DeviceExchange, Exchange, HostExchange
+from nemo_offload_rl.residency.state.frozen import FrozenCopy, HostCopy
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.state.transaction import GroupSet
+from nemo_offload_rl.residency.streams.passing import PassingParts
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.plan import Placement, ResidencyPlan
+
+
+class Snapshot:
+    """One snapshot.
+
+    Args:
+        name: What it is called in reports.
+        state: Its group.
+        copy: Where its bytes are kept.
+        device: Where its group lives.
+        has_host_copy: The plan has host memory for a copy of the group itself.
+    """
+
+    def __init__(self, name: str, state: GroupState, copy: FrozenCopy, device: Device, *, has_host_copy: bool) -> None:
+        self.name = name
+        self.state = state
+        self.copy = copy
+        self._device = device
+        self._has_host_copy = has_host_copy
+        self._forms: dict[int, Form] = {}
+        self._staged: dict[int, Tensor] = {}
+        self._is_widened = False
+        self._transfer: Transfer | None = None
+        self._exchange: Exchange | None = None
+
+    def take(self, records: Mapping[int, StorageRecord]) -> None:
+        """Copy the group's present contents, once."""
+        self.state.wait_arrival()
+        self._forms = forms_of(self.state.group, records)
+        self.copy.keep(self._device, contents_of(records, self._forms))
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the device where it is staged."""
+        return sum(form.num_bytes for form in self._forms.values())
+
+    def covered(self, records: Mapping[int, StorageRecord]) -> dict[int, StorageRecord]:
+        """Those of the group's storages that the snapshot has bytes for.
+
+        Buffers without contents, and those that a module has replaced since (a rotary embedding that follows the
+        longest sequence), are no part of it: a pass finds them as the module left them.
+
+        Raises:
+            ResidencyError: A parameter has got other memory since, so that its frozen contents have no place.
+        """
+        found = {
+            key: record
+            for key, record in records.items()
+            if key in self._forms and self._forms[key].num_bytes == record.storage.nbytes()
+        }
+        others = {name for key, r in records.items() if key not in found and r.storage.nbytes() for name in r.names}
+        if others:
+            for name, tensor in self.state.group.tensors():
+                if name in others and isinstance(tensor, nn.Parameter):
+                    raise ResidencyError(
+                        f"snapshot {self.name!r} cannot be swapped in: parameter {name} of group "
+                        f"{self.state.group.name!r} was given other memory after the snapshot was taken; write into "
+                        "the parameter instead"
+                    )
+        return found
+
+    def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
+        """Start to bring the bytes to the device, beside the group's own; False where there is no room after all."""
+        if self._staged:
+            return True
+        places = {
+            key: Room(
+                torch.empty(0, dtype=torch.uint8, device=record.storage.device).untyped_storage(),
+                record.storage.nbytes(),
+            )
+            for key, record in self.covered(records).items()
+        }
+        try:
+            self._device.allocate(list(places.values()))
+        except DeviceOutOfMemoryError:
+            return False
+        self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in places.items()}
+        self._is_widened = False
+        self._transfer = self._start_copies(self._staged, behind=True)
+        self.state.track(self._transfer, report)
+        report.group(self.name).bytes_in += self._transfer.num_bytes
+        return True
+
+    def release(self) -> int:
+        """Release the copy on the device, if there is one; returns its bytes."""
+        if self._transfer is not None:
+            self._transfer.wait_host()
+        num_bytes = sum(tensor.numel() for tensor in self._staged.values())
+        self._staged, self._transfer = {}, None
+        return num_bytes
+
+    def prepare(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Make sure that the group's own bytes are all there and survive a swap. Changes none of them.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room for what an exchange needs.
+            ResidencyError: The snapshot cannot be read from disk.
+        """
+        self.state.wait_arrival()
+        if not self._has_host_copy and isinstance(self.copy, DiskCopy) and not self.stage(records, report):
+            raise DeviceOutOfMemoryError(
+                f"{self.name!r} is on disk and group {self.state.group.name!r} has no host copy, so both have to be on "
+                f"the device at once, which has no room for {self.device_bytes / 2**30:.2f} GiB more; set "
+                "policy.reference_dir=null, with which they change places through host memory"
+            )
+        if self._transfer is not None:
+            self._widen_staged(self._transfer)
+        elif self._has_host_copy or are_cast(self._forms):
+            self.state.refresh_mirror(records, report)
+            return
+        for record in list(records.values())[:1]:
+            kind = HostExchange if self._transfer is None else DeviceExchange
+            self._exchange = kind(self._device, record.storage.device, self.device_bytes)
+
+    def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Have the snapshot's bytes in the group's storages; `prepare` came before."""
+        if self._exchange is None:
+            places = {key: _whole(record.storage) for key, record in records.items()}
+            self.state.overwrite(self._start_copies(places), report, self.name)
+            widen(places, self._forms)
+            return
+        others = self._staged  # what was made after it came is no part of it
+        if self._transfer is None:
+            assert isinstance(self.copy, HostCopy), "`prepare` has staged it"
+            others = {key: self.copy.bytes_of(key) for key in records}
+        pairs = ((_whole(record.storage), others[key]) for key, record in records.items() if key in others)
+        self._exchange.run(pairs, self._charged_to(report, coming=self.name, going=self.state.group.name))
+
+    def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
+        """Have the group's own bytes back, also after a `swap_in` that failed half-way."""
+        if self._exchange is None:
+            self.state.restore(records, report)
+            return
+        exchange, self._exchange = self._exchange, None
+        try:
+            exchange.undo(self._charged_to(report, coming=self.state.group.name, going=self.name))
+        finally:
+            exchange.close()
+
+    def _charged_to(self, report: TransitionReport, *, coming: str, going: str) -> Callable[[Transfer, bool], None]:
+        """What charges the copies of an exchange with the host to those whose contents move."""
+
+        def charge(transfer: Transfer, is_coming: bool) -> None:
+            self.state.track(transfer, report, is_beside=is_coming)
+            if is_coming:
+                report.group(coming).bytes_in += transfer.num_bytes
+            else:
+                report.group(going).bytes_out += transfer.num_bytes
+
+        return charge
+
+    def _widen_staged(self, transfer: Transfer) -> None:
+        if self._is_widened:
+            return
+        try:
+            transfer.wait_device()
+            widen(self._staged, self._forms)
+        except BaseException:
+            self.release()  # some of it is missing, or neither wide nor narrow
+            raise
+        self._is_widened = True
+
+    def _start_copies(self, places: Mapping[int, Tensor], *, behind: bool = False) -> Transfer:
+        """To the last bytes of each place."""
+        ends = ((key, place[place.numel() - self._forms[key].kept_bytes :]) for key, place in places.items())
+        return self.copy.copy_in(self._device, ends, behind=behind)
+
+    def close(self) -> None:
+        """Free host and device memory, and the file."""
+        try:
+            self.release()
+        finally:
+            self.copy.close()
+
+
+class Snapshots:
+    """All snapshots of a worker.
+
+    Args:
+        groups: The groups; their `failure` is set where contents cannot be brought back.
+        passing: The parameters that pass through the device part by part, which have copies of their own.
+        plan: Says which groups have host memory for a copy of their own.
+        arena_for: Host memory for a snapshot, by its name.
+
+    Attributes:
+        all: By name.
+        present: The name of the one that is swapped in.
+    """
+
+    def __init__(
+        self,
+        groups: GroupSet,
+        passing: PassingParts | None,
+        plan: ResidencyPlan,
+        arena_for: Callable[[str], HostArena],
+    ) -> None:
+        self.all: dict[str, Snapshot] = {}
+        self.present: str | None = None
+        self._groups = groups
+        self._passing = passing
+        self._plan = plan
+        self._arena_for = arena_for
+
+    def take(self, group: str, name: str, folder: Path | None) -> None:
+        """Copy a group's present contents; see `ResidencyManager.snapshot`."""
+        if name in self.all:
+            raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
+        state = self._on_device(group, f"take the snapshot {name!r}")
+        copy = self._new_copy(state.group, name, folder)
+        made = Snapshot(name, state, copy, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
+        try:
+            made.take(self._groups.records()[group])
+            if self._passing is not None:
+                self._passing.keep_in(copy)
+        except BaseException:
+            made.close()  # else `close` would raise for its host memory, and hide this error
+            raise
+        self.all[name] = made
+
+    def _new_copy(self, group: StateGroup, name: str, folder: Path | None) -> FrozenCopy:
+        arena = self._arena_for(name)
+        if folder is None:
+            return HostCopy(HostMirror(name, arena))
+        parts_bytes = 0 if self._passing is None else self._passing.copy_bytes
+        return DiskCopy(name, folder, snapshot_bytes(group) + parts_bytes, arena)
+
+    @contextmanager
+    def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
+        """A snapshot's bytes in place of its group's; see `ResidencyManager.swapped_in`."""
+        snapshot = self.all[name]
+        group = snapshot.state.group
+        self._on_device(group.name, f"swap in {name!r}")
+        group.prepare()
+        records = snapshot.covered(self._groups.records()[group.name])
+        held_up = partial(self._groups.device.held_up, report)
+        with held_up():
+            snapshot.prepare(records, report)
+        try:
+            self.present = name
+            with held_up():
+                snapshot.swap_in(records, report)
+            with nullcontext() if self._passing is None else self._passing.showing(snapshot.copy):
+                yield
+        finally:
+            self._groups.failure = f"the contents of {group.name!r} were lost while {name!r} was swapped in"
+            with held_up():
+                group.prepare()
+                snapshot.swap_out(records, report)
+                self._groups.failure = self.present = None
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of all snapshots."""
+        return {name: snapshot.copy.num_bytes for name, snapshot in self.all.items()}
+
+    def release_staged(self) -> int:
+        """Release all copies on the device that are not swapped in; returns their bytes."""
+        return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
+
+    def close(self) -> None:
+        """Free host and device memory, and files."""
+        for snapshot in self.all.values():
+            snapshot.close()
+        self.all.clear()
+
+    def _on_device(self, group: str, purpose: str) -> GroupState:
+        self._groups.refuse_if_failed(purpose)
+        state = self._groups.states[group]
+        if state.location is not Placement.DEVICE:
+            raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
+        return state
+
+
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    return storage_bytes(storage, storage.nbytes())

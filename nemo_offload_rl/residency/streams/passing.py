@@ -1,0 +1,307 @@
+"""Parameters and gradients that pass through the device part by part, in forward and backward passes.
+
+A part is what is read together: a layer, the embedding, the output layer. Its parameters (`params/part.<index>`) are on
+the device from just before they are read until they have been, while the part before computes at the earliest; its
+gradients (`grads/part.<index>`) while they are added to. The states of its optimizer (`optimizer/part.<index>`) join
+both in the update, which `streaming.py` does. Those that are updated first are those whose gradients are there last:
+where there is room, they stay for it, and their states come behind the backward pass of what is before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from nemo_offload_rl.residency.device.device import Room
+from nemo_offload_rl.residency.state.casts import Form, contents_of, forms_of, part_copy_bytes, widen
+from nemo_offload_rl.residency.state.frozen import FrozenCopy
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.state.transaction import GroupSet
+from nemo_offload_rl.residency.streams.streaming import records_of
+from nemo_offload_rl.residency.streams.work_memory import WorkMemory
+from nemo_offload_rl.residency.table.errors import ResidencyError
+from nemo_offload_rl.residency.table.groups import StorageRecord, local_tensor, storage_bytes, storage_key
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.plan import Phase, Placement
+
+
+class PassingParts:
+    """Moves the parts of one worker; a backend says when it reads and writes what. One rank's, on one thread.
+
+    Args:
+        groups: All groups of the worker.
+        params: The parameters of each part, in the order of a forward pass.
+        grads: Their gradients, likewise.
+        states: Their optimizer's states, likewise.
+        overlap: Bring what is read next beside what is computed now.
+        charge: Gets the report of each pass.
+        work: What the phases' work needs.
+        limit_parts: What parts may hold of the device beside a phase and the step, in bytes.
+
+    Attributes:
+        phase: What passes are charged to.
+    """
+
+    def __init__(
+        self,
+        groups: GroupSet,
+        params: Sequence[GroupState],
+        grads: Sequence[GroupState],
+        states: Sequence[GroupState],
+        overlap: bool,
+        charge: Callable[[TransitionReport], None],
+        work: WorkMemory,
+        limit_parts: Callable[[Phase], int],
+    ) -> None:
+        self._groups = groups
+        self._params = params
+        self._grads = grads
+        self._states = states
+        self._device = groups.device
+        self._overlap = overlap
+        self._charge = charge
+        self._work = work
+        self._limit_parts = limit_parts
+        self.phase = Phase.TRAINING
+        self._report = TransitionReport(None, self.phase)
+        self._forms: dict[FrozenCopy, list[dict[int, Form]]] = {}  # of each part in each copy
+        self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
+        self._shown: FrozenCopy | None = None
+        self._leaving: list[GroupState] = []
+        self._kept: dict[int, int] = {}  # parts that stay for the update, and their bytes
+        self._limit_bytes = 0  # of them
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that could be allocated once everything has left that is leaving."""
+        return self._device.free_bytes() + self._leaving_bytes()
+
+    def allocated_bytes(self) -> int:
+        """Device memory of this process, without what is leaving; 0 where that is not known."""
+        return max(0, self._device.allocated_bytes() - self._leaving_bytes())
+
+    def restart_peak(self) -> int:
+        """Most device memory that this process had at a time since the last call; 0 where that is not known."""
+        return self._work.restart_peak()
+
+    # -- passes
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """Whatever comes and goes in the body, a pass, is one entry of the ledger.
+
+        Parameters are away after it, but of parts that are kept. What was kept before leaves first.
+        """
+        self._report = TransitionReport(self.phase, self.phase)
+        self._let_go()
+        may_keep = self._overlap and self.phase is Phase.TRAINING
+        self._limit_bytes = self._limit_parts(self.phase) if may_keep else 0
+        try:
+            yield
+        except BaseException:
+            self._let_go()
+            raise
+        finally:
+            with self._device.held_up(self._report):
+                for index, state in enumerate(self._params):
+                    if index not in self._kept:
+                        self._leave(state)
+            if self._report.groups:
+                self._charge(self._report)
+
+    def bring(self, index: int) -> None:
+        """Have a part's parameters on the device for what the current stream does from now on.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room; they are on the host as before.
+        """
+        with self._work.releasing():
+            self._groups.release_finished(release_cache=False)
+        state = self._params[index]
+        if state.location is not Placement.DEVICE:
+            self._narrow.add(index)
+        self._arrive(state, self._shown)
+        if self._shown is not None and index in self._narrow:
+            forms, records = self._forms[self._shown][index], self._records(state)
+            widen({key: storage_bytes(records[key].storage, form.num_bytes) for key, form in forms.items()}, forms)
+        self._narrow.discard(index)
+
+    def bring_gradients(self, index: int) -> None:
+        """Have what a part's gradients are so far on the device; nothing where there are none yet."""
+        with self._device.held_up(self._report):
+            # What is two parts behind has had the time of a part to leave.
+            for state in self._leaving[:-1]:
+                state.settle()
+            self._leaving = self._leaving[-1:]
+        self._arrive(self._grads[index])
+
+    def has_read(self, index: int, following: int | None = None, *, with_gradients: int | None = None) -> None:
+        """Nothing that is started from now on reads a part's parameters: they leave, and others may come.
+
+        Args:
+            index: The part.
+            following: Whose parameters are read next.
+            with_gradients: Whose gradients are added to next.
+        """
+        with self._device.held_up(self._report):
+            self._leave(self._params[index])
+            if self._overlap and following is not None:
+                was_away = self._params[following].location is not Placement.DEVICE
+                if self._prefetch(self._params[following], self._shown) and was_away:
+                    self._narrow.add(following)
+            if self._overlap and with_gradients is not None:
+                self._prefetch(self._grads[with_gradients])
+
+    def has_gradients(self, index: int) -> None:
+        """A part's gradients have been added to, by what the current stream waits for; they leave."""
+        state = self._grads[index]
+        state.version += 1
+        with self._device.held_up(self._report):
+            self._leave(state)
+        self._leaving.append(state)
+
+    def keep(self, index: int, reserve_bytes: int) -> bool:
+        """In the place of `has_gradients`: have all of a part that its update needs stay, or begin to come.
+
+        Args:
+            index: The part.
+            reserve_bytes: What must be free beside it.
+
+        Returns:
+            False with nothing changed where it has no room beside the parts that are updated before it, where copies
+            do not overlap, and before the first update.
+        """
+        # Gradients have the parameters' size, and no host copy where they have always stayed.
+        first = zip(self._params[: index + 1], self._states[: index + 1], strict=True)
+        sizes_bytes = [2 * params.mirror.num_bytes + states.mirror.num_bytes for params, states in first]
+        coming = [state for state in (self._params[index], self._states[index]) if state.location is Placement.HOST]
+        coming_bytes = sum(state.mirror.num_bytes for state in coming)
+        if sum(sizes_bytes) > self._limit_bytes or self.free_bytes() < coming_bytes + reserve_bytes:
+            return False
+        with self._device.held_up(self._report):
+            for state in coming:
+                if not self._prefetch(state):
+                    for other in coming:
+                        self._leave(other)
+                    return False
+        grads = self._grads[index]
+        grads.version += 1
+        grads.mirror.cover(self._records(grads))  # by which it is counted
+        self._work.add(sizes_bytes[index])
+        self._kept[index] = sizes_bytes[index]
+        return True
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self._leaving = []
+        for state in self._grads:
+            if state.location is not Placement.FREED:
+                state.leave(Placement.FREED, records_of(state, self._device), self._report)
+
+    # -- other uses of the parameters
+
+    @contextmanager
+    def on_device(self, index: int) -> Iterator[None]:
+        """A part's parameters on the device inside the body, to be read outside of passes; an entry of the ledger.
+
+        Where they are already they stay.
+        """
+        was_there = self._params[index].location is Placement.DEVICE
+        report = self._report = TransitionReport(self.phase, self.phase)
+        self.bring(index)
+        try:
+            yield
+        finally:
+            if not was_there:
+                self._leave(self._params[index])
+            if report.groups:
+                self._charge(report)
+
+    @contextmanager
+    def filled(self, index: int) -> Iterator[None]:
+        """A part that has had no contents yet is on the device inside the body, which writes them.
+
+        Raises:
+            DeviceOutOfMemoryError: There is no room for it.
+        """
+        state = self._params[index]
+        records = records_of(state, self._device)
+        sizes = {storage_key(local.untyped_storage()): local.nbytes for local in self._tensors(state)}
+        self._device.allocate([Room(r.storage, sizes[key]) for key, r in records.items() if not r.storage.nbytes()])
+        yield
+        state.version += 1
+        self._leave(state)
+        state.settle()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a frozen copy of all parts."""
+        return sum(part_copy_bytes(state.group) for state in self._params)
+
+    def keep_in(self, copy: FrozenCopy) -> None:
+        """Keep all parts in a frozen copy as passes read them now."""
+        self._forms[copy] = kept = []
+        for index, state in enumerate(self._params):
+            with self.on_device(index):
+                records = self._records(state)
+                kept.append(forms_of(state.group, records))
+                copy.keep(self._device, contents_of(records, kept[-1]))
+
+    @contextmanager
+    def showing(self, copy: FrozenCopy) -> Iterator[None]:
+        """Passes inside the body read a frozen copy in the place of the parameters, which nothing may write.
+
+        Raises:
+            ResidencyError: A part is on the device.
+        """
+        self._let_go()
+        present = [state.group.name for state in self._params if state.location is Placement.DEVICE]
+        if present:
+            raise ResidencyError(f"cannot show a frozen copy while {present[0]!r} is on the device; leave it first")
+        self._shown = copy
+        try:
+            yield
+        finally:
+            self._shown = None
+            for state in self._params:
+                self._leave(state)
+
+    # -- inside
+
+    def _arrive(self, state: GroupState, source: FrozenCopy | None = None) -> None:
+        with self._device.held_up(self._report):
+            if state.location is not Placement.DEVICE:
+                state.arrive_alone(self._records(state), self._report, source)
+        state.wait_arrival()
+
+    def _prefetch(self, state: GroupState, source: FrozenCopy | None = None) -> bool:
+        """Where there is room; without it, it comes when it is asked for."""
+        return state.location is Placement.DEVICE or state.try_arrive(self._records(state), self._report, source)
+
+    def _let_go(self) -> None:
+        """What was kept for an update that has not come leaves."""
+        with self._device.held_up(self._report):
+            for index, num_bytes in self._kept.items():
+                if self._params[index].location is Placement.DEVICE:  # no update came since
+                    self._work.add(-num_bytes)
+                for state in (self._params[index], self._grads[index], self._states[index]):
+                    self._leave(state)
+        self._kept = {}
+
+    def _leaving_bytes(self) -> int:
+        return sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
+
+    def _leave(self, state: GroupState) -> None:
+        if state.location is Placement.DEVICE:
+            state.leave(Placement.HOST, self._records(state), self._report)
+
+    def _records(self, state: GroupState) -> dict[int, StorageRecord]:
+        return records_of(state, self._device)
+
+    def _tensors(self, state: GroupState) -> Iterator[torch.Tensor]:
+        for _, tensor in state.group.tensors():
+            yield local_tensor(tensor.detach())

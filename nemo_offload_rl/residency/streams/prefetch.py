@@ -1,0 +1,166 @@
+"""Prefetching: what comes to the device before its phase, where there is room beside the present phase's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from nemo_offload_rl.residency.state.snapshot import Snapshot, Snapshots
+from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction
+from nemo_offload_rl.residency.streams.window import Bundle, Window
+from nemo_offload_rl.residency.streams.work_memory import WorkMemory
+from nemo_offload_rl.residency.table.ledger import TransitionReport
+from nemo_offload_rl.residency.table.plan import (
+    OPTIMIZER,
+    OPTIMIZER_PART,
+    PHASES,
+    Phase,
+    Placement,
+    ResidencyPlan,
+    row_of,
+)
+
+
+class Prefetcher:
+    """Starts copies to the device before the phase that needs them, beside the present phase's work.
+
+    What a phase's work needs is known once the phase has been passed through; until then nothing is prefetched.
+
+    Args:
+        plan: Where each group must be in each phase.
+        groups: The groups.
+        parts: Those of a streamed optimizer, in the order of their updates; each with what else comes for its update.
+        parts_come_ahead: They may come before the step. Where passes bring parameters these decide which do: copies go
+            in the order in which they are started, and passes would wait for states.
+        work: What the phases' work needs.
+
+    Attributes:
+        is_paused: Nothing is prefetched until the next phase.
+        has_brought: Something was prefetched in this phase.
+        parts_limit_bytes: What parts may hold of the device from here to the end of the step, beside the passes' work.
+    """
+
+    def __init__(
+        self,
+        plan: ResidencyPlan,
+        groups: GroupSet,
+        parts: Sequence[Bundle],
+        parts_come_ahead: bool,
+        work: WorkMemory,
+    ) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._parts = parts
+        self._parts_come_ahead = parts_come_ahead
+        self._work = work
+        self.is_paused = self.has_brought = False
+        self.parts_limit_bytes = 0
+
+    def begin(self, phase: Phase) -> None:
+        """A phase is entered."""
+        self.is_paused = self.has_brought = False
+        if phase is not Phase.OPTIM_STEP:
+            self.parts_limit_bytes = 0
+
+    def evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
+        """Offload what was prefetched, and the optimizer; prefetch nothing until the next phase. Returns the bytes.
+
+        A group leaves only where the plan has host memory for it, and if it is the optimizer's or `now` has no need of
+        it.
+        """
+        self.is_paused, self.has_brought = True, False
+        self.parts_limit_bytes = 0
+        with self._work.moving():
+            return self._evict(now, snapshots, report)
+
+    def _evict(self, now: Phase, snapshots: Snapshots, report: TransitionReport) -> int:
+        num_bytes = snapshots.release_staged()
+        num_bytes += sum(state.held_bytes for state in self._groups.states.values() if state.is_leaving)
+        wanted = {
+            name: Placement.HOST
+            for name, state in self._groups.states.items()
+            if (row_of(name) in (OPTIMIZER, OPTIMIZER_PART) or self._plan.placement(name, now) is Placement.UNCHANGED)
+            and state.location is Placement.DEVICE
+            and self._plan.leaves_the_device(name)
+        }
+        Transaction(self._groups, wanted, report).run()
+        self._groups.settle(release_cache=True, report=report)
+        return num_bytes + report.bytes_freed
+
+    def bring_beside(
+        self,
+        now: Phase,
+        names: Iterable[str],
+        snapshots: Mapping[str, Snapshot],
+        records: Records,
+        report: TransitionReport,
+    ) -> None:
+        """Start to bring what is prefetched in `now`, which has just been entered: of `names`, and of the snapshots."""
+        spec = PHASES[now]
+        if spec.prefetches_snapshots:
+            self._stage(now, snapshots, records, report)
+        if spec.prefetches_for is not None:
+            self.bring(now, spec.prefetches_for, names, records, report)
+
+    def bring(
+        self, now: Phase, target: Phase, names: Iterable[str], records: Records, report: TransitionReport
+    ) -> None:
+        """Start to bring those of the groups that `target` needs, during `now`."""
+        if self.is_paused or not self._work.is_known(now):
+            return
+        for name in names:
+            state = self._groups.states[name]
+            if self._plan.placement(name, target) is Placement.DEVICE and state.location is Placement.HOST:
+                size = state.mirror.num_bytes
+                self._if_room(now, name, size, partial(state.try_arrive, records[name], report), report)
+        if target is Phase.OPTIM_STEP and self._parts:
+            self._bring_parts(now, records, report)
+
+    def limit_parts(self, now: Phase) -> int:
+        """What parts may hold from here to the end of the step, in bytes: what fits beside `now` and the step.
+
+        0 before both have been seen. Within a pass it does not become less.
+        """
+        if self.is_paused or not (self._work.is_known(now) and self._work.is_known(Phase.OPTIM_STEP)):
+            return self.parts_limit_bytes
+        held_bytes = sum(state.held_bytes for part in self._parts for state in part)
+        limit_bytes = held_bytes + self._work.room_bytes(now, Phase.OPTIM_STEP)
+        sizes_bytes = [sum(state.mirror.num_bytes for state in part) for part in self._parts]
+        if sum(sizes_bytes) > limit_bytes:
+            # Memory that parts hand over may be in pieces; then the driver has room for one that needs it whole.
+            limit_bytes -= max(sizes_bytes)
+        # Once a pass has begun, what it has allocated is no longer free and still counts as needed.
+        self.parts_limit_bytes = max(self.parts_limit_bytes, limit_bytes)
+        return self.parts_limit_bytes
+
+    def _bring_parts(self, now: Phase, records: Records, report: TransitionReport) -> None:
+        """Begin to bring parts of the optimizer, as many as fit beside the work of `now` and the step."""
+        if not self._work.is_known(Phase.OPTIM_STEP):
+            return
+        limit_bytes = self.limit_parts(now)
+        if self._parts_come_ahead:
+            window = Window(self._parts, lambda state: records[state.group.name], limit_bytes, report)
+            with self._work.moving():
+                if window.fill(0):
+                    self.has_brought = True
+                else:
+                    report.without_room.append(self._parts[0][0].group.name)
+
+    def _stage(self, now: Phase, snapshots: Mapping[str, Snapshot], records: Records, report: TransitionReport) -> None:
+        """Bring snapshots beside their groups while the policy's own logprobs are computed."""
+        if self.is_paused or not self._work.is_known(now):
+            return
+        for name, snapshot in snapshots.items():
+            if snapshot.state.location is Placement.DEVICE:
+                own = records[snapshot.state.group.name]
+                self._if_room(now, name, snapshot.device_bytes, partial(snapshot.stage, own, report), report)
+
+    def _if_room(
+        self, now: Phase, name: str, num_bytes: int, start: Callable[[], bool], report: TransitionReport
+    ) -> None:
+        if self._work.has_room(now, num_bytes):
+            with self._work.moving():
+                if start():
+                    self.has_brought = True
+                    return
+        report.without_room.append(name)

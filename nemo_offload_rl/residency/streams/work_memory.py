@@ -1,0 +1,198 @@
+"""Device memory that the work of each phase needs in addition to state, learned as phases pass.
+
+A need is the largest difference between what was allocated and what state groups held at that time, or what the
+allocator holds for passes at the end of the phase, where this is more: memory in pieces that fit nothing else. State
+that took it would have the allocator give all of its cache back, and ask the CUDA driver again, in every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nemo_offload_rl.residency.device.device import Device
+from nemo_offload_rl.residency.state.group_state import GroupState
+from nemo_offload_rl.residency.table.plan import PHASES, Phase, Placement
+
+RESERVE_BYTES = 1 << 30
+MARGIN = 1.1  # later batches may be somewhat larger than those seen
+
+
+class PassKind(StrEnum):
+    """Kinds of passes, each with its own need: a pass without backward tells nothing about one with backward."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    LOGPROBS = "logprobs"
+    REFERENCE = "reference logprobs"
+    TEACHER = "teacher"
+
+
+@dataclass
+class _Need:
+    """Most bytes that passes of one kind took beside state, and the size of the largest of them."""
+
+    num_bytes: int = 0
+    size: int = 0
+
+    def include(self, num_bytes: int, size: int) -> None:
+        self.num_bytes, self.size = max(self.num_bytes, num_bytes), max(self.size, size)
+
+    def expected_bytes(self, size: int) -> int:
+        """For a pass of this size: as much as was seen, and in proportion for a larger one."""
+        return int(self.num_bytes * max(1.0, size / self.size if self.size else 1.0))
+
+
+class WorkMemory:
+    """Learns how much device memory the work of each phase needs beside the state groups.
+
+    Args:
+        device: Whose peaks are read. Where it has none, the work counts as needing nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._phase: Phase | None = None
+        self._held_bytes = 0  # of state groups, now
+        self._leaving: dict[GroupState, int] = {}  # since before the phase, and what they still hold of `_held_bytes`
+        self._other_bytes = 0  # allocated when the phase began, beside state groups
+        self._peak_bytes = 0  # of the phase, before the last `restart_peak`
+        self._kind: PassKind | None = None  # of the present pass; None before the first one of a phase
+        self._size = 0  # of the present pass
+        self._present: dict[PassKind | None, _Need] = {}  # of the present phase
+        self._seen: dict[Phase, dict[PassKind | None, _Need]] = {}
+
+    def begin(self, phase: Phase, held_bytes: int, states: Iterable[GroupState] = ()) -> None:
+        """A phase begins with `held_bytes` of these groups on the device, some of which may still be leaving."""
+        self._phase, self._kind, self._size, self._present = phase, None, 0, {}
+        self._held_bytes = held_bytes
+        # An engine's phase takes most at its start, and has no time to look at each release.
+        followed = () if PHASES[phase].is_for_engine else states
+        self._leaving = {state: state.leaving_bytes for state in followed if state.leaving_bytes}
+        self._peak_bytes = 0
+        self._device.drain_peak_bytes()
+        self._other_bytes = max(0, self._device.allocated_bytes() - held_bytes)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """State groups come to the device or leave it in the body, in which nothing else takes or releases memory.
+
+        Work before the body is compared with what was held then, and work after it with what is held now.
+        """
+        self.restart_peak()
+        before_bytes = self._device.allocated_bytes()
+        try:
+            yield
+        finally:
+            self._held_bytes += self._device.allocated_bytes() - before_bytes
+            self._leaving = {state: state.leaving_bytes for state in self._leaving if state.leaving_bytes}
+            self._drain_peak()
+
+    @contextmanager
+    def releasing(self, *, waits: bool = False) -> Iterator[None]:
+        """Groups that were leaving when the phase began may release memory in the body; see `moving`.
+
+        Other groups may too: parts that pass through the device within a pass are its work. `waits`: the body waits for
+        copies that have not finished.
+        """
+        if not (self._leaving if waits else any(state.can_release for state in self._leaving)):
+            yield
+            return
+        self.restart_peak()
+        try:
+            yield
+        finally:
+            self._subtract_what_left()
+            self._drain_peak()
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes as held by groups, for all work since the last `moving` or `restart_peak`."""
+        self._held_bytes += num_bytes
+
+    def restart_peak(self) -> int:
+        """Most bytes that were allocated since the last call, or since the phase began; 0 where that is not known."""
+        peak_bytes = self._drain_peak()
+        self._subtract_what_left()  # elsewhere than in `releasing`: counts as gone from the start
+        if self._phase is not None:
+            # The engine counts what is free beside all that is there.
+            other_bytes = self._other_bytes if PHASES[self._phase].is_for_engine else 0
+            self._include(peak_bytes - self._held_bytes - other_bytes)
+        return peak_bytes
+
+    def expect(self, kind: PassKind, size: int) -> None:
+        """A pass of this kind and size, in any unit, is about to begin in the present phase."""
+        self.restart_peak()
+        self._kind, self._size = kind, size
+        self._include(0)
+
+    def end(self, *, is_whole: bool = True) -> int:
+        """The phase ends; remember the most that its work took, and return the peak of everything in it.
+
+        Args:
+            is_whole: Its work was done. If not, it says nothing of what the work takes.
+        """
+        self.restart_peak()
+        if self._phase is not None and is_whole:
+            if not PHASES[self._phase].is_for_engine:  # which has no passes
+                self._include(self._device.cached_for_work_bytes())
+            seen = self._seen.setdefault(self._phase, {})
+            for kind, need in self._present.items():
+                seen.setdefault(kind, _Need()).include(need.num_bytes, need.size)
+        return self._peak_bytes
+
+    def needed_bytes(self, phase: Phase) -> int:
+        """The most that the work of a phase has taken beside state so far; 0 before the phase has been seen once."""
+        return max((need.num_bytes for need in self._seen.get(phase, {}).values()), default=0)
+
+    def is_known(self, phase: Phase) -> bool:
+        """Tell whether the phase has been seen once, and in the present phase the present kind of pass."""
+        return phase in self._seen and (phase is not self._phase or self._is_known_kind)
+
+    def has_room(self, phase: Phase, num_bytes: int) -> bool:
+        """Tell whether `num_bytes` fit beside the work of `phase`; never before `is_known`."""
+        return self.is_known(phase) and num_bytes <= self.room_bytes(phase)
+
+    def room_bytes(self, *phases: Phase) -> int:
+        """What is free beside the work of each of these phases, which have been seen; negative where one needs more."""
+        return self._device.room_bytes(int(MARGIN * max(map(self._expected_bytes, phases)))) - RESERVE_BYTES
+
+    def is_too_tight(self, *, has_prefetched: bool) -> bool:
+        """Tell whether the present pass may need more than is free.
+
+        A pass that is no larger than others of its kind does not. Of a kind that has not been seen, any pass may, where
+        state was prefetched in this phase.
+        """
+        if self._phase is None or not self._is_known_kind:
+            return has_prefetched
+        need = self._seen[self._phase][self._kind]
+        return self._size > need.size and self._device.free_bytes() < need.expected_bytes(self._size)
+
+    @property
+    def _is_known_kind(self) -> bool:
+        return self._phase is not None and (self._kind is None or self._kind in self._seen.get(self._phase, {}))
+
+    def _drain_peak(self) -> int:
+        peak_bytes = self._device.drain_peak_bytes()
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        return peak_bytes
+
+    def _subtract_what_left(self) -> None:
+        for state, before_bytes in list(self._leaving.items()):
+            if state.location is Placement.DEVICE:  # it stays after all
+                del self._leaving[state]
+                continue
+            # One that has left and come back within a pass is that pass's work.
+            self._leaving[state] = left_bytes = min(before_bytes, state.leaving_bytes)
+            self._held_bytes -= before_bytes - left_bytes
+            if not left_bytes:
+                del self._leaving[state]
+
+    def _include(self, num_bytes: int) -> None:
+        self._present.setdefault(self._kind, _Need()).include(num_bytes, self._size)
+
+    def _expected_bytes(self, phase: Phase) -> int:
+        """For the present pass; for passes that are still to come, as much as was seen."""
+        size_of = {self._kind: self._size} if phase is self._phase else {}
+        return max(need.expected_bytes(size_of.get(kind, 0)) for kind, need in self._seen[phase].items())

@@ -1,0 +1,178 @@
+"""What every transition moved and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from nemo_offload_rl.residency.table.leftovers import Leftover
+from nemo_offload_rl.residency.table.plan import Phase
+
+
+@dataclass
+class GroupMove:
+    """One group's part of a transition, in bytes."""
+
+    bytes_out: int = 0  # copied to the host
+    bytes_in: int = 0  # copied to the device
+    bytes_clean: int = 0  # left the device without a copy, since the host copy was up to date
+    bytes_freed: int = 0  # device memory released
+
+
+@dataclass
+class TransitionReport:
+    """One `enter`. Seconds of asynchronous copies are filled in when the copies are waited for.
+
+    Attributes:
+        source: The phase before, None for the first transition.
+        target: The phase entered.
+        groups: What each group moved; groups that did not move are absent.
+        exposed_s: Seconds that were lost to this transition: the host's while groups moved, else those in which the
+            device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
+        give_back_s: Those of them in which memory was released to the driver, or communicators got theirs back.
+        transfer_s: Seconds that its copies took on the link, waited for or not.
+        behind_s: Seconds since it began in which the device still ran what it had been given before; of REFIT only.
+        device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
+        device_used_after_bytes: The same after the transition (after the last release of memory).
+        peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
+        without_room: Groups that did not fit beside the work of the phase, so that they are waited for later.
+        leftovers: What this process has on the device that the plan does not account for, largest first.
+    """
+
+    source: Phase | None
+    target: Phase
+    groups: dict[str, GroupMove] = field(default_factory=dict[str, GroupMove])
+    exposed_s: float = 0.0
+    give_back_s: float = 0.0
+    transfer_s: float = 0.0
+    behind_s: float = 0.0
+    device_used_before_bytes: int = 0
+    device_used_after_bytes: int = 0
+    peak_bytes: int = 0
+    without_room: list[str] = field(default_factory=list[str])
+    leftovers: list[Leftover] = field(default_factory=list[Leftover])
+
+    @contextmanager
+    def held_up(self) -> Generator[None]:
+        """The caller waits for the body: its seconds are exposed ones, once, whatever it charges itself."""
+        start, before_s = time.perf_counter(), self.exposed_s
+        try:
+            yield
+        finally:
+            self.exposed_s = before_s + time.perf_counter() - start
+
+    def seconds_since(self, before: TransitionReport) -> TransitionReport:
+        """A report of the seconds alone that this one has got since it was as `before`."""
+        return TransitionReport(
+            self.source,
+            self.target,
+            exposed_s=self.exposed_s - before.exposed_s,
+            give_back_s=self.give_back_s - before.give_back_s,
+            transfer_s=self.transfer_s - before.transfer_s,
+            behind_s=self.behind_s - before.behind_s,
+        )
+
+    def group(self, name: str) -> GroupMove:
+        """The entry of `name`, made at first use."""
+        return self.groups.setdefault(name, GroupMove())
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(move.bytes_out for move in self.groups.values())
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(move.bytes_in for move in self.groups.values())
+
+    @property
+    def bytes_clean(self) -> int:
+        return sum(move.bytes_clean for move in self.groups.values())
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(move.bytes_freed for move in self.groups.values())
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_out + self.bytes_in
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copying behind which the caller did something else."""
+        return max(0.0, self.transfer_s - (self.exposed_s - self.give_back_s))
+
+    @property
+    def link_gb_per_s(self) -> float:
+        """Bytes moved over the seconds that the copies took, in units of 1e9 bytes; 0 when nothing was copied."""
+        return self.bytes_moved / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+
+    def line(self) -> str:
+        """One line for the log."""
+        source = self.source.value if self.source else "start"
+        gib = 2**30
+        return (
+            f"{source} -> {self.target.value}: out {self.bytes_out / gib:.3f} GiB, in {self.bytes_in / gib:.3f} GiB, "
+            f"clean {self.bytes_clean / gib:.3f} GiB, freed {self.bytes_freed / gib:.3f} GiB, "
+            f"exposed {self.exposed_s:.3f} s, hidden {self.hidden_s:.3f} s, {self.link_gb_per_s:.1f} GB/s"
+            + "".join(f"; no room to prefetch {name}" for name in self.without_room)
+            + "".join(f"; still on the device: {leftover}" for leftover in self.leftovers)
+        )
+
+
+def totals(reports: list[TransitionReport]) -> dict[str, float]:
+    """Sums over transitions, under the names that the metrics use; seconds by the phase that was entered too."""
+    by_phase: dict[str, float] = {}
+    for phase in Phase:
+        entered = [report for report in reports if report.target is phase]
+        if phase is Phase.TEACHER_INFERENCE and not entered:
+            continue  # most runs have no teacher
+        by_phase[f"{phase.value}/exposed_s"] = sum(report.exposed_s for report in entered)
+        by_phase[f"{phase.value}/hidden_s"] = sum(report.hidden_s for report in entered)
+    by_phase["refit/update_s"] = sum(report.behind_s for report in reports)
+    return by_phase | {
+        "bytes_out": float(sum(r.bytes_out for r in reports)),
+        "bytes_in": float(sum(r.bytes_in for r in reports)),
+        "bytes_clean": float(sum(r.bytes_clean for r in reports)),
+        "bytes_freed": float(sum(r.bytes_freed for r in reports)),
+        "exposed_s": sum(r.exposed_s for r in reports),
+        "give_back_s": sum(r.give_back_s for r in reports),
+        "hidden_s": sum(r.hidden_s for r in reports),
+        "late_groups": float(sum(len(r.without_room) for r in reports)),
+    }
+
+
+class Ledger:
+    """Reports since the last `drain`, oldest first, and the last few for error messages."""
+
+    def __init__(self, num_recent: int = 8) -> None:
+        self._reports: list[TransitionReport] = []
+        self._recent: list[TransitionReport] = []
+        self._returned: list[tuple[TransitionReport, TransitionReport]] = []  # and as they were then
+        self._num_recent = num_recent
+
+    def add(self, report: TransitionReport) -> None:
+        """Keep a report."""
+        self._reports.append(report)
+        self._recent = [*self._recent, report][-self._num_recent :]
+
+    def add_if_moved(self, report: TransitionReport) -> None:
+        """Keep a report that has groups."""
+        if report.groups:
+            self.add(report)
+
+    def drain(self) -> list[TransitionReport]:
+        """Return the reports gathered since the last call.
+
+        Seconds that have come to those before since they were returned, as of copies that ran on, are in reports of
+        their own.
+        """
+        late = [report.seconds_since(before) for report, before in self._returned]
+        reports, self._reports = self._reports, []
+        self._returned = [(report, replace(report)) for report in reports]
+        return [report for report in late if report.exposed_s or report.transfer_s or report.behind_s] + reports
+
+    def recent_lines(self) -> str:
+        """The last transitions, one a line."""
+        return "\n".join(report.line() for report in self._recent)

@@ -1,0 +1,75 @@
+"""Runs on-policy distillation; `grpo_setup.py` builds what every run with rollouts is made of."""
+
+from __future__ import annotations
+
+import logging
+
+from nemo_offload_rl.algorithms.distillation import DistillationTrainer
+from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
+from nemo_offload_rl.backends.factory import check_model
+from nemo_offload_rl.backends.hf.model_folder import read_model_config
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.run_configs import DistillationConfig
+from nemo_offload_rl.runs.rollouts import run_with_rollouts
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.progress import RunProgress
+
+logger = logging.getLogger(__name__)
+
+
+def run_distillation(config: DistillationConfig) -> None:
+    """Run on-policy distillation from a checked configuration.
+
+    Raises:
+        UserError: Something that the user can fix; a worker that died is one too.
+    """
+    check_model(config.teacher_worker.model)
+    check_vocabularies(config)
+
+    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> DistillationTrainer:
+        generation = config.policy.generation
+        return DistillationTrainer(config.distillation, config.loss_fn, generation, parts, run_logger, progress)
+
+    run_with_rollouts(config, trainer, teacher=config.teacher_worker)
+
+
+def check_vocabularies(config: DistillationConfig) -> None:
+    """Student and teacher number the same tokens in the same way, as many of them.
+
+    Raises:
+        ConfigError: They do not, or the top-k is larger than the vocabulary.
+    """
+    names = (config.policy.model_name, config.teacher.model_name)
+    overrides = (config.policy.hf_config_overrides, config.teacher.hf_config_overrides)
+    sizes = [
+        {**read_model_config(name), **changes}.get("vocab_size") for name, changes in zip(names, overrides, strict=True)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"teacher.model_name {names[1]} has a vocab_size of {sizes[1]} in its config.json and policy.model_name "
+            f"{names[0]} one of {sizes[0]}, but token by token their distributions are over the same vocabulary; "
+            "choose two models of one family"
+        )
+    topk = config.distillation.topk_logits_k
+    if topk is not None and isinstance(sizes[0], int) and topk > sizes[0]:
+        raise ConfigError(
+            f"distillation.topk_logits_k is {topk}, but the vocabulary has {sizes[0]} tokens; lower it, or set it to "
+            "null for all of them"
+        )
+    from transformers import AutoTokenizer  # heavy
+
+    mine = load_tokenizer(config.policy.tokenizer).get_vocab()
+    try:
+        its = AutoTokenizer.from_pretrained(names[1]).get_vocab()
+    except (OSError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        logger.warning("the tokenizer of teacher.model_name %s is not compared with the student's: %s", names[1], cause)
+        return
+    if mine != its:
+        differing = sorted(mine.items() ^ its.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"the tokenizers of teacher.model_name {names[1]} and policy.tokenizer number tokens differently "
+            f"({len(differing)} entries, {differing[0][0]!r} among them), so the teacher would read other words than "
+            "the student wrote; choose two models of one family"
+        )

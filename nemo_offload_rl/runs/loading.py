@@ -1,0 +1,129 @@
+"""Loads the YAML file of a run: reads it, applies overrides, checks every key and rule, converts.
+
+A file of NeMo-RL's is turned into our keys first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.algorithms import Algorithm
+    from nemo_offload_rl.keys.master import Rule, RunConfig
+    from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
+
+logger = logging.getLogger(__name__)
+
+# Imports are inside the functions so that `--help` of a launch script does not wait for torch.
+
+
+def load_grpo_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoConfig:
+    """Load, check and convert the configuration of a GRPO run.
+
+    Args:
+        path: A YAML file such as examples/configs/grpo_math_1B.yaml.
+        overrides: Hydra overrides, applied in order.
+
+    Raises:
+        ConfigError: One line that says what is wrong and what to change.
+    """
+    return _load("grpo", path, overrides)
+
+
+def load_distillation_config(path: str | Path, overrides: Sequence[str] = ()) -> DistillationConfig:
+    """Load the configuration of on-policy distillation; arguments and errors as in `load_grpo_config`."""
+    return _load("distillation", path, overrides)
+
+
+def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """Load the configuration of an SFT run; arguments and errors as in `load_grpo_config`."""
+    return _load("sft", path, overrides)
+
+
+def load_dpo_config(path: str | Path, overrides: Sequence[str] = ()) -> DpoConfig:
+    """Load the configuration of a DPO run; arguments and errors as in `load_grpo_config`."""
+    return _load("dpo", path, overrides)
+
+
+def load_eval_config(path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig:
+    """Load the configuration of an evaluation; arguments and errors as in `load_grpo_config`."""
+    return _load("eval", path, overrides)
+
+
+def load_for_planning(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, tuple[Rule[Any], ...]]:
+    """Load a run's checked keys, and the rules between them apart from those on what this machine has.
+
+    Args:
+        path: A YAML file of a run that trains; its sections name the algorithm.
+        overrides: Hydra overrides, applied in order.
+
+    Raises:
+        ConfigError: One line that says what is wrong and what to change.
+    """
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
+    from nemo_offload_rl.config.validate import validate_keys
+    from nemo_offload_rl.utils.config import load_unresolved
+
+    kinds = [algorithm for algorithm in ALGORITHMS.values() if algorithm.trains]
+    sections = load_unresolved(path)
+    algorithm = next((algorithm for algorithm in kinds if algorithm.name in sections), None)
+    if algorithm is None:
+        names = ", ".join(algorithm.name for algorithm in kinds)
+        raise ConfigError(f"{path} has no section {names}; give the configuration of a run that trains")
+    return validate_keys(_resolve(algorithm, path, overrides), algorithm.keys), algorithm.rules.rules
+
+
+def _load(name: str, path: str | Path, overrides: Sequence[str]) -> Any:
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
+
+    algorithm = ALGORITHMS[name]
+    resolved = _resolve(algorithm, path, overrides)
+    return algorithm.convert(algorithm.check(resolved), resolved)
+
+
+def _resolve(algorithm: Algorithm, path: str | Path, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Read a file with its defaults and overrides, in our keys, as plain dictionaries with whole paths."""
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
+    from nemo_offload_rl.config.nemo_rl import is_nemo_rl
+    from nemo_offload_rl.config.validate import missing_key_message
+    from nemo_offload_rl.targets import with_whole_paths
+    from nemo_offload_rl.utils.config import load_config
+
+    raw = load_config(path, overrides, partial(missing_key_message, algorithm.keys))
+    if is_nemo_rl(raw):
+        from nemo_offload_rl.migrate import migrate
+
+        migration = migrate(raw, Path(path))
+        logger.info("%s is NeMo-RL's; what becomes of its keys:\n%s", path, migration.report.render())
+        migration.check()
+        raw = migration.config
+    others = [name for name in ALGORITHMS if name in raw and name != algorithm.name]
+    if others and algorithm.name not in raw:
+        raise ConfigError(
+            f"{path} configures {others[0]}, not {algorithm.name}; start it with examples/run_{others[0]}.py, or give "
+            f"the configuration of a run of {algorithm.name}"
+        )
+    return with_whole_paths(_with_home(raw), Path(path).parent)
+
+
+def _with_home(node: Any) -> Any:
+    """Replace `~/` at the beginning of paths by the home folder, since other processes may have another."""
+    from nemo_offload_rl.keys.section import FromEnvironment
+
+    match node:
+        case Mapping():
+            return {key: _with_home(value) for key, value in node.items()}
+        case list():
+            return [_with_home(value) for value in node]
+        case FromEnvironment() if node.startswith("~/"):
+            return FromEnvironment(str(Path(node).expanduser()), node.written)
+        case str() if node.startswith("~/"):
+            return str(Path(node).expanduser())
+        case _:
+            return node

@@ -1,0 +1,226 @@
+"""Builds what a run with rollouts is made of, such as one of GRPO, runs it, and takes it down again.
+
+Everything that can be wrong in the user's input is found before Ray starts; `grpo_workers.py` starts the processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.grpo import GrpoTrainer
+from nemo_offload_rl.algorithms.identity import run_identity
+from nemo_offload_rl.algorithms.metric_names import data_set_problem
+from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
+from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
+from nemo_offload_rl.algorithms.user_code import GrpoCode
+from nemo_offload_rl.backends.factory import check_model
+from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
+from nemo_offload_rl.data.datasets import load_prompts
+from nemo_offload_rl.data.given import Rows, with_given_rows
+from nemo_offload_rl.data.loader import ShuffledLoader
+from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
+from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
+from nemo_offload_rl.data.turns import TurnEncoder
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.experience.rollouts import Decode, Turns
+from nemo_offload_rl.keys.run_configs import GrpoConfig, RolloutConfig
+from nemo_offload_rl.keys.worker import TeacherSettings
+from nemo_offload_rl.runs.environments import load_code, open_environments
+from nemo_offload_rl.runs.workers import GrpoWorkers, grpo_workers, start_line
+from nemo_offload_rl.utils.flops import read_model_speed
+from nemo_offload_rl.utils.garbage import frozen_objects
+from nemo_offload_rl.utils.gpu_memory import first_gpu_name
+from nemo_offload_rl.utils.logger import RunLogger
+from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
+from nemo_offload_rl.utils.progress import RunProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenObjects:
+    """What Python code gave in place of what the configuration names; see `run_grpo`."""
+
+    environments: Mapping[str, Any] | None = None
+    train_data: Rows | None = None
+    validation_data: Rows | None = None
+    callbacks: Sequence[Any] = ()
+
+
+def run_grpo(
+    config: GrpoConfig,
+    *,
+    environments: Mapping[str, Any] | None = None,
+    train_data: Rows | None = None,
+    validation_data: Rows | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Run GRPO from a checked configuration.
+
+    Args:
+        config: From `load_grpo_config`.
+        environments: In place of what `env.NAME` says, by NAME: a reward function `(prompt, response, answer, **row)`,
+            a list of them, or an `Environment`, as an object or as its class.
+        train_data: Rows with `prompt`, `answer` and any other columns, in place of `data.train` and `data.validation`.
+        validation_data: The same in place of `data.validation`.
+        callbacks: Functions of step and metrics, called after each step, or objects with `write`, as `MetricSink` has.
+
+    Raises:
+        UserError: Something that the user can fix; a worker that died is one too.
+    """
+    own = GrpoCode.load(config.grpo, config.loss_fn)
+    given = GivenObjects(
+        environments=environments, train_data=train_data, validation_data=validation_data, callbacks=callbacks
+    )
+
+    def trainer(parts: RolloutParts, run_logger: RunLogger, progress: RunProgress) -> GrpoTrainer:
+        kind = AsyncGrpoTrainer if config.grpo.is_async else GrpoTrainer
+        return kind(config.grpo, config.loss_fn, config.policy.generation, parts, run_logger, progress, own)
+
+    run_with_rollouts(config, trainer, keep_reference=config.loss_fn.reference_policy_kl_penalty != 0, given=given)
+
+
+def run_with_rollouts(
+    config: RolloutConfig,
+    make_trainer: Callable[[RolloutParts, RunLogger, RunProgress], RolloutTrainer[Any]],
+    *,
+    keep_reference: bool = False,
+    teacher: TeacherSettings | None = None,
+    given: GivenObjects | None = None,
+) -> None:
+    """Build what a run with rollouts is made of, run it, and take it down.
+
+    Args:
+        config: Of the run, checked.
+        make_trainer: From what was built to the loop.
+        keep_reference: The loss reads logprobs of the initial policy.
+        teacher: The loss reads distributions of this model.
+        given: Objects in place of what the configuration names.
+
+    Raises:
+        UserError: Something that the user can fix; a worker that died is one too.
+    """
+    given = given or GivenObjects()
+    code = load_code(config.env, given.environments, has_endpoint=config.engine.endpoint is not None)
+    check_model(config.worker)
+    name, section = config.algorithm
+    tokenizer = load_tokenizer(config.policy.tokenizer)
+    data = with_given_rows(config.data, given.train_data, given.validation_data)
+    prompts = load_prompts(data, tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    rows = (prompt.token_ids for prompt in (*prompts.train, *prompts.validation))
+    check_token_ids(tokenizer, rows, model_vocab_size(config.policy.model_name, config.policy.hf_config_overrides))
+    _check_validation(config, prompts)
+    _check_metric(config, prompts)
+    loader = ShuffledLoader(
+        prompts.train,
+        batch_size=section.prompts_per_generation_batch,
+        shuffle=config.data.shuffle,
+        seed=section.seed,
+        parts=prompts.parts,
+        num_epochs=section.max_num_epochs,
+        digest=digest_of_lengths(prompts.train),
+        batch_size_key=f"{name}.num_prompts_per_step",
+    )
+    checkpoints = CheckpointKeeper(config.checkpointing, name, run_identity(config, tokenizer))
+    turns = _turns(config, tokenizer)
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
+    with ExitStack() as stack:
+        stack.enter_context(checkpoints.locked())
+        resume_from, num_steps = resume_point(checkpoints, loader, section.max_num_steps, name)
+        environments = stack.enter_context(open_environments(config.env, code, prompts))
+        resume_after = None if resume_from is None else resume_from.step
+        run_logger = stack.enter_context(RunLogger(config.logger, config.resolved, resume_after, given.callbacks))
+        workers = stack.enter_context(grpo_workers(config, keep_reference, teacher))
+        memory_file, period_s = run_logger.run_dir / MEMORY_FILE, config.logger.memory_sample_period_s
+        memory = stack.enter_context(MemorySampler(workers.owners(), memory_file, period_s))
+        progress = stack.enter_context(RunProgress(num_steps, first_step=resume_from.step if resume_from else 0))
+        progress.note(start_line(workers.start_s))
+        progress.note(f"residency plan of each policy worker:\n{workers.policy.residency_plan()}")
+        parts = RolloutParts(
+            policy=workers.policy,
+            engine=workers.engine,
+            restart_engine=workers.restart_engine,
+            environments=environments,
+            loader=loader,
+            validation_prompts=prompts.validation,
+            decode=_decoder(tokenizer),
+            turns=turns,
+            pad_id=pad_id,
+            width_multiple=config.policy.make_sequence_length_divisible_by,
+            checkpoints=checkpoints,
+            num_samples_to_print=config.logger.num_val_samples_to_print,
+            memory=memory,
+            speed=read_model_speed(config.policy.model_name, first_gpu_name(), config.cluster.world_size),
+            endpoint=_endpoint(config, workers),
+            overlong_rows=prompts.overlong,
+            pausing=workers.engine if config.engine.async_engine else None,
+        )
+        stack.enter_context(frozen_objects())
+        make_trainer(parts, run_logger, progress).run(num_steps, resume_from)
+
+
+def _endpoint(config: RolloutConfig, workers: GrpoWorkers) -> EndpointParts | None:
+    """What agents talk to."""
+    endpoint = config.engine.endpoint
+    if endpoint is None:
+        return None
+    api_key = endpoint.listening.token or "none"
+    return EndpointParts(engine=workers.engine, model=config.engine.model_name, api_key=api_key)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return decode
+
+
+def _turns(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """How far rollouts may go; that the chat template can say what stands between two turns is seen here."""
+    encode = TurnEncoder(tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    max_turns, max_tokens = config.algorithm[1].max_rollout_turns, config.engine.max_model_len
+    messages = [section.retry_message for section in config.env.values() if section.retry_message is not None]
+    if max_turns > 1 and any(section.target is not None for section in config.env.values()):
+        messages.append("?")  # what an environment of the user's says is not known yet
+    if messages:
+        longest = max(len(encode(message, ())) for message in messages)
+        response = config.policy.generation.sampling.max_new_tokens
+        needed = config.data.max_input_seq_length + max_turns * response + (max_turns - 1) * longest
+        if needed > max_tokens:
+            logger.warning(
+                "%d turns can take %d tokens, and rollouts end at policy.generation.vllm_cfg.max_model_len=%d: some "
+                "will have fewer turns; raise policy.max_total_sequence_length, or lower max_new_tokens",
+                max_turns,
+                needed,
+                max_tokens,
+            )
+    return Turns(max_turns=max_turns, max_tokens=max_tokens, encode=encode)
+
+
+def _check_validation(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
+    name, section = config.algorithm
+    validates = section.val_at_start or section.val_at_end or section.val_period > 0
+    if validates and not prompts.validation:
+        raise ConfigError(
+            f"validation is asked for ({name}.val_period, val_at_start or val_at_end), but the data keep no validation "
+            "rows; set data.validation or a split_validation_size, or switch validation off"
+        )
+
+
+def _check_metric(config: RolloutConfig, prompts: Splits[Prompt]) -> None:
+    by_prefix = {"train": prompts.train, "val": prompts.validation}
+    names = {prefix: {prompt.data_set for prompt in rows} for prefix, rows in by_prefix.items()}
+    checkpointing = config.checkpointing
+    if checkpointing.enabled and (problem := data_set_problem(checkpointing.metric_name, names)) is not None:
+        raise ConfigError(problem)

@@ -1,0 +1,166 @@
+"""The processes of a run with rollouts: policy workers and engines, on the same devices or each on their own.
+
+The order where devices are shared: the engines start first, while the devices are empty (vLLM measures what it may
+take), and go to sleep, while the policy's processes import their libraries; the policy is built into what is free and
+leaves the devices; the first refit wakes the engines.
+Engines that start again find the devices left by the policy, as in every generation, and sleep until the next refit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.errors import DeviceMemoryError, UserError, WorkerDiedError
+from nemo_offload_rl.keys.generation import GenerationConfig
+from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.keys.run_configs import RolloutConfig
+from nemo_offload_rl.keys.worker import TeacherSettings
+from nemo_offload_rl.policy.policy import Policy
+from nemo_offload_rl.protocols.refit import RefitGroupAddress
+from nemo_offload_rl.utils.timer import TOTAL, PhaseTimer
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+    from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster
+
+logger = logging.getLogger(__name__)
+
+
+def start_line(start_s: Mapping[str, float]) -> str:
+    """How long the start took, and what of it until which processes were ready."""
+    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in start_s.items() if name != TOTAL)
+    return f"started in {start_s[TOTAL]:.0f} s ({parts})"
+
+
+class GrpoWorkers:
+    """Policy and engines that have been started; both rest once the constructor has returned.
+
+    Args:
+        policy: The policy.
+        engine: The engines.
+        generation: Whether they share devices, and how often the engines may be started again.
+        cluster: Where the policy lives.
+        timer: Of the start so far; gets the phases `engine` and `policy`, until each is ready.
+
+    Attributes:
+        start_s: Seconds of the start, by phase and in total.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RayGenerationEngine,
+        generation: GenerationConfig,
+        cluster: VirtualCluster,
+        timer: PhaseTimer,
+    ) -> None:
+        self.policy = policy
+        self.engine = engine
+        self._colocated = generation.colocated.enabled
+        self._num_restarts_left = generation.vllm_cfg.max_restarts
+        self._cluster = cluster
+        with timer.phase("engine"):
+            self._rest_engine()
+        with timer.phase("policy"):
+            policy.offload_after_refit()
+            self._introduce()
+        self.start_s = timer.seconds()
+
+    def owners(self) -> dict[int, str]:
+        """Whom each process of the driver's host belongs to: `policy` or `engine`, by process id."""
+        engines = self.engine.group.local_pids()
+        return dict.fromkeys(self.policy.local_pids(), "policy") | dict.fromkeys(engines, "engine")
+
+    def restart_engine(self, error: UserError) -> dict[int, str]:
+        """Start the engines again after `error`, as often as `max_restarts` allows; they rest then.
+
+        Returns:
+            What `owners` says now.
+
+        Raises:
+            UserError: `error`, where it is not the engines' or no restart is left; or what the last restart ended in.
+        """
+        while True:
+            if not self.engine.group.has_raised(error) or not self._num_restarts_left:
+                raise error
+            self._num_restarts_left -= 1
+            cause = str(error).rstrip(".")
+            logger.warning("%s; starting the engine again, restarts left: %d", cause, self._num_restarts_left)
+            try:
+                self.engine.shutdown()  # first: no engine may read the buffers that the policy frees
+                self.policy.abandon_refit()
+                self.policy.offload_after_refit()
+                self.engine.restart()
+                self._rest_engine()
+                self._introduce()
+                return self.owners()
+            except (WorkerDiedError, DeviceMemoryError) as failed:
+                error = failed
+
+    def _rest_engine(self) -> None:
+        self.engine.wait_until_ready()
+        if self._colocated:
+            self.engine.finish_generation(discard_weights=True)
+
+    def _introduce(self) -> None:
+        """Engines that have just started get to know the policy's processes and, on GPUs of their own, meet rank 0."""
+        if self._cluster.settings.device_type == "cuda" and not self._colocated:
+            host, port = self._cluster.rendezvous()
+            address = RefitGroupAddress(host, port, 1 + self.engine.num_devices)
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                joined = pool.submit(self.policy.join_refit_group, address)
+                self.engine.join_refit_group(address)
+                joined.result()
+        names = {pid: f"policy worker {rank}" for rank, pid in enumerate(self.policy.pids())}
+        names |= {pid: f"engine {rank}" for rank, pid in enumerate(self.engine.group.pids())}
+        self.engine.name_processes(names)
+
+
+@contextmanager
+def grpo_workers(
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+) -> Iterator[GrpoWorkers]:
+    """The processes for the `with` block.
+
+    Args:
+        config: Of the run.
+        keep_reference: Each policy worker keeps the initial parameters.
+        teacher: A model that each policy worker has beside the policy.
+    """
+    # Ray takes seconds to import: bad input has been refused before.
+    from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+    from nemo_offload_rl.distributed.policy_group import start_policy
+    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+
+    colocated = config.policy.generation.colocated.enabled
+    timer = PhaseTimer()
+    with ExitStack() as stack:
+        with timer.phase("Ray"):
+            session = cluster_session(config.cluster, num_colocated_groups=2 if colocated else 1)
+            cluster = stack.enter_context(session)
+        engine_cluster = cluster if colocated else cluster.beside(_engine_devices(config))
+        engine = RayGenerationEngine(engine_cluster, config.engine)
+
+        def wait_for_engine() -> None:
+            with timer.phase("engine"):
+                engine.wait_until_ready()
+                engine.finish_generation(discard_weights=True)
+
+        shares_gpus = colocated and config.cluster.device_type == "cuda"
+        wait = wait_for_engine if shares_gpus else None
+        policy = start_policy(cluster, config.worker, keep_reference, teacher, wait)
+        yield GrpoWorkers(policy, engine, config.policy.generation, cluster, timer)
+
+
+def _engine_devices(config: RolloutConfig) -> ClusterConfig:
+    """Those beside the policy's."""
+    resources = config.policy.generation.colocated.resources
+    per_node, num_nodes = resources.gpus_per_node, resources.num_nodes
+    assert per_node is not None and num_nodes is not None, "a rule asks for both"
+    sizes = {"gpus_per_node": per_node} if config.cluster.device_type == "cuda" else {"cpu_workers_per_node": per_node}
+    return replace(config.cluster, num_nodes=num_nodes, **sizes)

@@ -1,0 +1,165 @@
+"""Plain classes for worker groups, importable in Ray's worker processes; what takes long to import is left out.
+
+As a script: a driver, `run_until_stopped`, with a second argument under `run_main`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.errors import DataError, WorkerDiedError
+from nemo_offload_rl.keys.run import ClusterConfig
+from nemo_offload_rl.utils.cli import run_main
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def cpu_cluster(num_workers: int = 1) -> ClusterConfig:
+    """This machine, without GPUs."""
+    return ClusterConfig(
+        gpus_per_node=0,
+        cpu_workers_per_node=num_workers,
+        num_nodes=1,
+        master_port_range_low=21000,
+        master_port_range_high=21999,
+        call_warning_s=30.0,
+        call_timeout_s=None,
+    )
+
+
+class TwoArgumentError(Exception):
+    """An exception that does not survive pickling by its message alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+def remember(greeting: str, **others: object) -> None:
+    os.environ["LOADED_FOR"] = greeting
+
+
+def hang(**others: object) -> None:
+    time.sleep(600)
+
+
+class EchoWorker:
+    """Does what tests need a worker to do."""
+
+    def __init__(self, greeting: str, fail: bool = False) -> None:
+        if fail:
+            raise DataError(f"{greeting}: cannot start")
+        self._greeting = greeting
+
+    def environment(self, names: list[str]) -> dict[str, str]:
+        return {name: os.environ[name] for name in names}
+
+    def is_collected(self) -> bool:
+        """Whether Python's garbage collections go through this object."""
+        return any(some is self for some in gc.get_objects())
+
+    def greet(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self._greeting, os.environ["RANK"], args, kwargs
+
+    def total(self, tensor: Tensor) -> float:
+        return float(tensor.sum())
+
+    def all_reduce(self) -> float:
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        value = torch.tensor([float(os.environ["RANK"]) + 1.0])
+        torch.distributed.all_reduce(value)
+        torch.distributed.destroy_process_group()
+        return value.item()
+
+    def raise_on(self, rank: int, kind: str) -> None:
+        if os.environ["RANK"] != str(rank):
+            time.sleep(600)
+        if kind == "user":
+            raise DataError("row 7 has no answer")
+        if kind == "memory":
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB.")
+        if kind == "died":
+            raise WorkerDiedError("a process of this worker has ended")
+        raise TwoArgumentError(3, "bug")
+
+    def die_on(self, rank: int) -> None:
+        if os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        raise ConnectionError("connection closed by peer")
+
+    def leave_on(self, rank: int) -> None:
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        if os.environ["RANK"] == str(rank):
+            torch.distributed.destroy_process_group()
+            time.sleep(0.5)
+            raise ArithmeticError("a bug")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    def miss_a_collective(self, rank: int) -> None:
+        """One rank is stuck in native code with the interpreter's lock, the others wait for it."""
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        while os.environ["RANK"] == str(rank):
+            ctypes.PyDLL(None).pause()
+        torch.distributed.all_reduce(torch.ones(1))
+
+    def warn(self, *ranks: str) -> None:
+        if os.environ["RANK"] in ranks:
+            logging.getLogger("nemo_offload_rl.anything").warning("%d bytes are slow", 7)
+
+    def warn_and_raise(self) -> None:
+        self.warn(os.environ["RANK"])
+        raise ArithmeticError("a bug")
+
+    def crash(self, depth: int = 50) -> None:
+        """From so deep that what the stack is of is far above its end."""
+        if depth:
+            self.crash(depth - 1)
+        ctypes.string_at(0)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def run_until_stopped(ready_file: str) -> None:
+    """A driver with two busy workers; writes the ids of all processes it caused, then waits to be stopped."""
+    import psutil
+
+    from nemo_offload_rl.distributed.virtual_cluster import cluster_session
+    from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
+
+    with cluster_session(cpu_cluster(2)) as cluster:
+        group = RayWorkerGroup(
+            cluster, WorkerSpec(name="echo", factory="echo_workers:EchoWorker", kwargs={"greeting": "hi"})
+        )
+        handle = group.start_all("sleep", 600.0)
+        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        assert set(group.pids()) <= set(pids)
+        partial = Path(ready_file + ".partial")
+        partial.write_text(json.dumps(pids))
+        partial.rename(ready_file)
+        group.join(handle)
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        run_main(lambda: run_until_stopped(sys.argv[1]))
+    run_until_stopped(sys.argv[1])

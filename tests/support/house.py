@@ -1,0 +1,148 @@
+"""Measures the structure of the package: `python tests/support/house.py`, or `make house`.
+
+Prints imports against the order of folders, circles of modules, sizes, and small modules with a single importer, and
+ends with status 1 where a figure is worse than its limit in `LIMITS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nemo_offload_rl"
+
+# A folder or top-level module may import those that stand before it.
+ORDER = (
+    *("errors", "models", "targets", "keys", "utils", "data", "environments", "residency", "optim", "protocols"),
+    *("weight_sync", "generation", "backends", "memory", "experience", "report", "policy", "distributed"),
+    *("algorithms", "config", "migrate", "runs", "fit"),
+)
+SMALL_LINES = 60
+
+# The most that each figure may be.
+LIMITS = {
+    "imports upward": 0,
+    "circles of modules": 0,
+    "modules": 362,
+    "lines": 53450,
+    "modules under 60 lines with one importer": 25,
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement of a module of the package, at the top of a file or inside a function."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def modules() -> dict[str, Path]:
+    """Path of every module of the package, by dotted name without the package's own."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__").removesuffix("__init__")] = path
+    return found
+
+
+def imports(paths: Mapping[str, Path]) -> Iterator[Import]:
+    """Every import of one module by another, those for type checkers included."""
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets: set[str] = set()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = node.module.removeprefix("nemo_offload_rl").removeprefix(".")
+                if node.module.partition(".")[0] == "nemo_offload_rl":
+                    whole = {alias.name: f"{inner}.{alias.name}".removeprefix(".") for alias in node.names}
+                    targets = {full if full in paths else inner for full in whole.values()}
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("nemo_offload_rl.")]
+                targets = {alias.removeprefix("nemo_offload_rl.") for alias in names}
+            yield from (Import(name, target, node.lineno) for target in targets - {name, ""})
+
+
+def upward(found: list[Import]) -> list[Import]:
+    """Imports of a folder that does not stand before the importer's in `ORDER`; unknown folders count."""
+    rank = {name: number for number, name in enumerate(ORDER)}
+
+    def is_upward(one: Import) -> bool:
+        importer, imported = one.importer.partition(".")[0], one.imported.partition(".")[0]
+        if importer in ("", imported):  # the package's own file of public names imports all
+            return False
+        return importer not in rank or imported not in rank or rank[imported] > rank[importer]
+
+    return [one for one in found if is_upward(one)]
+
+
+def circles(found: list[Import]) -> list[set[str]]:
+    """Sets of modules that import each other, directly or through others (strongly connected components)."""
+    imported: dict[str, set[str]] = {}
+    for one in found:
+        imported.setdefault(one.importer, set()).add(one.imported)
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            for name in imported.get(waiting.pop(), set()) - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in imported}
+    groups = {frozenset({name} | {other for other in reach[name] if name in reach.get(other, ())}) for name in reach}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def small_with_one_importer(paths: Mapping[str, Path], found: list[Import]) -> list[str]:
+    """Modules under `SMALL_LINES` lines that one other module imports; files of packages and commands are left out."""
+    importers: dict[str, set[str]] = {}
+    for one in found:
+        importers.setdefault(one.imported, set()).add(one.importer)
+    return sorted(
+        name
+        for name, path in paths.items()
+        if not path.name.startswith("__") and len(importers.get(name, ())) == 1 and _num_lines(path) < SMALL_LINES
+    )
+
+
+def _num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def measure() -> tuple[dict[str, int], list[str]]:
+    """The figures that `LIMITS` names, and a line for each thing that should not be there."""
+    paths = modules()
+    found = list(imports(paths))
+    wrong, rings, small = upward(found), circles(found), small_with_one_importer(paths, found)
+    figures = {
+        "imports upward": len(wrong),
+        "circles of modules": len(rings),
+        "modules": len(paths),
+        "lines": sum(map(_num_lines, paths.values())),
+        "modules under 60 lines with one importer": len(small),
+    }
+    details = [f"upward: {one}" for one in wrong] + [f"circle: {', '.join(sorted(ring))}" for ring in rings]
+    return figures, details + [f"small, one importer: {name}" for name in small]
+
+
+def main() -> int:
+    """Print the figures; 1 where one is worse than its limit."""
+    figures, details = measure()
+    for line in details:
+        print(line)
+    for name, figure in figures.items():
+        print(f"{figure:7} {name} (at most {LIMITS[name]})")
+    return int(any(figure > LIMITS[name] for name, figure in figures.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

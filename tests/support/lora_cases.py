@@ -1,0 +1,62 @@
+"""Workers with adapters, of either backend."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policy_cases import ONE_RANK, full, full_params, is_megatron, make_settings, worker_of
+from torch import Tensor
+
+from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.policy.worker import PolicyWorker
+from nemo_offload_rl.protocols.backend import ProcessInfo
+
+BFLOAT16 = {"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}
+DIM, ALPHA = 4, 8
+MARKERS = {"dtensor": ".lora_", "megatron": ".adapter."}  # in the name of every adapter's parameter, and of no other
+
+
+def lora_worker(
+    folder: Path | str,
+    backend: str,
+    *,
+    process: ProcessInfo = ONE_RANK,
+    keep_reference: bool = False,
+    lora: dict[str, Any] | None = None,
+    **changes: Any,
+) -> AbstractContextManager[PolicyWorker]:
+    """A worker of `lora_settings`."""
+    return worker_of(lora_settings(folder, backend, lora, **changes), process, keep_reference=keep_reference)
+
+
+def lora_settings(
+    folder: Path | str, backend: str, lora: dict[str, Any] | None = None, **changes: Any
+) -> PolicySettings:
+    """Settings with adapters; `lora` replaces keys of `lora_cfg` or `peft`, `changes` those of the policy."""
+    settings = make_settings(folder, backend=backend, **changes)
+    wanted = {"enabled": True, "dim": DIM, "alpha": ALPHA, **(lora or {})}
+    if settings.megatron_cfg is not None:
+        section = settings.megatron_cfg
+        settings = replace(settings, megatron_cfg=replace(section, peft=replace(section.peft, **wanted)))
+    else:
+        section = settings.dtensor_cfg
+        settings = replace(settings, dtensor_cfg=replace(section, lora_cfg=replace(section.lora_cfg, **wanted)))
+    return settings
+
+
+def values_of(worker: PolicyWorker) -> dict[str, Tensor]:
+    """A copy of every parameter of a Megatron model, and of the trained ones of a DTensor model, whatever the phase."""
+    if not is_megatron(worker):
+        return full_params(worker)
+    (chunk,) = worker._backend._chunks
+    with worker.residency.checkpoint_view():
+        return {name: full(parameter) for name, parameter in chunk.module.named_parameters()}
+
+
+def adapters_of(worker: PolicyWorker) -> dict[str, Tensor]:
+    """A copy of the adapters, whatever the phase."""
+    marker = MARKERS["megatron" if is_megatron(worker) else "dtensor"]
+    return {name: value for name, value in values_of(worker).items() if marker in name}

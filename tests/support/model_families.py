@@ -1,0 +1,339 @@
+"""Tiny models of every family that is trained: the rows of the matrix (`unit/models/test_matrix.py`).
+
+Sizes are those that vLLM runs on a CPU: attention heads of 32. A new family is one line of `FAMILIES` beside its record
+in `models/families.py`; another line for each setting that makes it compute something else. Each family has a row with
+the settings of a checkpoint that people train (`published`), of which only width, depth and windows are smaller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import VOCAB_SIZE, make_tokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from nemo_offload_rl.backends.dtensor.supported import unsupported as dtensor_refuses
+from nemo_offload_rl.backends.megatron.supported import unsupported as megatron_refuses
+from nemo_offload_rl.models.families import DTENSOR, MEGATRON
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,  # wide logits, so that greedy choices have clear margins
+    "pad_token_id": 256,
+    "eos_token_id": 257,
+    "bos_token_id": None,
+    "dtype": "float32",
+    "attention_dropout": 0.1,  # trained without: the references are in eval mode
+}
+_LINES = Path(__file__).parents[1].joinpath("unit/models/published.jsonl").read_text().splitlines()
+PUBLISHED: dict[str, dict[str, Any]] = {config.pop("name"): config for config in map(json.loads, _LINES)}
+"""What config.json of published models says of their function, sizes left out, by a short name."""
+_OF_SIZES = ("model_type", "num_hidden_layers", "max_window_layers", "num_experts_per_tok", "tie_word_embeddings")
+_WINDOW_SIZE = 8  # in the place of any other: rows here are short
+
+
+def published(name: str, num_layers: int = 2) -> dict[str, Any]:
+    """Settings of a published model for a tiny one: its window and its lists by layer or by frequency are shorter."""
+    settings = {key: value for key, value in PUBLISHED[name].items() if key not in _OF_SIZES}
+    if not settings.get("attention_dropout"):
+        settings.pop("attention_dropout", None)
+    if (window := settings.get("sliding_window")) is not None and window < settings["max_position_embeddings"]:
+        settings["sliding_window"] = _WINDOW_SIZE
+    if "layer_types" in settings:
+        *first, last = settings["layer_types"]
+        settings["layer_types"] = [*first[: num_layers - 1], last]
+    rope = dict(settings.get("rope_scaling") or {})
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            settings["rope_scaling"] = rope = rope | {key: rope[key][::4]}  # heads of 32 numbers, not 128
+    return settings
+
+
+_QWEN3 = {"hidden_size": 64, "head_dim": 32}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_MOE = {**_QWEN3, **_EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_QWEN2_MOE = {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
+# As DeepSeek-V3: latent attention with heads of 48 + 16 numbers and values of 32, the best experts of the best group.
+_DEEPSEEK = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 256,
+}
+# As gpt-oss: windows in every other layer, scores that take part in the softmax alone, biases of experts and routers.
+_GPT_OSS = {
+    **_QWEN3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 256,
+        "truncate": False,
+    },
+}
+_BIASED_EXPERTS = {
+    **_MOE,
+    "num_hidden_layers": 3,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# Windows in two layers; the third has neither a window nor rotary embeddings.
+_EXAONE_MOE = {
+    **_BIASED_EXPERTS,
+    "is_moe_layer": [False, True, True],  # as vLLM reads it
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "routed_scaling_factor": 1.5,
+}
+_HY_V3 = {**_BIASED_EXPERTS, "expert_hidden_dim": 48, "router_scaling_factor": 1.5, "qk_norm": True, "route_norm": True}
+# A divisor of the logits that leaves greedy choices their margins.
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
+# As GLM-4.5: a dense layer first, half of a head rotated, experts that every token has, choice by bias.
+_GLM4_MOE = {
+    **_QWEN3,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.5,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# A layer that sees the last tokens only, and one that sees all.
+_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "initializer_range": 0.15, **_WINDOW}
+_QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", published("arcee")),
+    "cohere-tied": ("cohere", published("command-r")),
+    "cohere-norms-tied": ("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
+    "cohere2-tied": ("cohere2", published("commandr7b")),
+    "cwm": ("cwm", {"head_dim": 32, "bos_token_id": 257, **published("cwm")}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3-four": (
+        "deepseek_v3",
+        {**_DEEPSEEK, **published("dsv3"), "q_lora_rank": 40, "num_experts_per_tok": 4, "initializer_range": 0.15},
+    ),
+    "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
+    "deepseek_v3-moonlight": ("deepseek_v3", {**_DEEPSEEK, **published("moonlight"), "n_group": 1, "topk_group": 1}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32, **published("ernie")}),
+    "exaone4": ("exaone4", published("exaone4-32b")),
+    "exaone_moe": ("exaone_moe", {**published("k-exaone"), **_EXAONE_MOE}),
+    "gemma-tied": ("gemma", {"head_dim": 32, **published("gemma")}),
+    # Caps of 5, not 50 and 30: the scores of a tiny model are small.
+    "gemma2-tied": (
+        "gemma2",
+        {**published("gemma2"), **_GEMMA, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0},
+    ),
+    "gemma3-tied": ("gemma3_text", {**published("gemma3-4b-text"), **_GEMMA}),
+    "glm": ("glm", {"head_dim": 32, **published("glm-9b")}),
+    "glm4": ("glm4", {"head_dim": 32, **published("glm4")}),
+    "glm4_moe": ("glm4_moe", {**published("glm45"), **_GLM4_MOE}),
+    "gpt_oss": ("gpt_oss", {**_GPT_OSS, **published("gptoss", 4)}),
+    "granite": ("granite", {**published("granite-3.3-8b"), "attention_multiplier": 0.2}),
+    "granite-tied": ("granite", {**published("granite-3.0-8b"), **_GRANITE}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, **published("hunyuan")}),
+    "hy_v3": ("hy_v3", {**published("hy3"), **_HY_V3}),
+    "hyperclovax": ("hyperclovax", published("hyperclovax-14b")),
+    "jais2": ("jais2", published("jais2-8b")),
+    "llama": ("llama", published("llama31")),
+    "llama-tied": ("llama", published("llama32-3b")),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-odd": ("llama", {"vocab_size": 389, "head_dim": 64}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 32, **published("mistral-7b-v0.3")}),
+    "mistral-window": ("mistral", {"head_dim": 32, **published("mistral01")}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **published("mixtral")}),
+    "mixtral-window-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "nemotron": ("nemotron", published("nemotron")),
+    "olmo2": ("olmo2", published("olmo2")),
+    "olmo3": ("olmo3", published("olmo3")),
+    "olmoe": ("olmoe", {**_EXPERTS, **published("olmoe")}),
+    "phi3": ("phi3", published("phi4")),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("phi3", published("phi4-mini")),
+    "phi3-window": ("phi3", published("phi3-4k")),
+    "qwen2": ("qwen2", published("qwen2.5")),  # queries, keys and values have biases
+    "qwen2-window": ("qwen2", _QWEN_WINDOW),
+    "qwen2-tied": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", {**_QWEN2_MOE, **published("qwen1.5-moe")}),
+    "qwen2_moe-dense-tied": ("qwen2_moe", {**_QWEN2_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3": ("qwen3", {**_QWEN3, **published("qwen3-8b-yarn")}),
+    "qwen3-window": ("qwen3", {**_QWEN3, **_QWEN_WINDOW}),
+    "qwen3-tied": ("qwen3", {**_QWEN3, **published("r1-0528-qwen3-8b")}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, **published("qwen3-30b")}),
+    "qwen3_moe-dense": ("qwen3_moe", {**_MOE, "mlp_only_layers": [0]}),
+    "qwen3_moe-tied": ("qwen3_moe", _MOE),
+    "seed_oss": ("seed_oss", {"head_dim": 32, **published("seedoss")}),
+    "stablelm": ("stablelm", published("stablelm2")),
+    "starcoder2": ("starcoder2", {**published("starcoder2-3b"), "sliding_window": None}),
+    "starcoder2-window": ("starcoder2", published("starcoder2-3b")),
+    # Of its two layers one has no rotary embeddings; its own padding token is beyond this vocabulary.
+    "smollm3-tied": ("smollm3", {**published("smollm3"), "no_rope_layer_interval": 2}),
+}
+"""Model type and sizes by name; one that ends in `-tied` has one matrix for embedding and output."""
+
+
+def trained_by(family: str) -> list[str]:
+    """Backends that train the model of a name."""
+    config = family_config(family).to_dict()
+    checks = {DTENSOR: dtensor_refuses, MEGATRON: megatron_refuses}
+    return [backend for backend, refuses in checks.items() if refuses(config) is None]
+
+
+def family_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a name; `changes` replace sizes."""
+    model_type, sizes = FAMILIES[family]
+    is_tied = family.endswith("-tied")
+    if "rope_parameters" in changes:
+        sizes = {key: value for key, value in sizes.items() if key != "rope_scaling"}  # which would count instead
+    return AutoConfig.for_model(model_type, **{**_SIZES, **sizes, "tie_word_embeddings": is_tied, **changes})
+
+
+def make_family(family: str, seed: int) -> Any:
+    """A float32 model in eval mode, drawn from `seed`."""
+    return drawn_model(family_config(family), seed)
+
+
+def drawn_model(config: PreTrainedConfig, seed: int) -> Any:
+    """A float32 model in eval mode, drawn from `seed`; vectors too, which would all start as zero or one."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("sinks"):
+                parameter.mul_(0.05)  # vLLM rounds them to bfloat16 on a CPU, which shows in larger ones
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
+    return as_published(model.float().eval())
+
+
+def as_published(model: Any) -> Any:
+    """Hugging Face's model, changed in place where transformers computes another function than the published one.
+
+    It leaves out `attn_factor` of YaRN, and scales rotary embeddings of OLMo 3's layers with a window too.
+    """
+    rope, rotary = model.config.rope_parameters, model.base_model.rotary_emb
+    if rope.get("attn_factor") is not None:
+        rotary.attention_scaling = rope["attn_factor"] * (0.1 * math.log(rope["factor"]) + 1)
+    if model.config.model_type == "olmo3":
+        plain = model.config.__class__(
+            **{**model.config.to_dict(), "rope_parameters": {"rope_theta": rope["rope_theta"]}}
+        )
+        rotate = type(rotary)(plain)
+        for layer in model.base_model.layers:
+            if layer.self_attn.sliding_window is not None:
+                layer.self_attn.forward = partial(_attend_rotated_by, rotate, layer.self_attn.forward)
+    return model
+
+
+def _attend_rotated_by(rotate: Any, attend: Any, hidden_states: Tensor, **given: Any) -> Any:
+    positions = torch.arange(hidden_states.shape[1]).unsqueeze(0)
+    return attend(hidden_states, **{**given, "position_embeddings": rotate(hidden_states, positions)})
+
+
+def save_family_folder(path: Path, family: str, seed: int = 0) -> Any:
+    """Write weights, config and tokenizer to `path`, as Hugging Face and vLLM read them."""
+    model = make_family(family, seed)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return model
+
+
+# What checkpoints of a family call parts of its modules.
+_HUB_NAMES = {
+    "exaone_moe": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
+    "hy_v3": {
+        ".mlp.gate.": ".mlp.router.gate.",
+        ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+        ".mlp.shared_experts.": ".mlp.shared_mlp.",
+    },
+    "mixtral": {".mlp.": ".block_sparse_moe."},
+}
+
+
+def checkpoint_name(model: Any, name: str) -> str:
+    """What checkpoints of its family call a tensor of a model."""
+    for own, there in _HUB_NAMES.get(model.config.model_type, {}).items():
+        name = name.replace(own, there)
+    return name
+
+
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model as its family's checkpoints have them: each expert on its own, but for gpt-oss."""
+    is_stacked = model.config.model_type == "gpt_oss"
+    is_mixtral = model.config.model_type == "mixtral"
+    *halves, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    tensors = {checkpoint_name(model, name): bias for name, bias in biases.items()}
+    for own_name, parameter in model.named_parameters():
+        name = checkpoint_name(model, own_name)
+        place, _, projection = name.rpartition(".experts.")
+        if not place or is_stacked:
+            tensors[name] = parameter.detach()
+            continue
+        for expert, weight in enumerate(parameter.detach()):
+            parts = zip(halves, weight.chunk(2), strict=True) if projection == "gate_up_proj" else [(down, weight)]
+            tensors |= {f"{place}.experts.{expert}.{part}.weight": tensor for part, tensor in parts}
+    return tensors

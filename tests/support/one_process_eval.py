@@ -1,0 +1,42 @@
+"""An evaluation whose engine lives in its own process, without Ray; run by tests as a process of its own.
+
+`python tests/support/one_process_eval.py ARGUMENTS`: those of examples/run_eval.py, whose engine is the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from one_process_grpo import LocalEngine
+
+from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.keys.run_configs import EvalConfig
+from nemo_offload_rl.runs import evaluation
+from nemo_offload_rl.utils.cli import run_main
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from run_eval import main
+
+
+@contextmanager
+def local_engine(config: EvalConfig) -> Iterator[LocalEngine]:
+    """In place of `evaluation_engine`."""
+    os.environ.update(vllm_env("cpu"))
+    torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
+    torch.set_num_threads(1)
+    engine = LocalEngine(config.engine)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    evaluation.evaluation_engine = local_engine
+    run_main(main)

@@ -1,0 +1,74 @@
+"""A GRPO run whose policy and engine live in its own process, without Ray; run by tests as a process of its own.
+
+`one_process_grpo.py ARGUMENTS`: those of examples/run_grpo.py. Policy, engine, refit and everything above
+them are the real ones; only the processes are missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import torch._dynamo
+from engine_process import engine_here
+
+from nemo_offload_rl.distributed.generation_engine import RayGenerationEngine
+from nemo_offload_rl.distributed.local import LocalWorkerGroup, start_local_policy
+from nemo_offload_rl.generation.vllm.env import vllm_env
+from nemo_offload_rl.keys.engine import VllmSettings
+from nemo_offload_rl.keys.run_configs import RolloutConfig
+from nemo_offload_rl.keys.worker import TeacherSettings
+from nemo_offload_rl.runs import rollouts as grpo_setup
+from nemo_offload_rl.runs.workers import GrpoWorkers
+from nemo_offload_rl.utils.timer import PhaseTimer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from run_grpo import main
+
+from nemo_offload_rl.utils.cli import run_main
+
+
+class LocalEngine(RayGenerationEngine):
+    """One real engine, without a group of processes."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._group = LocalWorkerGroup(engine_here(settings))
+        self._tp_size, self._turn = 1, itertools.cycle([0])
+
+    def wait_until_ready(self) -> None:
+        """It is."""
+
+
+@contextmanager
+def local_workers(
+    config: RolloutConfig, keep_reference: bool, teacher: TeacherSettings | None = None
+) -> Iterator[GrpoWorkers]:
+    """In place of `grpo_workers`."""
+    os.environ.update(vllm_env("cpu"))
+    torch._dynamo.config.disable = True  # what TORCHDYNAMO_DISABLE does where torch is not imported yet
+    torch.set_num_threads(1)
+    engine = LocalEngine(config.engine)
+    policy = start_local_policy(config.worker, keep_reference, teacher=teacher)
+    try:
+        yield GrpoWorkers(
+            policy, engine, config.policy.generation, SimpleNamespace(settings=config.cluster), PhaseTimer()
+        )
+    finally:
+        policy.shutdown()
+        engine.shutdown()
+
+
+def run_in_this_process(main: Callable[[], None] = main) -> NoReturn:
+    """What a launch script does, without other processes."""
+    grpo_setup.grpo_workers = local_workers
+    run_main(main)
+
+
+if __name__ == "__main__":
+    run_in_this_process()

@@ -1,0 +1,38 @@
+"""Compiled layers: how often they are compiled as sizes change. The compiler's front end is real, its kernels not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nemo_offload_rl.backends.dtensor.model import compile_layers
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, *, longest: int) -> torch.Tensor:
+        return torch.tanh(self.inner(hidden)) / longest
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_layers_of_varying_sizes_are_compiled_once_and_compute_the_same(monkeypatch, num_rows):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Layer(), Layer(), Layer()])
+    inputs = [(torch.randn(num_rows, size, 8), size + 3) for size in (5, 6, 11, 4)]
+    plain = [[layer(hidden, longest=longest) for layer in layers] for hidden, longest in inputs]
+    compile_layers(layers)
+    for (hidden, longest), expected in zip(inputs, plain, strict=True):
+        for layer, output in zip(layers, expected, strict=True):
+            assert torch.equal(layer(hidden, longest=longest), output)
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
