@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from nemo_offload_rl.residency.device import cuda
 from nemo_offload_rl.residency.device.cuda import CudaDevice
-from nemo_offload_rl.residency.device.device import Room, cuda
+from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.host import regions as host_regions
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)

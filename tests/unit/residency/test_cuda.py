@@ -25,7 +25,8 @@ from nemo_offload_rl.residency import (
     optimizer_tensors,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device.device import Room, cuda_transfer
+from nemo_offload_rl.residency.device import cuda_transfer
+from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.host import regions as host_regions
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES

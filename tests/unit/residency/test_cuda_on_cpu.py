@@ -14,8 +14,9 @@ from toy_parts import NUM_PARTS, PartsTraining, give_room
 from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, HostAllowance, HostBudgetError, Phase, TransitionReport
+from nemo_offload_rl.residency.device import cuda, pieces
 from nemo_offload_rl.residency.device.cuda import CudaDevice
-from nemo_offload_rl.residency.device.device import Room, cuda, pieces
+from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.host import regions as host_regions
 from nemo_offload_rl.residency.table import ledger

@@ -23,7 +23,8 @@ from nemo_offload_rl.residency import (
     disk_problem,
     staging_bytes,
 )
-from nemo_offload_rl.residency.device.device import Room, pieces
+from nemo_offload_rl.residency.device import pieces
+from nemo_offload_rl.residency.device.device import Room
 from nemo_offload_rl.residency.state import disk_copy
 from nemo_offload_rl.residency.state.disk_copy import DiskCopy
 

@@ -21,7 +21,7 @@ from nemo_offload_rl.residency import (
     TransitionReport,
     resolve_plan,
 )
-from nemo_offload_rl.residency.device.device import cuda, pieces
+from nemo_offload_rl.residency.device import cuda, pieces
 from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.table import ledger
 from nemo_offload_rl.residency.table.ledger import Ledger

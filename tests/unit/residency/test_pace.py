@@ -9,7 +9,7 @@ from toy_parts import NUM_PARTS, PART_BYTES, PartsTraining, give_room
 from toy_training import assert_bitwise_equal
 
 from nemo_offload_rl.residency import HostAllowance, PassKind, Phase
-from nemo_offload_rl.residency.device.device import cuda_transfer, pieces
+from nemo_offload_rl.residency.device import cuda_transfer, pieces
 from nemo_offload_rl.residency.device.pieces import Copy
 
 RUNNING_PARTS = 2
