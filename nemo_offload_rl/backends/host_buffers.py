@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
+from nemo_offload_rl.residency.host.regions import HostRegion
 from nemo_offload_rl.residency.table.errors import ResidencyError
 
 logger = logging.getLogger(__name__)
@@ -45,22 +45,6 @@ def tokens_of_a_micro_batch(settings: PolicySettings) -> int:
 def round_up(num_bytes: int) -> int:
     """Bytes of the buffer that is made for this many."""
     return max(1, -(-num_bytes // ROUND_BYTES)) * ROUND_BYTES
-
-
-def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
-    """What makes host memory for copies from `device`: pinned near a GPU, else ordinary memory."""
-    if device.type != "cuda":
-        return PageableRegion
-    numa_node = numa_node_of_gpu(device.index or 0)
-
-    def new_region(num_bytes: int) -> HostRegion:
-        try:
-            return PinnedRegion(num_bytes, numa_node)
-        except ResidencyError as error:
-            logger.warning("%s Activations go to pageable memory, which does not overlap with compute.", error)
-            return PageableRegion(num_bytes)
-
-    return new_region
 
 
 class HostBufferPool:

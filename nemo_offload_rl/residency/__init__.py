@@ -6,7 +6,7 @@ Imports torch and nothing else of this project. See docs/design/residency.md.
 from nemo_offload_rl.residency.communicators import SUSPENDING_NCCL, Communicators, Nccl, loaded_nccl
 from nemo_offload_rl.residency.device.device import CpuDevice, Device
 from nemo_offload_rl.residency.device.make import make_device
-from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena, HostArenas, aligned
+from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena, HostArenas, HostBlock, aligned
 from nemo_offload_rl.residency.host.limits import (
     HostLimit,
     HostShare,
@@ -18,6 +18,7 @@ from nemo_offload_rl.residency.host.limits import (
     reserve_host_memory,
     resident_bytes,
 )
+from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
 from nemo_offload_rl.residency.state.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.state.disk_copy import disk_problem, staging_bytes
@@ -92,6 +93,7 @@ __all__ = [
     "HostAllowance",
     "HostArena",
     "HostArenas",
+    "HostBlock",
     "HostBudgetError",
     "HostLimit",
     "HostShare",
@@ -121,6 +123,7 @@ __all__ = [
     "local_tensor",
     "make_device",
     "memory_total_bytes",
+    "new_region_on",
     "num_streamed",
     "oom_kills",
     "optimizer_tensors",

@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_iter
 
 from nemo_offload_rl.backends.host_buffers import (
     HostBufferPool,
-    new_region_on,
     round_up,
     tokens_of_a_micro_batch,
 )
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.residency import new_region_on
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from torch import nn
 
 from nemo_offload_rl.backends.host_buffers import (
     HostBufferPool,
-    new_region_on,
     round_up,
     tokens_of_a_micro_batch,
 )
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
+from nemo_offload_rl.residency import new_region_on
 
 logger = logging.getLogger(__name__)
 

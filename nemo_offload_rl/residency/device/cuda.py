@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
@@ -27,14 +26,11 @@ from nemo_offload_rl.residency.device.pieces import (
     single,
 )
 from nemo_offload_rl.residency.host.arena import HostAllowance, HostArena
-from nemo_offload_rl.residency.host.limits import lockable_bytes
-from nemo_offload_rl.residency.host.regions import HostRegion, PageableRegion, PinnedRegion, numa_node_of_gpu
-from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
+from nemo_offload_rl.residency.host.regions import PageableRegion, new_region_on
+from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError
 from nemo_offload_rl.residency.table.groups import StorageRecord, unique_storages
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.leftovers import Leftover, find_kept_blocks, find_leftovers
-
-logger = logging.getLogger(__name__)
 
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of the first; up to the second they come
 # from pages of their own.
@@ -68,11 +64,8 @@ class CudaDevice:
         self._leaving = CopiesOut()
         # Events among the work, in order, and what the idle seconds from each to the next are charged to.
         self._marks: deque[tuple[torch.cuda.Event, TransitionReport | None]] = deque()
-        # Of `time_backlog`: an event behind the work, an earlier one, how long after that the host asked, and for whom.
-        self._backlogs: deque[tuple[torch.cuda.Event, torch.cuda.Event, float, TransitionReport]] = deque()
-        self.compare_clocks()
+        self._new_pinned_region = new_region_on(self.device)
         self._hands_over = False  # since the last transition, memory has been handed from what leaves to what comes
-        self._numa_node = numa_node_of_gpu(self.device.index)
 
     def _load_kernels(self) -> None:
         """CUDA loads a kernel at its first launch and waits for the whole GPU then, for copies under way too.
@@ -222,28 +215,11 @@ class CudaDevice:
             self._mark(outer)
 
     def _mark(self, report: TransitionReport | None) -> None:
-        self._marks.append((self._timed_event(), report))
-
-    def time_backlog(self, report: TransitionReport) -> None:
-        then, (known, known_s) = self._timed_event(), self._known
-        self._backlogs.append((then, known, time.perf_counter() - known_s, report))
-
-    def compare_clocks(self) -> None:
-        # Not an event on a stream without work: NCCL's and others' streams are in the same hardware queues, whatever
-        # the priority. Seen on two H200s: it came no earlier than the end of the work.
-        event = self._timed_event()
-        event.synchronize()
-        self._known = event, time.perf_counter()
-
-    def _timed_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
-        return event
+        self._marks.append((event, report))
 
     def account(self) -> None:
-        while self._backlogs and self._backlogs[0][0].query():
-            then, known, asked_s, report = self._backlogs.popleft()
-            report.behind_s = max(0.0, known.elapsed_time(then) / 1e3 - asked_s)
         while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
             begin, report = self._marks.popleft()
             if report is not None:
@@ -252,19 +228,6 @@ class CudaDevice:
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
         return HostArena(allowance, self._new_pinned_region if pinned else PageableRegion)
-
-    def _new_pinned_region(self, num_bytes: int) -> HostRegion:
-        try:
-            return PinnedRegion(num_bytes, self._numa_node)
-        except ResidencyError as error:
-            lockable = lockable_bytes()
-            limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
-            logger.warning(
-                "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower.",
-                error,
-                limit,
-            )
-            return PageableRegion(num_bytes)
 
     def _copy(self, copies: Iterable[Copy], stream: torch.cuda.Stream, to_host: bool) -> Transfer:
         pending = iter(copies)

@@ -139,6 +139,13 @@ class HostArena:
         self._blocks[id(block)] = block
         return block
 
+    def try_alloc(self, num_bytes: int, owner: str) -> HostBlock | None:
+        """`alloc`, or None where that would go over the budget: for what may stay on the device instead."""
+        try:
+            return self.alloc(num_bytes, owner)
+        except HostBudgetError:
+            return None
+
     def free(self, block: HostBlock) -> None:
         """Return a block to the arena.
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.residency.host.limits import lockable_bytes
 from nemo_offload_rl.residency.table.errors import ResidencyError
 
 logger = logging.getLogger(__name__)
@@ -155,3 +157,29 @@ class PinnedRegion:
         with ThreadPoolExecutor(num_threads) as pool:
             # memset lets go of the interpreter lock. MADV_POPULATE_WRITE does the same at half the speed (measured).
             list(pool.map(lambda start: ctypes.memset(start, 0, min(share, end - start)), starts))
+
+
+def new_region_on(device: torch.device) -> Callable[[int], HostRegion]:
+    """Return what makes host memory for copies from and to a device: page-locked near a GPU, else pageable.
+
+    Where CUDA refuses to register memory, it warns and makes pageable memory.
+    """
+    if device.type != "cuda":
+        return PageableRegion
+    numa_node = numa_node_of_gpu(device.index or 0)
+
+    def new_region(num_bytes: int) -> HostRegion:
+        try:
+            return PinnedRegion(num_bytes, numa_node)
+        except ResidencyError as error:
+            lockable = lockable_bytes()
+            limit = "not limited" if lockable is None else f"{lockable / 2**30:.2f} GiB"
+            logger.warning(
+                "%s RLIMIT_MEMLOCK is %s. Going on with pageable memory, whose copies are several times slower and do "
+                "not overlap with computing.",
+                error,
+                limit,
+            )
+            return PageableRegion(num_bytes)
+
+    return new_region

@@ -53,8 +53,10 @@ def test_growing_over_the_budget_is_refused_and_leaves_the_arena_usable():
     with pytest.raises(HostBudgetError, match="over the budget"):
         arena.alloc(2 * ALIGNMENT_BYTES, "b")
     arena.alloc(ALIGNMENT_BYTES, "b")
+    assert arena.try_alloc(1, "activations") is None
     arena.free(first)
     assert arena.used_bytes == ALIGNMENT_BYTES
+    assert arena.try_alloc(1, "activations") is not None
 
 
 class TightDevice(CpuDevice):
