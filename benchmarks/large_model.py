@@ -42,10 +42,9 @@ def step_line(step: Mapping[str, float]) -> str:
     """Seconds of a step by phase, what of them was waited for residency, and the utilisation in training."""
     seconds = [f"{name} {step[f'timing/{name}_s']:.2f}" for name in SECONDS if f"timing/{name}_s" in step]
     exposed = f"residency exposed {step['residency/exposed_s']:.2f}, hidden {step['residency/hidden_s']:.2f}"
-    update = f"; refit waits {step.get('residency/refit/update_s', 0.0):.2f} for the update"
     moved = f"out {step['residency/bytes_out'] / GIB:.1f} GiB, in {step['residency/bytes_in'] / GIB:.1f} GiB"
     utilisation = f", MFU of training {100 * step['train/training_mfu']:.1f} %" if "train/training_mfu" in step else ""
-    return f"step {step['step']:.0f}, s: {', '.join(seconds)}{update}; {exposed}; {moved}{utilisation}"
+    return f"step {step['step']:.0f}, s: {', '.join(seconds)}; {exposed}; {moved}{utilisation}"
 
 
 def gpu_table(step: Mapping[str, float]) -> str:

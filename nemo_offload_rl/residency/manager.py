@@ -128,8 +128,6 @@ class ResidencyManager:
         if is_new:
             has_worked = self.phase is not Phase.OPTIM_STEP or self._streams.has_updated
             report.peak_bytes = self.work.end(is_whole=has_worked)
-            if phase is Phase.REFIT:
-                self._device.time_backlog(report)
             self._snapshots.release_staged()
             self._prefetcher.begin(phase)
             keeps_pace = rest_bytes or phase is Phase.REFIT or self.phase is Phase.OPTIM_STEP
@@ -289,7 +287,6 @@ class ResidencyManager:
             report = TransitionReport(self.phase, self.phase)
             report.leftovers = self._groups.leftovers(None, self._leftover_check, self._releases_cache)
             self._ledger.add(report)
-        self._device.compare_clocks()
 
     def wait_parameters(self) -> None:
         """Have the device run nothing more before all parameters are there, for reads outside of passes."""

@@ -189,19 +189,8 @@ class Device(ProcessMemory, Protocol):
         """
         ...
 
-    def time_backlog(self, report: TransitionReport) -> None:
-        """Have the report's `behind_s` filled in: how long the present stream runs on with what it has by now.
-
-        Good to a millisecond or so if `compare_clocks` was called within a minute or two before.
-        """
-        ...
-
-    def compare_clocks(self) -> None:
-        """Compare the host's clock with the device's. Waits for the present stream, which should be idle."""
-        ...
-
     def account(self) -> None:
-        """Fill in the seconds of `held_up` and `time_backlog` that are known by now. Does not block."""
+        """Fill in the seconds of `held_up` that are known by now. Does not block."""
         ...
 
     def new_arena(self, pinned: bool, allowance: HostAllowance) -> HostArena:
@@ -314,12 +303,6 @@ class CpuDevice:
 
     def held_up(self, report: TransitionReport) -> AbstractContextManager[None]:
         return report.held_up()
-
-    def time_backlog(self, report: TransitionReport) -> None:
-        return None
-
-    def compare_clocks(self) -> None:
-        return None
 
     def account(self) -> None:
         return None

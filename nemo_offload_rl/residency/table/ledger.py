@@ -33,7 +33,6 @@ class TransitionReport:
             device had nothing to run, since it waited for copies or the host was held up (`Device.held_up`).
         give_back_s: Those of them in which memory was released to the driver, or communicators got theirs back.
         transfer_s: Seconds that its copies took on the link, waited for or not.
-        behind_s: Seconds since it began in which the device still ran what it had been given before; of REFIT only.
         device_used_before_bytes: Memory in use on the device as the driver sees it, by everyone, before.
         device_used_after_bytes: The same after the transition (after the last release of memory).
         peak_bytes: Most device memory that this process held in the phase before; 0 where that is not known.
@@ -47,7 +46,6 @@ class TransitionReport:
     exposed_s: float = 0.0
     give_back_s: float = 0.0
     transfer_s: float = 0.0
-    behind_s: float = 0.0
     device_used_before_bytes: int = 0
     device_used_after_bytes: int = 0
     peak_bytes: int = 0
@@ -71,7 +69,6 @@ class TransitionReport:
             exposed_s=self.exposed_s - before.exposed_s,
             give_back_s=self.give_back_s - before.give_back_s,
             transfer_s=self.transfer_s - before.transfer_s,
-            behind_s=self.behind_s - before.behind_s,
         )
 
     def group(self, name: str) -> GroupMove:
@@ -130,7 +127,6 @@ def totals(reports: list[TransitionReport]) -> dict[str, float]:
             continue  # most runs have no teacher
         by_phase[f"{phase.value}/exposed_s"] = sum(report.exposed_s for report in entered)
         by_phase[f"{phase.value}/hidden_s"] = sum(report.hidden_s for report in entered)
-    by_phase["refit/update_s"] = sum(report.behind_s for report in reports)
     return by_phase | {
         "bytes_out": float(sum(r.bytes_out for r in reports)),
         "bytes_in": float(sum(r.bytes_in for r in reports)),
@@ -171,7 +167,7 @@ class Ledger:
         late = [report.seconds_since(before) for report, before in self._returned]
         reports, self._reports = self._reports, []
         self._returned = [(report, replace(report)) for report in reports]
-        return [report for report in late if report.exposed_s or report.transfer_s or report.behind_s] + reports
+        return [report for report in late if report.exposed_s or report.transfer_s] + reports
 
     def recent_lines(self) -> str:
         """The last transitions, one a line."""

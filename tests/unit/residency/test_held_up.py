@@ -146,42 +146,6 @@ def test_what_is_known_only_after_a_report_was_drained_comes_with_the_next_ones_
     assert kept.drain() == []
 
 
-@pytest.mark.parametrize("drift_ms", [0, 70])
-@pytest.mark.parametrize("work_ms", [0, 6])
-def test_a_refit_knows_how_long_the_device_still_ran_the_update(gpu, monkeypatch, work_ms, drift_ms):
-    # What one clock gains on the other up to the end of a generation is not counted.
-    ahead_s = HOST_AHEAD_S + drift_ms / 1e3
-    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: ahead_s + FakeStream.clock_ms / 1e3))
-    gpu.device.compare_clocks()
-    kept, report = Ledger(), TransitionReport(Phase.TRAINING, Phase.REFIT)
-    kept.add(report)
-    gpu.give_work(work_ms)
-    gpu.device.time_backlog(report)
-    gpu.give_work(3)  # of the refit
-    gpu.device.account()
-    assert ledger.totals(kept.drain())["refit/update_s"] == report.exposed_s == 0
-    gpu.stream.synchronize()
-    gpu.device.account()
-    late = ledger.totals(kept.drain())
-    assert late["refit/update_s"] == report.behind_s == pytest.approx(work_ms / 1e3)
-    assert late["exposed_s"] == 0
-
-
-def test_no_other_phase_counts_what_the_device_still_ran(gpu):
-    named = [("weight", nn.Parameter(torch.randn(WIDTH)))]
-    groups = [TensorGroup("params", lambda: named), GradsGroup(lambda: named), TensorGroup("optimizer", list)]
-    manager = ResidencyManager(plan=resolve_plan(settings()), groups=groups, device=gpu.device)
-    behind_ms = {}
-    for phase in (Phase.TRAINING, Phase.OPTIM_STEP, Phase.TRAINING, Phase.REFIT, Phase.GENERATION, Phase.LP_INFERENCE):
-        gpu.give_work(4)
-        report = manager.enter(phase)
-        gpu.stream.synchronize()
-        gpu.device.account()
-        behind_ms[phase] = 1e3 * report.behind_s
-    manager.close()
-    assert behind_ms == {phase: pytest.approx(4 if phase is Phase.REFIT else 0) for phase in behind_ms}
-
-
 def test_pageable_copies_are_charged_their_own_seconds_and_none_of_the_work_before_them(gpu):
     gpu.give_work(5)
     host = gpu.device.new_arena(False, HostAllowance())
