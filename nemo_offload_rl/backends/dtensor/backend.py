@@ -35,7 +35,7 @@ from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.protocols.backend import ProcessInfo, RankInfo, StepResult, WeightSpec, compute_dtype
 from nemo_offload_rl.protocols.loss import LossFn
 from nemo_offload_rl.protocols.saving import StagedSave, StateReader
-from nemo_offload_rl.protocols.scoring import Reader, TeacherHead
+from nemo_offload_rl.protocols.scoring import TeacherHead
 from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import (
     BASE,
@@ -235,27 +235,42 @@ class DTensorBackend:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._built.module.train()
         totals = Totals(self._device)
-        measure = partial(read_loss, loss_fn, norm=norm)
-        for loss, metrics in self._order.train(micro_batches, self._reader(loss_fn), measure, before_micro_batch):
+        if self._order.trains_layerwise:
+            reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
+            loss_of = partial(read_loss, loss_fn, norm=norm)
+            for loss, metrics in self._order.train(micro_batches, reader_of, loss_of, before_micro_batch):
+                totals.add(loss, metrics)
+            return totals.reduce(self._dp_group)
+        for index, micro_batch in enumerate(micro_batches):
+            before_micro_batch(index)
+            with self._order.training(is_last=index == len(micro_batches) - 1):
+                batch, rows = self._built.on_device(micro_batch)
+                reader = reader_for(loss_fn, batch, self._teacher_head)
+                scores_BS = self._built.module(batch.input_ids, rows, reader)
+                loss, metrics = read_loss(loss_fn, scores_BS, batch, norm)
+                del batch, rows, reader, scores_BS  # a batch may have a teacher's hidden states
+                loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
 
-    @torch.no_grad()
     def evaluate(
         self, micro_batches: Sequence[TrainBatch], loss_fn: LossFn, norm: LossNorm
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics without gradients, dropout off."""
-        self._built.module.eval()
         totals = Totals(self._device)
-        try:
-            for scores_BS, batch in self._order.read(micro_batches, self._reader(loss_fn)):
+        with self._built.reading():
+            if self._order.reads_layerwise:
+                reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
+                for scores_BS, batch in self._order.read(micro_batches, reader_of):
+                    totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
+                return totals.reduce(self._dp_group)
+            for micro_batch in micro_batches:
+                with self._order.reading():
+                    batch, rows = self._built.on_device(micro_batch)
+                    reader = reader_for(loss_fn, batch, self._teacher_head)
+                    scores_BS = self._built.module(batch.input_ids, rows, reader)
                 totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
-        finally:
-            self._built.reshard()
         return totals.reduce(self._dp_group)
-
-    def _reader(self, loss_fn: LossFn) -> Callable[[TrainBatch], Reader]:
-        return lambda batch: reader_for(loss_fn, batch, self._teacher_head)
 
     def use_teacher_head(self, head: TeacherHead) -> None:
         """See `PolicyBackend`."""
@@ -273,8 +288,17 @@ class DTensorBackend:
 
     def logprobs(self, micro_batches: Sequence[TokenBatch], *, whole: bool = False) -> list[Tensor]:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
-        found = self._built.read_all(micro_batches, ReadScores(only_whole=whole), self._order.read)
-        return [scores_BS.logprobs for scores_BS in found]
+        reader = ReadScores(only_whole=whole)
+        with self._built.reading():
+            if self._order.reads_layerwise:
+                found = [scores_BS for scores_BS, _ in self._order.read(micro_batches, lambda _: reader)]
+            else:
+                found = []
+                for micro_batch in micro_batches:
+                    with self._order.reading():
+                        batch, rows = self._built.on_device(micro_batch)
+                        found.append(self._built.module(batch.input_ids, rows, reader))
+        return [scores_BS.logprobs.cpu() for scores_BS in found]  # at the end: each of these waits for the device
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""

@@ -1,10 +1,9 @@
-"""A Hugging Face model over the ranks of a mesh, with its weights, and its passes over micro-batches."""
+"""A Hugging Face model over the ranks of a mesh, with its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.models.families import logits_divisor, logits_softcap
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankInfo
-from nemo_offload_rl.protocols.scoring import Head, Reader
+from nemo_offload_rl.protocols.scoring import Head
 from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import TensorGroup
 
@@ -157,16 +156,6 @@ class BuiltModel:
         """Free gathered parameters."""
         parallel.reshard_all(self.fsdp_root)
 
-    def read[Batch: TokenBatch](self, micro_batch: Batch, reader_of: Callable[[Batch], Reader]) -> tuple[Any, Batch]:
-        """What a reader gives of the scored tokens, [B, S, ...], 0 elsewhere; and the micro-batch on the device.
-
-        Args:
-            micro_batch: On the host.
-            reader_of: The reader, given the micro-batch on the device.
-        """
-        batch, rows = self.on_device(micro_batch)
-        return self.module(batch.input_ids, rows, reader_of(batch)), batch
-
     def num_tokens(self, micro_batch: TokenBatch) -> int:
         """Tokens of a micro-batch that go through the model, of all ranks that share its rows."""
         return micro_batch.num_tokens(packed=self._packs)
@@ -183,32 +172,15 @@ class BuiltModel:
             rows = padded_rows(is_scored_BS, self._multiple)
         return micro_batch.to(self._device), rows.to(self._device)
 
-    def read_each[Batch: TokenBatch](
-        self,
-        micro_batches: Sequence[Batch],
-        reader_of: Callable[[Batch], Reader],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Iterator[tuple[Any, Batch]]:
-        """`read` of each micro-batch in turn, inside of an `around` each."""
-        for micro_batch in micro_batches:
-            with around():
-                found = self.read(micro_batch, reader_of)
-            yield found
-
-    @torch.no_grad()
-    def read_all(
-        self,
-        micro_batches: Sequence[TokenBatch],
-        reader: Reader,
-        read_each: Callable[..., Iterable[tuple[Any, TokenBatch]]] | None = None,
-    ) -> list[Any]:
-        """What a reader gives of each micro-batch, on the CPU, dropout off; `read_each` reads them, or this model's."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Passes without backward, dropout off; gathered parameters are freed at the end."""
         self.module.eval()
         try:
-            found = [scores for scores, _ in (read_each or self.read_each)(micro_batches, lambda _: reader)]
+            with torch.no_grad():
+                yield
         finally:
             self.reshard()
-        return [to_cpu(scores_BS) for scores_BS in found]  # at the end: each of these waits for the device
 
 
 def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
@@ -216,8 +188,3 @@ def freeze(causal_lm: nn.Module, dtype: torch.dtype) -> None:
     for parameter in causal_lm.parameters():
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(False)
-
-
-def to_cpu(scores: Any) -> Any:
-    """A NamedTuple of tensors or None, with the tensors on the CPU."""
-    return type(scores)(*(None if value is None else value.cpu() for value in scores))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +86,14 @@ class FrozenDTensor:
 
     def read(self, micro_batches: Sequence[TokenBatch], reader: Reader) -> list[Any]:
         """See `FrozenModel`; with layers that are streamed, all of them come once for each micro-batch."""
-        return self._built.read_all(micro_batches, reader, partial(self._built.read_each, around=self._pass))
+        found: list[Any] = []
+        with self._built.reading():
+            for micro_batch in micro_batches:
+                with self._pass():
+                    batch, rows = self._built.on_device(micro_batch)
+                    found.append(self._built.module(batch.input_ids, rows, reader))
+        # At the end: each of these waits for the device.
+        return [type(it)(*(None if value is None else value.cpu() for value in it)) for it in found]
 
     @contextmanager
     def _pass(self) -> Iterator[None]:

@@ -85,7 +85,8 @@ class LogprobModel(nn.Module):
             rows: What of them the model gets, and which tokens are scored.
             reader: What to make of the hidden states before the scored tokens.
         """
-        return self.read(self.hidden_states(input_ids_BS, rows), input_ids_BS, rows, reader)
+        hidden_RLH = self.causal_lm.base_model(**self.inputs(input_ids_BS, rows)).last_hidden_state
+        return self.read(hidden_RLH, input_ids_BS, rows, reader)
 
     def read(self, hidden_RLH: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
         """What `forward` gives, of the last hidden states."""
@@ -102,8 +103,8 @@ class LogprobModel(nn.Module):
 
         return type(found)(*map(at_their_places, found))
 
-    def hidden_states(self, input_ids_BS: Tensor, rows: ModelRows, embedded_RLH: Tensor | None = None) -> Tensor:
-        """[R, L, H] last hidden states.
+    def inputs(self, input_ids_BS: Tensor, rows: ModelRows, embedded_RLH: Tensor | None = None) -> dict[str, Any]:
+        """Arguments of the Hugging Face model without its output layer.
 
         Args:
             input_ids_BS: As for `forward`.
@@ -111,7 +112,7 @@ class LogprobModel(nn.Module):
             embedded_RLH: In the place of what the embedding makes of the tokens.
         """
         ids_RL = input_ids_BS
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, Any] = {"use_cache": False}
         if rows.tokens_RL is not None:
             ids_RL = input_ids_BS.take(rows.tokens_RL)
         if rows.positions_RL is not None:
@@ -119,8 +120,7 @@ class LogprobModel(nn.Module):
         if self.causal_lm.config._attn_implementation in TAKES_BOUNDS:
             inputs |= {"cu_seq_lens_q": rows.bounds, "cu_seq_lens_k": rows.bounds}
             inputs |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
-        inputs |= {"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH}
-        return self.causal_lm.base_model(use_cache=False, **inputs).last_hidden_state
+        return inputs | ({"input_ids": ids_RL} if embedded_RLH is None else {"inputs_embeds": embedded_RLH})
 
     def hf_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names; a tied one once, under its first name."""

@@ -96,7 +96,7 @@ def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_th
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
     with layerwise(folder, keep_reference=True, **changes) as worker:
-        assert worker._backend._order._trains_layerwise
+        assert worker._backend._order.trains_layerwise
         assert_same_steps(steps(worker, 2), expected)
 
 
@@ -107,7 +107,7 @@ def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_t
     with recomputed(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         expected = steps(worker, 2)
     with layerwise(tmp_path, keep_reference=True, precision="bfloat16") as worker:
-        assert worker._backend._order._trains_layerwise
+        assert worker._backend._order.trains_layerwise
         assert_same_steps(steps(worker, 2), expected)
 
 

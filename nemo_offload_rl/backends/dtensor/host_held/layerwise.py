@@ -157,7 +157,7 @@ class LayerwisePasses:
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> list[tuple[Any, Batch]]:
-        """What a reader gives of each micro-batch, as `BuiltModel.read` has it."""
+        """What a reader gives of each micro-batch, [B, S, ...], and the micro-batch on the device."""
         found: list[tuple[Any, Batch]] = []
         self._begin(micro_batches)
         with self._passing.charged(), self._ready():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class PassOrder:
 
     Attributes:
         norms: Of each gradient that is away after a training pass, a 0-dim tensor on the device.
+        reads_layerwise: Passes without backward go by `read`; else each micro-batch in a `reading`.
+        trains_layerwise: Training passes go by `train`; else each micro-batch in a `training`.
     """
 
     def __init__(self, built: BuiltModel, cfg: DTensorConfig) -> None:
@@ -40,7 +42,7 @@ class PassOrder:
         self._cfg = cfg
         self._hooks: PassHooks | None = None
         self._layerwise: LayerwisePasses | None = None
-        self._trains_layerwise = False
+        self.reads_layerwise = self.trains_layerwise = False
 
     def use_parts(self, passing: PassingParts) -> None:
         """From now on the model's parts come and go; layer by layer where nothing is in the way.
@@ -57,24 +59,46 @@ class PassOrder:
                 reason,
             )
             return
-        self._layerwise = layerwise
+        self._layerwise, self.reads_layerwise = layerwise, True
         recomputes = self._cfg.activation_checkpointing and not self._cfg.activation_offload
         config = self._built.module.causal_lm.config.to_dict()
-        self._trains_layerwise = recomputes and not draws_in_training(self._built.module, config)
-        if not self._trains_layerwise:
+        self.trains_layerwise = recomputes and not draws_in_training(self._built.module, config)
+        if not self.trains_layerwise:
             logger.info(
                 "policy.dtensor_cfg.cpu_offload: in training, weights and gradients cross once for every micro-batch. "
                 "They cross once for many with activation_checkpointing true, activation_offload false and no dropout."
             )
 
+    def reading(self) -> AbstractContextManager[None]:
+        """The pass of a micro-batch without backward."""
+        return nullcontext() if self._hooks is None else self._hooks.reading()
+
+    @contextmanager
+    def training(self, *, is_last: bool) -> Iterator[None]:
+        """Forward and backward of a micro-batch.
+
+        Args:
+            is_last: Of the global batch.
+        """
+        if self._hooks is None:
+            if self._built.rank_info.world_size == 1:
+                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
+                # end. With more ranks they would.
+                self._built.fsdp_root.set_requires_gradient_sync(is_last)
+            yield
+            return
+        with self._hooks.training(measures=is_last):
+            yield
+        if is_last:
+            self.norms = self._hooks.norms
+
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
-    ) -> Iterable[tuple[Any, Batch]]:
-        """What a reader gives of each micro-batch, as `BuiltModel.read` has it; without backward."""
-        if (layerwise := self._layerwise) is not None:
-            return self._in_groups(lambda: layerwise.read(micro_batches, reader_of))
-        around = nullcontext if self._hooks is None else self._hooks.reading
-        return self._built.read_each(micro_batches, reader_of, around)
+    ) -> list[tuple[Any, Batch]]:
+        """Read all micro-batches layer by layer: what the reader gives of each, and the micro-batch on the device."""
+        layerwise = self._layerwise
+        assert layerwise is not None
+        return self._in_groups(lambda: layerwise.read(micro_batches, reader_of))
 
     def train[Batch: TokenBatch](
         self,
@@ -82,27 +106,15 @@ class PassOrder:
         reader_of: ReaderOf[Batch],
         loss_of: LossOf[Batch],
         before_micro_batch: Callable[[int], None],
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Add the gradients of all micro-batches; gives the loss and metrics of each."""
-        if (layerwise := self._layerwise) is not None and self._trains_layerwise:
-            yield from self._in_groups(
-                lambda: layerwise.train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
-            )
-            self.norms = layerwise.norms
-            return
-        for index, micro_batch in enumerate(micro_batches):
-            before_micro_batch(index)
-            is_last = index == len(micro_batches) - 1
-            if self._built.rank_info.world_size == 1 and self._hooks is None:
-                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
-                # end. With more ranks they would.
-                self._built.fsdp_root.set_requires_gradient_sync(is_last)
-            with nullcontext() if self._hooks is None else self._hooks.training(measures=is_last):
-                loss, metrics = loss_of(*self._built.read(micro_batch, reader_of))
-                loss.backward()
-            yield loss, metrics
-        if self._hooks is not None:
-            self.norms = self._hooks.norms
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Add the gradients of all micro-batches layer by layer; gives the loss and metrics of each."""
+        layerwise = self._layerwise
+        assert layerwise is not None
+        found = self._in_groups(
+            lambda: layerwise.train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
+        )
+        self.norms = layerwise.norms
+        return found
 
     def _in_groups[Result](self, run: Callable[[], Result], after_failure: Callable[[], None] | None = None) -> Result:
         """A pass layer by layer; where memory runs out, once more in smaller groups of micro-batches."""

@@ -131,7 +131,7 @@ class SteppedModel:
         layers, self._relay = self._base._modules[self._name], relay
         self._base._modules[self._name] = self._stand_ins
         try:
-            return self._module.hidden_states(*inputs)
+            return self._base(**self._module.inputs(*inputs)).last_hidden_state
         finally:
             self._base._modules[self._name] = layers
             self._relay = None
