@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 def found() -> dict[str, Any]:
     pytest.importorskip("transformer_engine")
     variables = {"NVTE_CPU_OFFLOAD_V1": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH", "")])
     program = Path(__file__).parent / "offload_on_gpu.py"
     result = subprocess.run(
         [sys.executable, str(program)], env={**os.environ, **variables}, capture_output=True, text=True, check=False
