@@ -10,6 +10,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,7 @@ def _num_lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
+@cache
 def measure() -> tuple[dict[str, int], list[str]]:
     """The figures that `LIMITS` names, and a line for each thing that should not be there."""
     paths = modules()
