@@ -1,28 +1,22 @@
-"""How long a call of a Ray worker takes that does nothing, by the way its arguments travel.
+"""Milliseconds of a call of a Ray worker that does nothing, by how its arguments travel.
 
     python benchmarks/call_latency.py --json benchmarks/results/call_latency.json
 
 A step makes about ten such calls between training and generation, one after the other. `with the call` is what
 `RayWorkerGroup` does; `by the object store` has the arguments put there first, for all workers together. Both in turn,
-on a local Ray cluster without GPUs.
+on a local Ray cluster without GPUs. It prints medians and 90th percentiles. Docs: docs/measurements/cpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
-import shlex
 import statistics
-import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import ray
+from common import measured_with, write_result
 
 from nemo_offload_rl.distributed.virtual_cluster import cluster_session
 from nemo_offload_rl.distributed.worker_group import PendingCall, RayWorkerGroup, WorkerSpec
@@ -88,14 +82,7 @@ def main() -> None:
     folder = Path(__file__).parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
     rows = measure(args.workers, args.calls)
-    results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/call_latency.py", *sys.argv[1:]]),
-        "machine": {"cpus": os.cpu_count(), "ray": version("ray"), "python": platform.python_version()},
-        "ways": rows,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_result(args.json, {**measured_with(), "ways": rows})
     for way, row in rows.items():
         print(f"{way:22} {row['median_ms']:8.2f} ms, nine of ten within {row['p90_ms']:.2f}")
     print(f"by the object store: {rows['by the object store']['median_ms'] / rows['with the call']['median_ms']:.1f} x")

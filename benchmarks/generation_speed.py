@@ -1,8 +1,10 @@
-"""What one vLLM engine generates, by how it is asked: seconds for a rollout of 512 responses of 1024 tokens.
+"""Seconds of one vLLM engine for a rollout of 512 responses of 1024 tokens, by how it is asked.
 
-    python benchmarks/generation_speed.py --variants base seeds dicts processes --json generation_speed.json
+    python benchmarks/generation_speed.py --json benchmarks/results/generation_speed.json
 
-Each variant runs in a process of its own (environment variables of vLLM are read at import), with a random model.
+Each variant runs in a process of its own (vLLM reads its environment variables at import), with a random model: the
+engine in this process, with a seed for each response, and in a process of its own. It prints seconds of each call, the
+first of which compiles, and tokens/s of the fastest. Needs a GPU. Docs: docs/measurements/grpo.md.
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from common import make_model, measured_with, write_result
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "seeds": {"per_request_seeds": True},
     "processes": {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
     "eager": {"enforce_eager": True},
-    "profile": {"profile": True},
 }
 
 
@@ -58,31 +59,13 @@ def measure(variant: dict[str, Any], model: Path, prompts: int, group: int, toke
     asked = [[4 + i % 16, 5, 6, 7, 8, 9] for i in range(prompts)]
     for call in range(calls + 1):
         sampling = SamplingSettings(max_new_tokens=tokens if call else 8, seed=call)
-        profiler = _profiler() if variant.get("profile") and call == 1 else None
-        if profiler:
-            profiler.enable()
         begin_s = time.perf_counter()
         groups = engine.generate(asked, sampling, group)
         result["seconds"].append(time.perf_counter() - begin_s)
-        if profiler:
-            profiler.disable()
-            _print_profile(profiler)
     result["tokens"] = sum(len(sample.token_ids) for samples in groups for sample in samples)
     result["tokens_per_s"] = result["tokens"] / min(result["seconds"][1:])
     engine.shutdown()
     return result
-
-
-def _profiler() -> Any:
-    import cProfile
-
-    return cProfile.Profile()
-
-
-def _print_profile(profiler: Any) -> None:
-    import pstats
-
-    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(45)
 
 
 def main() -> None:
@@ -101,13 +84,11 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(VARIANTS[arguments.one], arguments.model, *sizes)))
         return
-    from grpo_gpu import machine, write_model
-
     from nemo_offload_rl.generation.vllm.env import vllm_cuda_env
 
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "variants": {}}
+    results: dict[str, Any] = {**measured_with(), "variants": {}}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), arguments.shape, seed=0, max_positions=4096)
+        make_model(Path(folder), arguments.shape, "cuda", ties_embeddings=True)
         for name in arguments.variants:
             env = {**os.environ, **vllm_cuda_env(), **VARIANTS[name].get("env", {})}
             command = [sys.executable, __file__, "--one", name, "--model", folder]
@@ -119,8 +100,7 @@ def main() -> None:
                 continue
             results["variants"][name] = json.loads(done.stdout.splitlines()[-1])
             print(name, json.dumps(results["variants"][name]))
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            write_result(arguments.json, results)
 
 
 if __name__ == "__main__":

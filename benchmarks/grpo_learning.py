@@ -1,21 +1,21 @@
-"""Does GRPO learn with each backend, do the backends agree, and does a long run stay as it began?
+"""Learning curves of GRPO: accuracy, agreement of the backends, effect of residency, growth of memory in a long run.
 
     python benchmarks/grpo_learning.py --steps 100 --json grpo_learning.json
     python benchmarks/grpo_learning.py --variants dtensor dtensor_resident --steps 6 --cpu
 
 A small Qwen3 model (3.2 million parameters; with `--cpu` the demo's) is warmed up once by imitation, as in `make demo`.
 Each variant then trains it in a run of its own with the same seed. `_resident` keeps parameters and optimizer states on
-the device at all times; `_16_bit` has Adam's moments in bfloat16. With `--at-once` all run beside each other, and their
+the device at all times; `_16_bit` has Adam's moments in bfloat16. With `--at-once` all run at the same time, and their
 seconds say less. Printed for each variant: held-out accuracy, how far engine and policy are apart, how much memory grew
 from the 20 steps after the tenth to the last 20 (medians), the slowest step over the median, how far rewards and losses
 are from those of the first variant over the first 20 steps, and how many steps of a `_resident` variant are not bit for
 bit those of its twin.
+Docs: docs/measurements/grpo.md and docs/measurements/cpu.md; `plots.py` draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+from common import ROOT, json_lines, measured_with, write_result
 
 GPU_SIZES = {
     "hidden_size": 256,
@@ -102,15 +101,15 @@ def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) 
         *options.overrides,
     ]
     launch("run_grpo.py", demo if options.cpu else ROOT / "benchmarks" / "grpo_learning.yaml", overrides)
-    return [json.loads(line) for line in (folder / variant / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(folder / variant / "metrics.jsonl")
 
 
 def judge(
     records: list[dict[str, Any]], first: list[dict[str, Any]], twin: list[dict[str, Any]] | None
 ) -> dict[str, float]:
-    """What the table says of one variant, beside the first one and, if it is resident, the same that is not."""
+    """What the table says of one variant, against the first one and, if it is resident, the same that is not."""
     accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
-    steps, beside = ([record for record in run if record["step"] > 0] for run in (records, first))
+    steps, others = ([record for record in run if record["step"] > 0] for run in (records, first))
     seconds = [step["timing/total_s"] for step in steps[1:] or steps]
     settled = steps[min(SETTLED_STEP, len(steps)) - 1 :]
     window = max(1, min(MEMORY_WINDOW, len(settled) // 2))
@@ -122,7 +121,7 @@ def judge(
         )
         if first_gib and last_gib:
             growth[name] = statistics.median(last_gib) - statistics.median(first_gib)
-    compared = list(zip(steps, beside, strict=False))[:COMPARED_STEPS]
+    compared = list(zip(steps, others, strict=False))[:COMPARED_STEPS]
     apart = {
         name: [abs(step[f"train/{name}"] - other[f"train/{name}"]) for step, other in compared]
         for name in ("reward_mean", "loss")
@@ -165,7 +164,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--resident-steps", type=int, help="steps of `_resident` variants, if not the same")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--at-once", action="store_true", help="all variants beside each other, on the same GPU")
+    parser.add_argument("--at-once", action="store_true", help="all variants at the same time, on the same GPU")
     parser.add_argument("--cpu", action="store_true", help="the demo's model and precision; no Megatron")
     parser.add_argument("--model", type=Path, help="a model that is warmed up already")
     parser.add_argument("--dir", type=Path, help="folder of models and runs; a temporary one without it")
@@ -175,8 +174,7 @@ def main() -> None:
     folder = options.dir or Path(tempfile.mkdtemp(prefix="grpo_learning_"))
     model = options.model or warm_up(folder, options.seed, cpu=options.cpu)
 
-    from grpo_gpu import machine
-
+    known = measured_with()
     runs: dict[str, list[dict[str, Any]]] = {}
     table: dict[str, dict[str, float]] = {}
     with ThreadPoolExecutor(max_workers=len(options.variants) if options.at_once else 1) as pool:
@@ -185,11 +183,9 @@ def main() -> None:
             runs[variant] = ended.result()
             twin = runs.get(variant.removesuffix("_resident")) if variant.endswith("_resident") else None
             table[variant] = judge(runs[variant], runs[options.variants[0]], twin)
-            if options.json:  # after each run: one that does not end takes nothing with it
+            if options.json:
                 curves = {name: curves_of(steps) for name, steps in runs.items()}
-                command = " ".join(["python", *sys.argv])
-                found = {"command": command, "machine": machine(), "table": table, "curves": curves}
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+                write_result(options.json, {**known, "table": table, "curves": curves})
     for row in dict.fromkeys(name for rows in table.values() for name in rows):
         print(f"{row:36s}" + "".join(f"{table[variant].get(row, float('nan')):>18.5f}" for variant in table))
     print(f"{'':36s}" + "".join(f"{variant:>18s}" for variant in table))

@@ -1,16 +1,21 @@
-"""One GRPO step of nemo_offload_rl beside one of TRL's GRPOTrainer: seconds by phase, tokens/s, peak memory.
+r"""A GRPO step of nemo_offload_rl and one of TRL's GRPOTrainer on the same work.
 
-    python benchmarks/grpo_vs_trl.py --steps 4 --json grpo_vs_trl.json
+    python benchmarks/grpo_vs_trl.py --steps 4 --json results/grpo_vs_trl.json
+    python benchmarks/grpo_vs_trl.py --sides trl --shape 8B --prompts 16 --group 4 --tokens 512 --steps 2 \
+        --trl gradient_checkpointing=true vllm_gpu_memory_utilization=0.2     # the work of large_model_8b.yaml
 
 Both sides, each in a process of its own: the same random Qwen3 model (float32 parameters, bfloat16 compute, AdamW), the
 same prompts, 64 of them with 8 responses of 1024 tokens (a few end earlier), temperature 1, KL to a frozen reference,
 logprobs of the policy before the update, one optimizer step with micro-batches of 8 responses (`--micro-batch`), vLLM
-colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way. Both are timed by
-the wall clock with the GPU waited for; the first step of each, which compiles, is left out of the medians. A side that
-runs out of memory, or out of time (`--timeout-s`), is among `failed`, the second with the steps that it has done.
-Before them a process probes the link. Our side's transitions are told against it: the refit, and the driver's waiting
-between the last token and the first kernel of training, over the time that the bytes moved take in plain pinned copies;
-and all of the step that is neither the engine's nor a pass of the policy, scoring, collating and logging with it.
+colocated with sleep mode (0.6 of the GPU). TRL runs without gradient checkpointing, its faster way; `--trl` changes its
+configuration. Both are timed by the wall clock with the GPU waited for; the first step of each, which compiles, is left
+out of the medians. A side that runs out of memory, or out of time (`--timeout-s`), is among `failed`.
+
+It prints seconds by phase, generated tokens/s and the peak of the GPU's memory of each side. Of ours it prints for each
+step the time of both ways between training and generation, and that of the same bytes in plain pinned copies, whose
+speed is probed in the same run: `out` is the refit, `back` the waits between the last token and the first kernel of
+training, `other` all of the step that is neither the engine's nor a pass of the policy.
+Needs a GPU. Docs: docs/measurements/grpo.md and docs/measurements/large-models.md.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parent))
+import yaml
+from common import ROOT, json_lines, make_model, measured_with, medians, probe_link, write_result
+from qwen3_shapes import SHAPES, TIED
 
 PHASES = ("refit", "reload_weights", "generation", "logprobs", "reference_logprobs", "training")
 OUT = "timing/refit_s"
@@ -145,7 +150,7 @@ def run_trl(
         callbacks=[Steps()],
     )
     trainer.train()
-    result = _medians(history)
+    result = _result(history)
     result["torch_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result
 
@@ -154,8 +159,6 @@ def run_ours(
     model: Path, prompts: int, group: int, tokens: int, steps: int, micro_batch: int, overrides: list[str]
 ) -> dict[str, Any]:
     """Medians of our phases, everything that was logged, and who held the GPU's memory in the last two steps."""
-    from grpo_gpu import ROOT
-
     from nemo_offload_rl.runs.loading import load_grpo_config
     from nemo_offload_rl.runs.rollouts import run_grpo
     from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
@@ -176,22 +179,14 @@ def run_ours(
     run_grpo(
         load_grpo_config(ROOT / "benchmarks" / "grpo_gpu.yaml", [f"{k}={v}" for k, v in sizes.items()] + overrides)
     )
-    records = _json_lines(steps_file)
+    records = json_lines(steps_file)
     history = [
         {name: record.get(f"timing/{name}_s", 0.0) for name in (*PHASES, "total")}
         for record in records
         if record["step"] > 0
     ]
-    samples = [sample for sample in _json_lines(log_dir / MEMORY_FILE) if sample["step"] > steps - 2]
-    return _medians(history) | {"records": records, "memory": samples}
-
-
-def run_link() -> dict[str, float]:
-    """GB/s of plain pinned copies, `d2h` and `h2d`; 0 without a GPU."""
-    import torch
-    from residency_peers import probe_link
-
-    return probe_link(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    samples = [sample for sample in json_lines(log_dir / MEMORY_FILE) if sample["step"] > steps - 2]
+    return _result(history) | {"records": records, "memory": samples}
 
 
 def transition(record: dict[str, float], link: dict[str, float]) -> dict[str, float]:
@@ -218,14 +213,8 @@ def _steps_file(folder: Path, side: str) -> Path:
     return folder / ("trl_steps.jsonl" if side == "trl" else "ours/metrics.jsonl")
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _medians(history: list[dict[str, float]]) -> dict[str, Any]:
-    steady = history[1:] or history
-    names = [*PHASES, "total"]
-    return {"steps": history, "median": {n: statistics.median(step.get(n, 0.0) for step in steady) for n in names}}
+def _result(history: list[dict[str, float]]) -> dict[str, Any]:
+    return {"steps": history, "median": medians(history, (*PHASES, "total"))}
 
 
 def _wrap(owner: type, name: str, context: Callable[..., AbstractContextManager[Any]]) -> None:
@@ -265,7 +254,7 @@ class PeakMemory(threading.Thread):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--shape", default="0.6B", choices=list(SHAPES))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -273,6 +262,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="responses")
     parser.add_argument("--trl-steps", type=int, help="steps of TRL's side, if not the same")
     parser.add_argument("--timeout-s", type=float, default=420.0, help="for each side")
+    parser.add_argument("--trl", nargs="+", default=[], metavar="KEY=VALUE", help="changes of TRL's configuration")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -281,20 +271,21 @@ def main() -> None:
     sizes = (arguments.prompts, arguments.group, arguments.tokens, arguments.steps, arguments.micro_batch)
     if arguments.one:
         if arguments.one == "link":
-            result = run_link()
+            import torch
+
+            result = probe_link("cuda" if torch.cuda.is_available() else "cpu")
         elif arguments.one == "trl":
-            result = _or_out_of_memory(run_trl, arguments.model, *sizes)
+            changes = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in arguments.trl)}
+            result = _or_out_of_memory(run_trl, arguments.model, *sizes, changes)
         else:
             result = run_ours(arguments.model, *sizes, arguments.overrides)
         (arguments.model.parent / f"{arguments.one}.json").write_text(json.dumps(result))
         return
-    from grpo_gpu import machine, write_model
-
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv])}
-    results |= {"sides": {}, "failed": {}}
+    results: dict[str, Any] = {**measured_with(), "sides": {}, "failed": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / "model", arguments.shape, seed=0, max_positions=4096)
+        device = "cpu" if results["machine"]["gpu"] == "none" else "cuda"
+        make_model(folder / "model", arguments.shape, device, ties_embeddings=arguments.shape in TIED)
         probe = [sys.executable, __file__, "--one", "link", "--model", str(folder / "model")]
         subprocess.run(probe, check=True)
         results["link_gb_per_s"] = json.loads((folder / "link.json").read_text())
@@ -306,11 +297,14 @@ def main() -> None:
                 command += [option, str(value)]
             if side == "trl" and arguments.trl_steps:
                 command += ["--steps", str(arguments.trl_steps)]
+            if side == "trl" and arguments.trl:
+                command += ["--trl", *arguments.trl]
             env = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if side == "trl" else {})
-            status = _run([*command, *arguments.overrides], env, arguments.timeout_s)
+            overrides = arguments.overrides if side == "nemo_offload_rl" else []
+            status = _run([*command, *overrides], env, arguments.timeout_s)
             peak_gib = peak.stop()
             file = folder / f"{side}.json"
-            unfinished = {"error": f"status {status}", "records": _json_lines(_steps_file(folder, side))}
+            unfinished = {"error": f"status {status}", "records": json_lines(_steps_file(folder, side))}
             result = json.loads(file.read_text()) if file.exists() else unfinished
             kind = "failed" if "error" in result else "sides"
             results[kind][side] = result | {"gpu_peak_gib": peak_gib}
@@ -319,8 +313,7 @@ def main() -> None:
                 steady = [record for record in result["records"] if record["step"] > 1 and OUT in record]
                 transitions = [transition(record, results["link_gb_per_s"]) for record in steady]
                 results[kind][side]["transitions"] = transitions
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            write_result(arguments.json, results)
     _print(results, arguments.prompts * arguments.group * arguments.tokens)
 
 

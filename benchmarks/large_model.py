@@ -1,36 +1,171 @@
-"""GRPO of a model whose training state is larger than the GPU: seconds, utilisation, and who holds which memory.
+"""A GRPO run of a random model that may be larger than the GPU: seconds, utilisation, and who holds which memory.
 
-    python benchmarks/large_model.py --steps 3 --out results
+    python benchmarks/large_model.py --steps 3 --out results                                  # 14 B
     python benchmarks/large_model.py --shape 8B --config benchmarks/large_model_8b_24gb.yaml --out results
+    python benchmarks/large_model.py --shape 8B --config benchmarks/host_memory.yaml --out results
     python benchmarks/large_model.py --shape tiny --steps 2 --cpu --out results
 
-The model is random, made on the GPU, and written to `--dir` (a temporary folder without it), which should be on a disk.
-A reward is 1 for a response with any character of the tokenizer's, which a few responses of a group have, so that
-gradients are not 0. Each step is printed once it is done, and the folder `--out` is written all along: a run that is
-stopped leaves what it has. Main memory is read as `host_memory.py` does. Overrides of the configuration follow the
-options, as KEY=VALUE.
+The model is made on the GPU and written to `--dir` (a temporary folder without it), which should be on a disk: in a
+tmpfs it takes main memory itself. A reward is 1 for a response with any character of the tokenizer's, which a few
+responses of a group have, so that gradients are not 0. Overrides of the configuration follow the options, as KEY=VALUE.
+
+It prints a line for each step (seconds by phase, exposed and hidden copies, GiB moved, utilisation in training), then
+GiB of the GPU by phase and owner, and main memory: planned and taken, at the moment when the processes took most
+together. Every few seconds the processes of the run are read (`Pss` of /proc/PID/smaps_rollup, which counts a page that
+n processes share as an n-th in each; resident sizes where there is no such file). That file is read again only where
+the resident size has changed by 0.4 % or 64 MiB: the kernel goes through all pages for it, 20 ms a GiB, and the process
+waits meanwhile to map memory. `large_model.json` in `--out` is written all along.
+Docs: docs/measurements/large-models.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import re
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from host_memory import CPU_STREAMING, OWNERS, Watch, make_model, planned_gib, table
+import psutil
+from common import CPU_OVERRIDES, GIB, ROOT, make_model, measured_with, steps_in, write_result
 from qwen3_shapes import MOE_SHAPES, SHAPES, num_parameters, shape_of
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
+OWNERS = ("policy", "engine", "driver")
+PERIOD_S = 3.0
+REREAD_BYTES = 64 << 20
+REREAD_PART = 1 / 256
+CPU_STREAMING = [
+    "policy.dtensor_cfg.offload_optimizer_states=true",
+    "policy.dtensor_cfg.offload_optimizer_states_chunk_mib=1",
+    "policy.dtensor_cfg.torch_compile=false",
+]
 
-GIB = 2**30
+
 SECONDS = ("total", "refit", "generation", "logprobs", "reference_logprobs", "training")
 PHASES = ("refit", "generation", "logprobs", "reference_logprobs", "training", "between")
+
+
+def process_bytes(pid: int) -> dict[str, int]:
+    """Memory of one process by kind; under `Rss` where the kernel does not say how it is shared."""
+    try:
+        rows = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+        table = {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows if len(row) == 3 and row[2] == "kB"}
+        if "Pss" in table:
+            return {kind: table[kind] for kind in KINDS} if KINDS[0] in table else {"Pss": table["Pss"]}
+    except OSError:
+        pass
+    try:
+        return {"Rss": psutil.Process(pid).memory_info().rss}
+    except psutil.Error:
+        return {}
+
+
+class Watch:
+    """Reads all processes of this run in a thread of its own; `peak` is the sample with the largest sum.
+
+    Processes that are nobody's, such as the daemons of Ray, count as the driver's.
+
+    Args:
+        after_each: Called in that thread after each reading.
+    """
+
+    def __init__(self, after_each: Callable[[], None] = lambda: None) -> None:
+        self._after_each = after_each
+        self.owners: dict[int, str] = {}
+        self.plan = ""
+        self.peak: dict[str, dict[str, int]] = {}
+        self.peak_s = 0.0
+        self.history: list[tuple[float, dict[str, float]]] = []
+        self._begin_s = time.perf_counter()
+        self._read: dict[int, tuple[int, dict[str, int]]] = {}  # resident bytes, and what was read then
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, and listen to who the processes are and what the plan says."""
+        from nemo_offload_rl.policy.policy import Policy
+        from nemo_offload_rl.utils.memory_sampler import HostMemory
+
+        watch, init, told = self, HostMemory.__init__, Policy.residency_plan
+
+        def listening(self: HostMemory, owners: Mapping[int, str]) -> None:
+            watch.owners = dict(owners)
+            init(self, owners)
+
+        def telling(self: Policy) -> str:
+            watch.plan = told(self)
+            return watch.plan
+
+        HostMemory.__init__, Policy.residency_plan = listening, telling
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            sample = self._sample()
+            sums = {owner: sum(kinds.values()) / GIB for owner, kinds in sample.items()}
+            now_s = time.perf_counter() - self._begin_s
+            self.history.append((round(now_s, 1), {owner: round(gib, 3) for owner, gib in sums.items()}))
+            if self.owners and sum(sums.values()) > sum(sum(kinds.values()) for kinds in self.peak.values()) / GIB:
+                self.peak, self.peak_s = sample, now_s
+            self._after_each()
+
+    def _sample(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        root = psutil.Process()
+        for process in [root, *root.children(recursive=True)]:
+            owner = self._owner_of(process)
+            for kind, size in self._bytes_of(process).items():
+                held = found.setdefault(owner, {})
+                held[kind] = held.get(kind, 0) + size
+        return found
+
+    def _bytes_of(self, process: psutil.Process) -> dict[str, int]:
+        """`process_bytes`, as it was while the resident size stays about the same."""
+        with suppress(psutil.Error):
+            resident = process.memory_info().rss
+            read = self._read.get(process.pid)
+            if read is None or abs(resident - read[0]) > max(REREAD_BYTES, REREAD_PART * resident):
+                read = self._read[process.pid] = resident, process_bytes(process.pid)
+            return read[1]
+        return {}
+
+    def _owner_of(self, process: psutil.Process) -> str:
+        with suppress(psutil.Error):
+            for ancestor in [process, *process.parents()]:
+                if ancestor.pid in self.owners:
+                    return self.owners[ancestor.pid]
+        return "driver"
+
+
+def planned_gib(plan: str) -> dict[str, float]:
+    """GiB by owner from the plan's line on host memory."""
+    line = next(line for line in plan.splitlines() if line.startswith("host memory: "))
+    return {owner: float(gib) for owner, gib in re.findall(r"(\w+) ([\d.]+)(?= [+=])", line)}
+
+
+def table(plan: Mapping[str, float], peak: Mapping[str, Mapping[str, int]]) -> str:
+    """A line for each owner and one for the sum: planned, taken, the ratio, and the taken by kind."""
+    kinds = sorted({kind for by_kind in peak.values() for kind in by_kind})
+    lines = ["".join(f"{name:>11s}" for name in ("owner", "plan GiB", "taken GiB", "ratio", *kinds))]
+    rows = {owner: (plan.get(owner, 0.0), peak.get(owner, {})) for owner in OWNERS}
+    total = {kind: sum(by_kind.get(kind, 0) for by_kind in peak.values()) for kind in kinds}
+    rows["all"] = (sum(plan.values()), total)
+    for owner, (planned, by_kind) in rows.items():
+        taken = sum(by_kind.values()) / GIB
+        cells = [f"{planned:.2f}", f"{taken:.2f}", f"{planned / taken:.3f}" if taken else "-"]
+        cells += [f"{by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds]
+        lines.append("".join(f"{cell:>11s}" for cell in (owner, *cells)))
+    return "\n".join(lines)
 
 
 def score(response: str) -> float:
@@ -76,29 +211,21 @@ class Report:
     """
 
     def __init__(self, arguments: argparse.Namespace, model_s: float) -> None:
-        from grpo_gpu import machine
-
         self.watch = Watch(self.update)
         self.begin_s = time.perf_counter()
-        self._metrics = arguments.out / "run" / "metrics.jsonl"
+        self._log_dir = arguments.out / "run"
         self._target = arguments.out / "large_model.json"
         self._count = num_parameters(shape_of(arguments.shape))
         self._num_printed = 0
         self._known: dict[str, Any] = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
+            **measured_with(),
             "num_parameters": self._count,
             "model_s": model_s,
         }
 
-    def steps(self) -> list[dict[str, float]]:
-        """The metrics of the steps that are done."""
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
-        return [step for line in lines if (step := json.loads(line))["step"] > 0]
-
     def update(self) -> None:
         """Print new steps, and write everything."""
-        steps = self.steps()
+        steps = steps_in(self._log_dir)
         for step in steps[self._num_printed :]:
             print(step_line(step), flush=True)
         self._num_printed = len(steps)
@@ -115,13 +242,13 @@ class Report:
             "run_s": time.perf_counter() - self.begin_s,
             "steps": steps,
         }
-        self._target.write_text(json.dumps({**self._known, **now}, indent=1) + "\n")
+        write_result(self._target, {**self._known, **now})
 
     def conclude(self) -> None:
         """Print the tables."""
         self.update()
         plan = planned_gib(self.watch.plan) if self.watch.plan else {}
-        steps = self.steps()
+        steps = steps_in(self._log_dir)
         print(self.watch.plan)
         if steps:
             print(gpu_table(steps[-1]))
@@ -145,8 +272,6 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     make_model(model, arguments.shape, "cpu" if arguments.cpu else "cuda")
     report = Report(arguments, time.perf_counter() - begin_s)
-
-    from grpo_gpu import CPU_OVERRIDES
 
     from nemo_offload_rl.runs.loading import load_grpo_config
     from nemo_offload_rl.runs.rollouts import run_grpo

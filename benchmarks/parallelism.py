@@ -13,11 +13,12 @@ layout. The reference is one device with the same rows. All runs set `policy.det
 - `loss`: the largest difference of a step's loss from one device, relative, and `first`, that of the first step;
 - `bits`: whether losses and gradient norms of the repeated steps are the same in every bit with residency and without;
 - `resumed`: the largest difference of a resumed run's losses from those of the run that went on;
-- `at rest`: GiB of a device that a process holds beside torch's allocator while all state is away: CUDA's context and
+- `at rest`: GiB of a device that a process holds outside torch's allocator while all state is away: CUDA's context and
   NCCL's buffers, the most of all ranks; `s a step`: the median, which other work on the devices spoils.
 
 Greedy tokens of an engine after a refit are compared in tests/functional/test_grpo_devices.py. Needs as many GPUs as an
 arrangement has devices; those with more are left out. `--device cpu` shows that the script works, with gloo.
+Docs: docs/measurements/parallelism.md.
 """
 
 from __future__ import annotations
@@ -26,26 +27,20 @@ import argparse
 import json
 import os
 import re
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import GIB, NLL, make_model, measured_with, write_result
+from qwen3_shapes import MOE_SHAPES, SHAPES
 from torch.multiprocessing.spawn import spawn
+from workers import DTENSOR, MEGATRON, Run, on_device, random_batch, worker_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import GIB, KEY, ROOT, Run, Variant, machine, on_device, random_batch, worker_of, write_results
-from megatron_runs import NLL as Loss
-from megatron_runs import write_model as write_tied
-from qwen3_shapes import MOE_SHAPES, SHAPES, shape_of, write_model
-
-DTENSOR = "policy.dtensor_cfg"
 DENSE, TIED, EXPERTS = "dense", "tied", "experts"
 PACKING = "policy.sequence_packing"
 # Four rows a pack. By calculation deterministic attention of 16 heads takes 16 GiB for 4096 tokens on one Hopper GPU.
@@ -84,7 +79,7 @@ class Arrangement:
 
 NOT_COMPILED = f"{DTENSOR}.torch_compile=false"
 LONG: dict[str, Any] = {"rows": 2, "length": 16384}
-MEGATRON_TP2 = (f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true")
+MEGATRON_TP2 = (f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true")
 ARRANGEMENTS = (
     Arrangement("DTensor, FSDP 2", ()),
     Arrangement(
@@ -95,12 +90,12 @@ ARRANGEMENTS = (
     Arrangement("DTensor, EP 2", (f"{DTENSOR}.expert_parallel_size=2",), EXPERTS),
     Arrangement("Megatron, DP 2", ()),
     Arrangement("Megatron, TP 2, sequences split", MEGATRON_TP2),
-    Arrangement("Megatron, CP 2", (f"{KEY}.context_parallel_size=2",), **LONG),
-    Arrangement("Megatron, CP 2, packed", (f"{KEY}.context_parallel_size=2", *PACKED), rows=16, length=1024),
-    Arrangement("Megatron, PP 2, tied", (f"{KEY}.pipeline_model_parallel_size=2",), TIED),
-    Arrangement("Megatron, PP 2, untied", (f"{KEY}.pipeline_model_parallel_size=2",)),
-    Arrangement("Megatron, EP 2", (f"{KEY}.expert_model_parallel_size=2",), EXPERTS),
-    Arrangement("Megatron, TP 2, EP 2", (*MEGATRON_TP2, f"{KEY}.expert_model_parallel_size=2"), EXPERTS),
+    Arrangement("Megatron, CP 2", (f"{MEGATRON}.context_parallel_size=2",), **LONG),
+    Arrangement("Megatron, CP 2, packed", (f"{MEGATRON}.context_parallel_size=2", *PACKED), rows=16, length=1024),
+    Arrangement("Megatron, PP 2, tied", (f"{MEGATRON}.pipeline_model_parallel_size=2",), TIED),
+    Arrangement("Megatron, PP 2, untied", (f"{MEGATRON}.pipeline_model_parallel_size=2",)),
+    Arrangement("Megatron, EP 2", (f"{MEGATRON}.expert_model_parallel_size=2",), EXPERTS),
+    Arrangement("Megatron, TP 2, EP 2", (*MEGATRON_TP2, f"{MEGATRON}.expert_model_parallel_size=2"), EXPERTS),
 )
 
 
@@ -153,15 +148,14 @@ def steps_of(
     resume: str | None = None,
 ) -> tuple[list[float], list[float], list[float]]:
     """Losses, gradient norms and seconds of steps; from the middle on with a checkpoint to `resume` from."""
-    file = "grpo_math_1B_megatron.yaml" if arrangement.backend == "Megatron" else "grpo_math_1B.yaml"
     gpus = arrangement.num_devices if run.device == "cuda" else 0
     overrides = [f"cluster.gpus_per_node={gpus}", "policy.deterministic=true", *arrangement.overrides]
     overrides += ["policy.make_sequence_length_divisible_by=64"]  # whole pieces for each device
     if run.device == "cpu":
-        overrides += [f"cluster.cpu_workers_per_node={arrangement.num_devices}", *on_cpu(arrangement.backend)]
+        overrides += [f"cluster.cpu_workers_per_node={arrangement.num_devices}"]
     if not moves:
         overrides += ["policy.residency_overrides={params: device, optimizer: device}"]
-    worker = worker_of(run, Variant(arrangement.name), file, overrides, process=process)
+    worker = worker_of(run, overrides, process=process)
     half = run.steps // 2
     losses, norms, seconds = [], [], []
     if resume is not None:
@@ -176,7 +170,7 @@ def steps_of(
         begin = time.perf_counter()
         worker.prepare_for_lp_inference()
         worker.prepare_for_training()
-        result = worker.train(shard(batch_of(run, step), worker), Loss())
+        result = worker.train(shard(batch_of(run, step), worker), NLL())
         losses += result.loss
         norms += result.grad_norm
         worker.offload_before_refit()
@@ -189,14 +183,6 @@ def steps_of(
         print(f"{arrangement.name}, rank {process.rank}: {found['at_rest_gib']} GiB at rest", flush=True)
     worker.shutdown()
     return losses, norms, seconds
-
-
-def on_cpu(backend: str) -> list[str]:
-    """What a CPU has no kernels for."""
-    if backend == "DTensor":
-        return [f"{DTENSOR}.torch_compile=false"]
-    off = ("use_precision_aware_optimizer", "bf16")
-    return [f"{KEY}.transformer_impl=local", *(f"{KEY}.optimizer.{name}=false" for name in off)]
 
 
 def batch_of(run: Run, step: int) -> Any:
@@ -212,7 +198,7 @@ def shard(batch: Any, worker: Any) -> Any:
 
 
 def memory_at_rest_gib(device: str) -> float:
-    """What this process has of its device beside what torch's allocator holds."""
+    """What this process has of its device outside torch's allocator."""
     if device == "cpu":
         return 0.0
     from nemo_offload_rl.utils.gpu_memory import read_gpus
@@ -291,14 +277,8 @@ def main() -> None:
         sys.exit(f"--only: no arrangement is called {sorted(unknown)}; there are {[a.name for a in ARRANGEMENTS]}")
     on_gpu = arguments.device == "cuda"
     num_devices = torch.cuda.device_count() if on_gpu else sys.maxsize  # cores are shared
-    sys.path.insert(0, str(ROOT / "examples" / "demo"))  # for its tokenizer
     rows: dict[str, dict[str, Any]] = {}
-    results: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
-        "machine": machine(arguments.device),
-        "rows": rows,
-    }
+    results: dict[str, Any] = {**measured_with(), "rows": rows}
     with tempfile.TemporaryDirectory(prefix="parallelism_") as name:
         folder = Path(name)
         shapes = {DENSE: arguments.shape, TIED: arguments.shape, EXPERTS: arguments.moe_shape}
@@ -307,11 +287,8 @@ def main() -> None:
             if (arguments.only and arrangement.name not in arguments.only) or arrangement.num_devices > num_devices:
                 continue
             model = folder / arrangement.model
-            if not model.exists():
-                if arrangement.model == TIED:
-                    write_tied(shapes[TIED], model, arguments.device)
-                else:
-                    write_model(model, shape_of(shapes[arrangement.model]), arguments.device)
+            is_tied = arrangement.model == TIED
+            make_model(model, shapes[arrangement.model], arguments.device, ties_embeddings=is_tied)
             rows_of = arrangement.rows if on_gpu else None
             length = arrangement.length if on_gpu else None
             counts = (rows_of or arguments.rows, arguments.steps, 0)
@@ -322,6 +299,7 @@ def main() -> None:
                 (length or arguments.length,),
                 *counts,
                 tuple(arguments.overrides),
+                arrangement.backend.lower(),
             )
             one = alone(arrangement)
             try:
@@ -338,7 +316,7 @@ def main() -> None:
             except Exception as error:
                 rows.setdefault(arrangement.name, {})["error"] = cause_of(error)
             print(table({arrangement.name: rows[arrangement.name]}).splitlines()[1], flush=True)
-            write_results(arguments, results)
+            write_result(arguments.out, results)
     print(table(rows))
 
 

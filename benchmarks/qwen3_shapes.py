@@ -25,7 +25,7 @@ type Row = tuple[str, tuple[int, ...], float | None]
 
 @dataclass(frozen=True)
 class Qwen3Shape:
-    """The sizes of a dense Qwen3 model's configuration; the embedding is tied."""
+    """The sizes of a dense Qwen3 model's configuration; `parameters` is with a tied embedding."""
 
     hidden: int
     layers: int
@@ -42,7 +42,7 @@ class Qwen3Shape:
         yield f"{place}.mlp.down_proj.weight", (self.hidden, self.intermediate), STD
 
     def own_config(self) -> dict[str, Any]:
-        """What config.json has beside what both kinds of model have."""
+        """What config.json has that is not common to both kinds of model."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -93,7 +93,7 @@ class MoeShape:
             yield f"{place}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.moe_intermediate), STD
 
     def own_config(self) -> dict[str, Any]:
-        """What config.json has beside what both kinds of model have."""
+        """What config.json has that is not common to both kinds of model."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -133,6 +133,8 @@ MOE_SHAPES = {
     "30B-A3B": MoeShape(layers=48, experts=128, experts_per_token=8, **_A3B),
 }
 
+TIED = ("tiny", "8-layers", "0.6B", "1.5B", "1.7B", "4B")  # Qwen3 ties embedding and output layer up to 4 B
+
 
 def shape_of(name: str) -> Qwen3Shape | MoeShape:
     """The dense shape of that name, else the mixture of experts."""
@@ -140,25 +142,25 @@ def shape_of(name: str) -> Qwen3Shape | MoeShape:
 
 
 def num_parameters(shape: Qwen3Shape | MoeShape) -> int:
-    """Of a model that `write_model` makes."""
-    return sum(math.prod(sizes) for rows in _files(shape) for _, sizes, _ in rows)
+    """Of a model whose embedding and output layer are separate."""
+    return sum(math.prod(sizes) for rows in _files(shape, ties_embeddings=False) for _, sizes, _ in rows)
 
 
-def is_written(path: Path, shape: Qwen3Shape | MoeShape) -> bool:
-    """Whether the folder has all of a model of this shape: the tokenizer is what comes last."""
+def is_written(path: Path, shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> bool:
+    """Whether the folder has all of a model of this shape: the tokenizer is written last."""
     config = path / "config.json"
-    return (path / "tokenizer_config.json").exists() and json.loads(config.read_text()) == _hf_config(shape)
+    expected = _hf_config(shape, ties_embeddings)
+    return (path / "tokenizer_config.json").exists() and json.loads(config.read_text()) == expected
 
 
-def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
-    """A Hugging Face folder with random weights in bfloat16 and the demo's tokenizer; one file for each layer.
-
-    Embedding and output layer are separate.
+def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str, ties_embeddings: bool = False) -> None:
+    """Write a Hugging Face folder: random weights in bfloat16, a file for each layer, and the demo's tokenizer.
 
     Args:
         path: The folder.
         shape: The sizes.
         device: Where the weights are made.
+        ties_embeddings: The output layer is the embedding.
     """
     import torch
     from make_model import make_tokenizer  # pyright: ignore[reportMissingImports]
@@ -181,19 +183,20 @@ def write_model(path: Path, shape: Qwen3Shape | MoeShape, device: str) -> None:
         return dict.fromkeys(tensors, file), sum(tensor.nbytes for tensor in tensors.values())
 
     with ThreadPoolExecutor(4) as pool:
-        files = list(pool.map(write_file, itertools.count(), _files(shape)))
+        files = list(pool.map(write_file, itertools.count(), _files(shape, ties_embeddings)))
     places = {name: file for written, _ in files for name, file in written.items()}
     total_bytes = sum(num_bytes for _, num_bytes in files)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps(_hf_config(shape), indent=1))
+    (path / "config.json").write_text(json.dumps(_hf_config(shape, ties_embeddings), indent=1))
     make_tokenizer().save_pretrained(path)
     print(f"model: {total_bytes / 2e9:.2f} B parameters in {path}", flush=True)
 
 
-def _files(shape: Qwen3Shape | MoeShape) -> list[list[Row]]:
+def _files(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> list[list[Row]]:
     """The weights of each file: what belongs to no layer, then those of each layer."""
-    return [list(rows) for rows in (_no_layer(shape), *(_layer(shape, i) for i in range(shape.layers)))]
+    layers = (_layer(shape, i) for i in range(shape.layers))
+    return [list(rows) for rows in (_no_layer(shape, ties_embeddings), *layers)]
 
 
 def _layer(shape: Qwen3Shape | MoeShape, i: int) -> Iterator[Row]:
@@ -208,13 +211,14 @@ def _layer(shape: Qwen3Shape | MoeShape, i: int) -> Iterator[Row]:
     yield from shape.mlp(place)
 
 
-def _no_layer(shape: Qwen3Shape | MoeShape) -> Iterator[Row]:
+def _no_layer(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> Iterator[Row]:
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden), STD
     yield "model.norm.weight", (shape.hidden,), None
-    yield "lm_head.weight", (shape.vocab, shape.hidden), STD
+    if not ties_embeddings:
+        yield "lm_head.weight", (shape.vocab, shape.hidden), STD
 
 
-def _hf_config(shape: Qwen3Shape | MoeShape) -> dict[str, Any]:
+def _hf_config(shape: Qwen3Shape | MoeShape, ties_embeddings: bool) -> dict[str, Any]:
     return {
         **shape.own_config(),
         "dtype": "bfloat16",
@@ -227,9 +231,9 @@ def _hf_config(shape: Qwen3Shape | MoeShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 65536,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": ties_embeddings,
         "initializer_range": STD,
         "pad_token_id": 0,
         "eos_token_id": None,

@@ -1,39 +1,34 @@
-"""What moving state costs a real training loop, with copies hidden behind compute and without.
+"""What moving state costs a training loop, with copies overlapped with compute and without.
 
-    python benchmarks/residency_overlap.py --shape 1.5B --steps 5 --out benchmarks/results/residency_overlap.json
+    python benchmarks/residency_overlap.py --refit-s 0.4 --out benchmarks/results/residency_overlap.json
 
-One step is what the policy worker does in colocated RL: logprobs, reference logprobs, training (forward, backward,
-fused AdamW), then its weights are gathered as for a refit, and everything leaves. The engine's generation is a pause,
-and so is its loading of the weights (`--refit-s`).
-Variants, in this order in one process each: state never moves; every copy waited for; copies overlapped; states
-streamed around the optimizer step, whole and in parts of 1 GiB; the optimizer on the host during logprobs too; its host
-copy in pageable memory. Seconds are medians over the steps after the first two; peaks are what the process held at most
-in logprob passes, in forward and backward passes, and in the optimizer step, of the last step.
+A step is what the policy worker does in colocated RL: logprobs, reference logprobs, training (forward, backward, fused
+AdamW), then its weights are gathered as for a refit, and all state leaves. Pauses stand for the engine's generation and
+for its loading of the weights (`--refit-s`). Variants, each in a process of its own: state never moves; every copy is
+waited for; copies are overlapped; states are streamed around the update, whole and in parts of 1 GiB; the optimizer is
+on the host during logprobs too; its host copy is pageable.
 
-Needs a GPU; with --device cpu --shape tiny it runs to show that it works.
+It prints, for each variant, seconds by phase (medians without the first two steps), exposed and hidden seconds of
+copies, GB moved, and the process's peak memory in logprob passes, training passes and the update of the last step.
+Needs a GPU; `--device cpu --shape tiny` shows that the script works. Docs: docs/measurements/residency.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
+from common import NLL, grow_host_memory, make_model, measured_with, probe_link, write_result
 from qwen3_shapes import SHAPES
-from residency_peers import grow_host_memory, probe_link
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "resident": {"colocated": False},
@@ -46,42 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
 AT_ONCE = 32  # tensors of a refit between two pauses
-
-
-@dataclass(frozen=True)
-class NLL:
-    """Mean negative log-likelihood of the counted tokens."""
-
-    token_stat: None = None
-
-    def __call__(self, logprobs_BS: Any, batch: Any, norm: Any) -> tuple[Any, dict[str, Any]]:
-        loss = -(logprobs_BS * batch.token_mask).sum() / norm.num_valid_tokens
-        return loss, {"loss": loss.detach()}
-
-
-def write_model(shape_name: str, folder: Path, device: str) -> None:
-    """A random model of the shape, as Hugging Face saves it."""
-    from tokenizers import Tokenizer, models
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shape = SHAPES[shape_name]
-    config = Qwen3Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-    )
-    with torch.device(device):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config).bfloat16()
-    model.save_pretrained(folder)
-    # The worker wants a whole model folder; this benchmark has no text.
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
 
 
 def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
@@ -239,8 +198,9 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run_variant` reads."""
+def main() -> None:
+    """Run every variant and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -249,12 +209,6 @@ def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pause-s", type=float, default=0.2)
     parser.add_argument("--refit-s", type=float, default=0.0, help="what an engine would take to load the weights")
     parser.add_argument("--device", default="cuda")
-
-
-def main() -> None:
-    """Run every variant and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_loop_arguments(parser)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
@@ -263,18 +217,13 @@ def main() -> None:
     if args.child:
         print(json.dumps(run_variant(args.model, args)))
         return
-    device = torch.device(args.device)
-    link = {"d2h": 0.0, "h2d": 0.0}
     if args.device == "cuda":
         grow_host_memory(48 << 30)
-        link = probe_link(device)
-    machine = {"gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none", "torch": torch.__version__}
-    command = shlex.join(["python", "benchmarks/residency_overlap.py", *sys.argv[1:]])
-    date = datetime.date.today().isoformat()
+    link = probe_link(args.device)
     rows: list[dict[str, Any]] = []
-    result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}
+    result = {**measured_with(), "link_gb_per_s": link, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(args.shape, Path(folder), args.device)
+        make_model(Path(folder), args.shape, args.device, ties_embeddings=True)
         for variant in args.variants:
             child_command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--model", folder]
             child = subprocess.run(child_command, capture_output=True, text=True)
@@ -282,8 +231,7 @@ def main() -> None:
                 print(f"{variant}: failed\n{child.stderr[-2000:]}", flush=True)
                 continue
             rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
-            if args.out:  # after each: one that does not end takes nothing with it
-                args.out.write_text(json.dumps(result, indent=1))
+            write_result(args.out, result)
             print(variant, "done", flush=True)
     print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s; seconds, medians")
     print(

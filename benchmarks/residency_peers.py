@@ -1,41 +1,36 @@
-"""The same optimizer state through this project and through its peers' algorithms, one process each.
+"""The same optimizer state offloaded and reloaded by this project and by its peers' algorithms, one process each.
 
-    python benchmarks/residency_peers.py --sizes 1.5B 4B --cycles 3 --out benchmarks/results/residency_peers.json
+    python benchmarks/residency_peers.py --sizes 1.5B --cycles 3 --out benchmarks/results/residency_peers_1.5B.json
 
 State: float32 masters, exp_avg and exp_avg_sq of a Qwen3 shape. Each cycle offloads everything, checks that the driver
 got the memory, reloads everything and checks the values. The first cycle is what a user's first step pays. The link is
 probed in the same run. torch_memory_saver is measured where it is installed.
 
-Needs a GPU; with --device cpu it runs at size tiny to show that it works.
+It prints a line for each algorithm: seconds before the first step, of the first offload and of steady ones with GB/s,
+the share of the memory that the driver got, pinned bytes over state, and whether the values are equal.
+Needs a GPU; `--device cpu --sizes tiny` shows that the script works. Docs: docs/measurements/residency.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import datetime
 import importlib.util
 import json
-import mmap
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
+from common import GB, grow_host_memory, measured_with, probe_link, write_result
 from peer_algorithms import ALGORITHMS, NemoOffloadRl, TorchMemorySaver
 from qwen3_shapes import SHAPES
+from torch import Tensor
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-GB = 1e9
 
 
 def make_state(size: str, device: torch.device) -> dict[str, Tensor]:
@@ -56,37 +51,6 @@ def fingerprint(state: dict[str, Tensor]) -> list[int]:
         weights = torch.arange(words.numel(), device=words.device, dtype=torch.int32) | 1
         sums += [int(words.sum(dtype=torch.int64)), int((words * weights).sum(dtype=torch.int64))]
     return sums
-
-
-def grow_host_memory(num_bytes: int) -> float:
-    """Touch as much host memory as the runs need: a virtual machine may grow on first touch, which is not measured."""
-    start = time.perf_counter()
-    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        view = (ctypes.c_char * num_bytes).from_buffer(memory)
-        base = ctypes.addressof(view)
-        piece = 256 << 20
-        with ThreadPoolExecutor(8) as pool:
-            spans = [(base + o, min(piece, num_bytes - o)) for o in range(0, num_bytes, piece)]
-            list(pool.map(lambda span: ctypes.memset(span[0], 1, span[1]), spans))
-        del view
-    return time.perf_counter() - start
-
-
-def probe_link(device: torch.device, num_bytes: int = 4 << 30) -> dict[str, float]:
-    """GB/s of plain pinned copies, best of three."""
-    rates = {"d2h": 0.0, "h2d": 0.0}
-    if device.type != "cuda":
-        return rates
-    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    for direction, (target, source) in {"d2h": (host, on_device), "h2d": (on_device, host)}.items():
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            rates[direction] = max(rates[direction], num_bytes / (time.perf_counter() - start) / GB)
-    return rates
 
 
 def used_bytes(device: torch.device) -> int:
@@ -195,10 +159,13 @@ def main() -> None:
         print(json.dumps(measure(args.algorithms[0], args.sizes[0], args.cycles, device)))
         return
     biggest = max(3 * 4 * sum(torch.Size(s).numel() for _, s in SHAPES[size].parameters()) for size in args.sizes)
-    grow_s = grow_host_memory(int(1.3 * biggest) + (6 << 30)) if device.type == "cuda" else 0.0
-    link = probe_link(device)
-    print(f"host memory touched in {grow_s:.1f} s; link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s", flush=True)
-    rows, failures = [], []
+    if device.type == "cuda":
+        grow_host_memory(int(1.3 * biggest) + (6 << 30))
+    link = probe_link(device.type)
+    print(f"link D2H {link['d2h']:.1f} H2D {link['h2d']:.1f} GB/s", flush=True)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    result = {**measured_with(), "link_gb_per_s": link, "rows": rows, "not_measured": failures}
     for size in args.sizes:
         for name in args.algorithms:
             if name.startswith("torch_memory_saver") and importlib.util.find_spec("torch_memory_saver") is None:
@@ -212,28 +179,12 @@ def main() -> None:
                 continue
             rows.append(json.loads(child.stdout.strip().splitlines()[-1]))
             print(summary(rows[-1]), flush=True)
-            if args.out:
-                write(args.out, rows, failures, link, device)
+            write_result(args.out, result)
     print(HEADER)
     for row in rows:
         print(summary(row))
     for failure in failures:
         print("not measured:", failure)
-
-
-def write(path: Path, rows: list[dict], failures: list[str], link: dict[str, float], device: torch.device) -> None:
-    """Everything that the document's table is made from."""
-    machine = {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "cpu_cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-    command = " ".join(["python", "benchmarks/residency_peers.py", *sys.argv[1:]])
-    date = datetime.date.today().isoformat()
-    result = {"date": date, "command": command, "machine": machine, "link_gb_per_s": link, "rows": rows}
-    path.write_text(json.dumps(result | {"not_measured": failures}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SFT and DPO of nemo_offload_rl beside TRL's trainers: tokens/s, pairs/s, seconds a step, peak memory.
+"""SFT and DPO of nemo_offload_rl and of TRL's trainers: seconds a step, tokens/s, pairs/s, peak memory.
 
     python benchmarks/sft_vs_trl.py --shapes 0.6B 1.7B --steps 12 --json sft_vs_trl.json
     python benchmarks/sft_vs_trl.py --shapes tiny --steps 3 --cpu
@@ -18,6 +18,7 @@ for where the worker lives.
 
 Besides torch it needs transformers 5.12.1, trl, accelerate, datasets (dill, multiprocess), pydantic (pydantic_core,
 annotated_types, typing_inspection), omegaconf (antlr4-python3-runtime), hydra-core and rich; neither Ray nor vLLM.
+It prints a line for each side. Docs: docs/measurements/sft-dpo.md.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+from common import ROOT, make_model, measured_with, write_result
 
 WARM_UP_STEPS = 3
 
@@ -66,7 +66,7 @@ GPU_SIZES = Sizes((2048, 1024, 512, 512), packed_rows=16, micro_rows=4, pair_len
 CPU_SIZES = Sizes((64, 32, 16, 16), packed_rows=4, micro_rows=2, pair_length=32, pairs=4, micro_pairs=2)
 
 
-# -- data: one character is one token, beside the two speakers and the end
+# -- data: one character is one token, and so are the two speakers and the end
 
 
 def write_data(folder: Path, sizes: Sizes, steps: int) -> None:
@@ -238,7 +238,7 @@ def run_trl(
 
 
 def run_one(arguments: argparse.Namespace) -> None:
-    """Measure `arguments.one` and write its JSON beside the model."""
+    """Measure `arguments.one` and write its JSON next to the model."""
     sizes = CPU_SIZES if arguments.cpu else GPU_SIZES
     algorithm, side, *how = arguments.one.split(":")
     if side == "ours":
@@ -273,16 +273,15 @@ def main() -> None:
     if arguments.one:
         run_one(arguments)
         return
-    from grpo_gpu import machine, write_model
-
     sizes = CPU_SIZES if arguments.cpu else GPU_SIZES
     sft_sides = ["ours", "trl:wrapped:sdpa", *(f"trl:bfd:{name}" for name in ("sdpa", *arguments.trl_attention))]
     sides = {"sft": sft_sides, "dpo": ["ours", "trl:-:sdpa"]}
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": {}}
+    results: dict[str, Any] = {**measured_with(), "runs": {}}
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            write_model(folder / "model", shape, seed=0, max_positions=sizes.packed_length)
+            device = "cpu" if arguments.cpu else "cuda"
+            make_model(folder / "model", shape, device, ties_embeddings=True)
             write_data(folder, sizes, arguments.steps)
             for algorithm in arguments.algorithms:
                 for side in sides[algorithm]:
@@ -290,8 +289,7 @@ def main() -> None:
                         continue
                     key = f"{shape} {algorithm} {side}"
                     results["runs"][key] = _measure(arguments, folder, f"{algorithm}:{side}")
-                    if arguments.json:
-                        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+                    write_result(arguments.json, results)
     _print(results["runs"])
 
 

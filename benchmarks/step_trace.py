@@ -1,22 +1,15 @@
-"""What a GPU did in a piece of a training step, and what its host waited for: from a trace of torch's profiler.
+"""Reads a trace of torch's profiler: what the GPU did in a piece of a step, and what the host waited for.
 
-`duplex.py --trace` prints it.
+`training_profile.py` prints it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
@@ -50,25 +43,8 @@ class Event:
         return self.name.removeprefix("void ").split("(")[0].split("<")[0][:60] if self.kind == "kernel" else self.name
 
 
-@contextmanager
-def traced(title: str, found: dict[str, list[str]]) -> Iterator[None]:
-    """Profile the body, in which the GPU ends all of its work; the lines about it go to `found[title]`."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities, with_stack=True) as profile:
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        found[title] = describe(events_of(json.loads(path.read_text())["traceEvents"]))
-
-
 def events_of(entries: Sequence[dict[str, Any]]) -> list[Event]:
-    """Those of a Chrome trace that have a duration, by their start."""
+    """Events of a Chrome trace that have a duration, in the order of their start."""
     found = []
     for entry in entries:
         if entry.get("ph") == "X":
@@ -103,7 +79,7 @@ def _busy(on_gpu: Sequence[Event]) -> list[str]:
 
 
 def busy_us(events: Sequence[Event]) -> float:
-    """Time in which at least one of them ran, in microseconds; by their start."""
+    """Microseconds in which at least one of the events ran. They are in the order of their start."""
     busy, until = 0.0, float("-inf")
     for event in events:
         busy += max(0.0, event.end - max(event.start, until))
@@ -159,36 +135,3 @@ def _place(frame: str) -> str:
 
 def _ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.1f} ms"
-
-
-def probe_beside_copies(num_bytes: int = 1 << 30, times: int = 6, num_streams: int = 4) -> dict[str, float]:
-    """Milliseconds until work of the present stream has run, beside copies out of another stream.
-
-    `copies` is what these take. What has to stand behind them takes as long, and what has not, next to nothing: a
-    kernel behind copies each of which a kernel follows, and the read of a number. The worst of several streams.
-    """
-    gpu, small, other = torch.empty(num_bytes, dtype=torch.uint8, device="cuda"), *torch.zeros(2, 1, device="cuda")
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    found: dict[str, float] = defaultdict(float)
-
-    def wait_for_kernel() -> None:
-        other.add_(1)
-        torch.cuda.current_stream().synchronize()
-
-    for priority in (0, -1):
-        for stream in [torch.cuda.Stream(priority=priority) for _ in range(num_streams)]:
-            for what, wait in (("kernel", wait_for_kernel), ("read", other.item)):
-                wait()
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                with torch.cuda.stream(stream):
-                    for _ in range(times):
-                        host.copy_(gpu, non_blocking=True)
-                        small.add_(1)
-                started = time.perf_counter()
-                wait()
-                name = f"{what}, priority {priority}"
-                found[name] = max(found[name], 1e3 * (time.perf_counter() - started))
-                torch.cuda.synchronize()
-                found["copies"] = max(found["copies"], 1e3 * (time.perf_counter() - begin))
-    return dict(found)

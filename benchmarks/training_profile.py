@@ -6,32 +6,27 @@
 
 Steps of a policy worker, forward, backward and update, on random weights and tokens, micro-batches of one row. First
 without a profiler: seconds of a step with one micro-batch, and of each further one. Then torch's profiler looks at a
-step of two: how long the GPU was busy, the operations by the host's own time, and the kernels by the GPU's. A GPU that
-is busy for a small part of the unprofiled time waits for the host. The profiler makes the host slower, not the GPU.
-
-`--bridge-stream` leaves the nodes that add up Megatron's gradients in the stream in which Megatron-Bridge wraps a model
-(`backends/megatron/model.py: hook_in_this_stream`).
+step of two. It prints the operations by the host's own time, the kernels by the GPU's, busy time by stream, the largest
+gaps of the stream that computes and long calls of the host, then all seconds. A GPU that is busy for a small part of
+the unprofiled time waits for the host. The profiler makes the host slower, not the GPU.
+Docs: docs/measurements/large-models.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_runs import NLL, ROOT, Run, Variant, machine, make_worker, on_device, random_batch, worker_of
-from qwen3_shapes import MOE_SHAPES, SHAPES, shape_of, write_model
-from step_trace import ON_GPU, busy_us, events_of
+from common import NLL, make_model, measured_with, write_result
+from qwen3_shapes import MOE_SHAPES, SHAPES
+from step_trace import ON_GPU, busy_us, describe, events_of
+from workers import Run, on_device, random_batch, worker_of
 
 NUM_LINES = 25
 
@@ -43,14 +38,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2304, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=4, help="of the larger of the two steps that are timed")
     parser.add_argument("--steps", type=int, default=3, help="of each size, after one that warms up")
-    parser.add_argument("--bridge-stream", action="store_true")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "examples" / "demo"))  # for its tokenizer
     with tempfile.TemporaryDirectory(prefix="training_profile_") as name, on_device(arguments.device):
-        write_model(Path(name), shape_of(arguments.shape), arguments.device)
+        make_model(Path(name), arguments.shape, arguments.device)
         run = Run(
             arguments.shape,
             name,
@@ -60,30 +53,19 @@ def main() -> None:
             arguments.steps,
             1,
             tuple(arguments.overrides),
+            arguments.backend,
         )
-        found = measure(run, arguments)
-    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    known = {"date": date.today().isoformat(), "command": command, "machine": machine(arguments.device)}
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({**known, **found}, indent=1) + "\n")
+        found = measure(run)
+    write_result(arguments.json, {**measured_with(), **found})
     for title in ("host", "gpu"):
         print(f"{title} {found[f'{title}_table']}", flush=True)
+    print("\n".join(found["trace"]))
     print(summary(found))
 
 
-def measure(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """Seconds without a profiler, then what the profiler sees of a step of two micro-batches."""
-    variant = Variant(arguments.backend)
-    if arguments.backend == "megatron":
-        if arguments.bridge_stream:
-            from nemo_offload_rl.backends.megatron import model
-
-            model.hook_in_this_stream = lambda chunks: None
-        worker = make_worker(run, variant)
-    else:
-        compiled = [] if run.device == "cuda" else ["policy.dtensor_cfg.torch_compile=false"]
-        worker = worker_of(run, variant, "grpo_math_1B.yaml", compiled)
+    worker = worker_of(run)
     worker.prepare_for_training()
     batch = random_batch(run, run.lengths[0], torch.Generator().manual_seed(0))
     seconds = {rows: [step_s(worker, batch, rows) for _ in range(1 + run.steps)][1:] for rows in (1, run.rows)}
@@ -91,21 +73,22 @@ def measure(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, with_stack=True) as profile:
         profiled_s = step_s(worker, batch, min(2, run.rows))
     averages = profile.key_averages()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        on_gpu = [event for event in events_of(json.loads(path.read_text())["traceEvents"]) if event.kind in ON_GPU]
+        events = events_of(json.loads(path.read_text())["traceEvents"])
+    on_gpu = [event for event in events if event.kind in ON_GPU]
     return {
-        "bridge_stream": arguments.bridge_stream,
         "first_micro_batch_s": one_s,
         "micro_batch_s": (all_s - one_s) / max(run.rows - 1, 1),
         "profiled_s": profiled_s,
         "profiled_micro_batches": min(2, run.rows),
         "gpu_busy_s": busy_us(on_gpu) / 1e6,
         "num_kernels": sum(event.kind == "kernel" for event in on_gpu),
+        "trace": describe(events),
         "host_table": averages.table(sort_by="self_cpu_time_total", row_limit=NUM_LINES, max_name_column_width=60),
         "gpu_table": averages.table(sort_by="self_device_time_total", row_limit=NUM_LINES, max_name_column_width=60),
     }
@@ -122,7 +105,7 @@ def step_s(worker: Any, batch: Any, rows: int) -> float:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """In a few lines."""
+    """Say it in a line."""
     share = found["gpu_busy_s"] / found["profiled_micro_batches"]
     return (
         f"a step of one micro-batch {found['first_micro_batch_s']:.3f} s, each further one "

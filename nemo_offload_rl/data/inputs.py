@@ -15,7 +15,7 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device; itself where it is there. From pageable memory, it may be changed at once.
 
     What has 64 KiB to 4 MiB goes to a GPU in pieces that wait for no other copies. In one, an input of 72 KiB waits for
-    everything that is prefetched: `benchmarks/beside_copies.py`.
+    everything that is prefetched: docs/measurements/mechanisms.md.
     """
     target = torch.device(device)
     is_small = PIECE_BYTES < tensor.nbytes <= MOST_BYTES

@@ -49,7 +49,7 @@ PROCESS, ENGINE = "process", "engine"
 # What a worker's process still grows by after its backend's libraries are imported: communicators, kernels, staging.
 GROWTH_BYTES = _GIB // 2
 # Main memory of whole processes, libraries and CUDA context included, without any state: measured by
-# benchmarks/host_memory.py and large_model.py (docs/measurements/residency.md). Engine processes took 1.5 to 1.9 GiB
+# benchmarks/large_model.py (docs/measurements/large-models.md). Engine processes took 1.5 to 1.9 GiB
 # each on one GPU, and 2.7 to 2.8 on each of two. The driver's memory, 2.0 to 2.7 GiB, includes the daemons of a Ray
 # cluster that it has started.
 POLICY_PROCESS_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}

@@ -1,7 +1,7 @@
 """Python's garbage collector in processes with many objects: a full collection holds everything up for a moment.
 
 It goes through all objects that refer to others: without those of imported libraries still 0.1 s, in a policy worker of
-30 B parameters (docs/measurements/large-models.md#what-the-refits-wait-for).
+30 B parameters (docs/measurements/large-models.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
 """
 
 from __future__ import annotations

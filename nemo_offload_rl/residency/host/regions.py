@@ -2,7 +2,7 @@
 
 `cudaHostAlloc` pins at about 1 GB/s and torch's caching host allocator rounds sizes up to powers of two. Here a region
 of exactly the size asked for is mapped, bound to the GPU's NUMA node, backed by huge pages that several threads touch
-at once, and registered: docs/measurements/residency.md has the rates.
+at once, and registered: docs/measurements/mechanisms.md has the rates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The products of a layer's experts by one kernel, torch's `grouped_mm`, instead of a cuBLAS call for each expert.
 
 Transformer Engine starts the products of `GroupedLinear` one by one, about 60 microseconds of host time each. With 64
-experts and a few thousand tokens in a micro-batch, the GPU waits for the host (`benchmarks/grouped_products.py`).
+experts and a few thousand tokens in a micro-batch, the GPU waits for the host (docs/measurements/mechanisms.md).
 
 Shape suffixes: R rows, one for each token and expert, I size of the input, O of the output, E experts of this rank.
 """

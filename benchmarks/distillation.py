@@ -1,25 +1,24 @@
-"""On-policy distillation with random Qwen3 models made here: where a step's time goes, and who holds the memory.
+"""On-policy distillation with random Qwen3 models: seconds of a step's phases, and memory.
 
-    python benchmarks/distillation_gpu.py --student 0.6B --teacher 4B --steps 3 --out results/distillation
-    python benchmarks/distillation_gpu.py --student tiny --teacher tiny --cpu --steps 2 --out results/distillation
+    python benchmarks/distillation.py --steps 3 --variants topk,streamed,megatron --out results/distillation
+    python benchmarks/distillation.py --student tiny --teacher tiny --cpu --steps 2 --out results/distillation
 
 Each variant is a run of its own in a process of its own: the teacher's top-k, all of its vocabulary, its layers
-streamed, and the Megatron backend. `--variants` names some of them. No response has an end. Student and teacher are
-random, so the loss says only that the run is the same: variants that differ in memory alone print equal losses.
+streamed, and the Megatron backend. No response has an end. Student and teacher are random, so the loss says only that
+the run is the same: variants that differ in memory alone print equal losses. It prints seconds, GiB and the loss of
+every step. Docs: docs/measurements/distillation.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "demo")]
+from common import ROOT, make_model, measured_with, steps_in, write_result
+from qwen3_shapes import SHAPES
 
 VARIANTS: dict[str, list[str]] = {
     "topk": [],
@@ -95,25 +94,20 @@ def run_variant(config: Path, overrides: list[str], run: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--student", default="0.6B")
-    parser.add_argument("--teacher", default="4B")
+    parser.add_argument("--student", default="0.6B", choices=list(SHAPES))
+    parser.add_argument("--teacher", default="4B", choices=list(SHAPES))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--cpu", action="store_true", help="short responses without a GPU, to try the script")
     parser.add_argument("--out", type=Path, required=True, help="folder for models, runs and distillation_gpu.json")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    from grpo_gpu import machine, summary
-    from qwen3_shapes import SHAPES, write_model
-
     out, spawn = arguments.out, multiprocessing.get_context("spawn")
     for name in ("student", "teacher"):
-        made = (out / name, SHAPES[getattr(arguments, name)], "cpu" if arguments.cpu else "cuda")
-        writer = spawn.Process(target=write_model, args=made)  # leaves nothing on the GPU
-        writer.start()
-        writer.join()
+        make_model(out / name, getattr(arguments, name), "cpu" if arguments.cpu else "cuda")
     models = [f"policy.model_name={out / 'student'}", f"teacher.model_name={out / 'teacher'}"]
     shared = [*SHARED, *models, f"distillation.max_num_steps={arguments.steps}", *(ON_CPU if arguments.cpu else [])]
+    known = measured_with()
     results: dict[str, list[dict[str, Any]]] = {}
     for variant in arguments.variants.split(","):
         name = "distillation_math_megatron.yaml" if variant == "megatron" else "distillation_math.yaml"
@@ -127,10 +121,9 @@ def main() -> None:
         if process.exitcode:
             print(f"{variant}: ended with status {process.exitcode}", flush=True)
             continue
-        results[variant] = summary(out / variant)["steps"]
+        results[variant] = steps_in(out / variant)
         print(f"{variant}: {time.perf_counter() - begin_s:.0f} s with its start", flush=True)
-        report = {"variants": results, "machine": machine(), "command": " ".join(["python", *sys.argv])}
-        (out / "distillation_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_result(out / "distillation.json", {**known, "variants": results})
     print(table(results))
 
 
