@@ -1,6 +1,7 @@
 """RL post-training of language models on Ray, with training state moved at the speed of the link.
 
-The names below are stable. Each is imported when it is first used, so that importing the package costs nothing.
+The names below are public: docs/reference/api.md lists them and says how they change. Each is imported when it is first
+used, so that importing the package costs nothing.
 """
 
 from importlib import import_module as _import_module

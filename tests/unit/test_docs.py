@@ -38,7 +38,7 @@ def test_a_page_for_each_markdown_file(site):
     assert files == set(site[0])
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
 def test_links_at_the_top_of_the_repository_lead_somewhere(name, site):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\s\"]+)", text)

@@ -92,11 +92,11 @@ def test_importing_the_core_loads_no_engine_no_cluster_and_no_model_library():
     assert result.stdout.strip() == "[]"
 
 
-def test_the_stable_names_are_those_of_the_guide_and_each_says_what_it_is() -> None:
+def test_the_public_names_are_those_of_the_reference_and_each_says_what_it_is() -> None:
     import nemo_offload_rl
 
-    guide = (PACKAGE.parent / "docs/guides/python.md").read_text().partition("## Names")[2]
-    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
+    page = (PACKAGE.parent / "docs/reference/api.md").read_text().partition("## Names")[2]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(nemo_offload_rl.__all__)
     for name in named:
