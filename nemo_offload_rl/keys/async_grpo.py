@@ -9,7 +9,7 @@ from nemo_offload_rl.keys.section import doc, section
 
 @section
 class AsyncGrpoConfig:
-    """`grpo.async_grpo`: rollouts beside training."""
+    """`grpo.async_grpo`: rollouts during training."""
 
     enabled: Annotated[
         bool,

@@ -123,7 +123,7 @@ class DTensorConfig:
         float | None,
         doc(
             "With `offload_optimizer_states`: stream the states in parts of this many MiB. At least two parts are "
-            "on the device during the step, more if there is room beside the passes. null uses one part, which "
+            "on the device during the step, more if passes leave room. null uses one part, which "
             "needs room for all states.",
             gt=0,
         ),

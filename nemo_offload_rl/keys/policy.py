@@ -240,7 +240,7 @@ class RolloutKeys:
         Literal["always", "auto"],
         doc(
             "`always` moves every state group as in the residency table. `auto` keeps groups on the device during "
-            "generation if they fit beside the engine (`gpu_memory_utilization` of the device); the resolved plan "
+            "generation if they fit next to the engine (`gpu_memory_utilization` of the device); the resolved plan "
             "is logged once."
         ),
     ]

@@ -64,6 +64,6 @@ class DpoSectionConfig(SupervisedSectionConfig):
         bool,
         doc(
             "Compute the reference's logprobs of all data once, before the first step, with the policy itself, and "
-            "save them beside the checkpoints; no copy of the reference is kept. false computes them in each step."
+            "save them next to the checkpoints; no copy of the reference is kept. false computes them in each step."
         ),
     ]

@@ -222,7 +222,7 @@ def reward_ranges_are_ascending(cfg: GrpoMasterConfig) -> str | None:
 
 
 def rollouts_can_be_collected_beside_training(cfg: GrpoMasterConfig) -> str | None:
-    """Rollouts beside training need engines of their own that take requests at any time, and every prompt they draw."""
+    """Rollouts during training need engines of their own that take requests at any time, and every prompt they draw."""
     if not cfg.grpo.is_async:
         return None
     generation, told = cfg.policy.generation, "grpo.async_grpo.enabled is true, but"

@@ -167,7 +167,7 @@ def suspended_communicators_make_room_for_an_engine(cfg: RolloutMasterConfig) ->
 
 
 def training_state_fits_the_gpu(cfg: RunConfig) -> str | None:
-    """Parameters, gradients and optimizer of one worker fit the GPU, beside an engine if there is one."""
+    """Parameters, gradients and optimizer of one worker fit the GPU, together with an engine if there is one."""
     known = _known_bytes(cfg)
     if known is None:
         return None

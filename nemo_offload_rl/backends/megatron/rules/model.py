@@ -63,7 +63,7 @@ def megatron_experts_can_be_dealt_out(cfg: PolicyRun) -> str | None:
 
 
 def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun) -> str | None:
-    """Mixture-of-experts models train with tensor parallelism only beside sequence parallelism."""
+    """Mixture-of-experts models train with tensor parallelism only together with sequence parallelism."""
     megatron, model = megatron_section(cfg), local_model_config(cfg)
     if megatron is None or megatron.sequence_parallel or megatron.tensor_model_parallel_size == 1:
         return None

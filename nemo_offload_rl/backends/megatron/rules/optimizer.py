@@ -220,7 +220,7 @@ def megatron_weight_decay_does_not_fall(cfg: PolicyRun) -> str | None:
 
 
 def megatron_parameter_gather_overlaps_only_shards(cfg: PolicyRun) -> str | None:
-    """Parameters are gathered beside the forward pass only where an optimizer shards them."""
+    """Parameters are gathered during the forward pass only where an optimizer shards them."""
     megatron = megatron_section(cfg)
     if megatron is None or megatron.optimizer.use_distributed_optimizer:
         return None
