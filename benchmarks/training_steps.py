@@ -224,7 +224,6 @@ TABLES = {
             Variant("resident"),
             Variant("recompute layers", (RECOMPUTE,)),
             Variant("recompute layers, offload inputs", (RECOMPUTE, OFFLOAD)),
-            Variant("offload", (OFFLOAD,)),
         ),
         (*streamed(DTENSOR, 1024), ADAM_16_BIT),
     ),

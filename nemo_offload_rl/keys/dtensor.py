@@ -69,22 +69,17 @@ class DTensorConfig:
     activation_offload: Annotated[
         bool,
         doc(
-            "Offload what decoder layers save for the backward pass to the host, and prefetch it in time for that "
-            "pass; with `activation_checkpointing`, the layers' inputs. Needs `tensor_parallel_size` 1."
+            "Offload the inputs of recomputed layers to the host, and prefetch them in time for the backward pass. "
+            "Needs `activation_checkpointing` and `tensor_parallel_size` 1."
         ),
     ]
     activation_offload_fraction: Annotated[
         float,
-        doc(
-            "Fraction of the layers, counted from the first, whose activations are offloaded; those of the last "
-            "layer stay.",
-            gt=0,
-            le=1,
-        ),
+        doc("Only 1.0 with `activation_offload`: the inputs of all layers but the last are offloaded.", gt=0, le=1),
     ]
     activation_offload_host_limit_gib: Annotated[
         float,
-        doc("Pinned host memory in GiB per worker for these activations; what does not fit stays on the device.", gt=0),
+        doc("Pinned host memory in GiB per worker for these inputs; what does not fit stays on the device.", gt=0),
     ]
     torch_compile: Annotated[
         bool,

@@ -63,6 +63,16 @@ class PolicySettings(RolloutKeys, TrainedPolicyConfig):
         """Of the DTensor backend."""
         return scheduler_phases(self.scheduler)
 
+    @property
+    def most_train_tokens(self) -> int:
+        """Tokens of a training micro-batch at most, padding included."""
+        multiple = self.make_sequence_length_divisible_by
+        longest = -(-self.max_total_sequence_length // multiple) * multiple
+        for batching in (self.sequence_packing, self.dynamic_batching):
+            if batching.enabled:
+                return max(batching.train_mb_tokens, longest)
+        return self.train_micro_batch_size * longest
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:

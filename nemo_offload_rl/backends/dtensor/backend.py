@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.backends.dtensor import checkpoint, optim, torch_optim
-from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, host_bytes_at_most
+from nemo_offload_rl.backends.dtensor.activation_offload import (
+    ActivationOffloading,
+    host_bytes_at_most,
+    offload_problem,
+)
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.backends.dtensor.host_held.pass_order import PassOrder
 from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
@@ -78,14 +82,12 @@ def check_settings(settings: PolicySettings) -> None:
             cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
             "1",
         ),
-        "policy.dtensor_cfg.tensor_parallel_size with activation_offload": (
-            cfg.activation_offload and cfg.tensor_parallel_size != 1,
-            "1",
-        ),
     }
     for key, (is_set, only_value) in unsupported.items():
         if is_set:
             raise ConfigError(f"{key} is not supported by the DTensor backend yet; set it to {only_value}.")
+    if (problem := offload_problem(cfg)) is not None:
+        raise ConfigError(problem)
     if settings.logprob_temperature <= 0:
         raise ConfigError(
             f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
@@ -132,8 +134,8 @@ class DTensorBackend:
             raise ConfigError("policy.optimizer is null, but the DTensor backend has no other; set name and kwargs.")
         self._activations: ActivationOffloading | None = None
         if (limit_bytes := self.activation_host_bytes()) > 0:
-            fraction = settings.dtensor_cfg.activation_offload_fraction
-            self._activations = ActivationOffloading(self._built.layers, fraction, limit_bytes, self._device)
+            self._activations = ActivationOffloading(limit_bytes, self._device)
+            self._activations.attach(self._built.layers)
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)

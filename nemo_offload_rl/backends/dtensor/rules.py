@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from nemo_offload_rl.backends.alternatives import advice
-from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
+from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most, offload_problem
 from nemo_offload_rl.backends.dtensor.split_plan import (
     context_problem,
     declared_plan,
@@ -27,20 +27,9 @@ from nemo_offload_rl.models.shape import ModelShape
 _FP32_BYTES = 4
 
 
-def offloaded_activations_are_whole(cfg: PolicyRun) -> str | None:
-    """Activations of layers that are split over devices are not offloaded."""
-    dtensor = cfg.policy.dtensor_cfg
-    sizes = {
-        "tensor_parallel_size": dtensor.tensor_parallel_size,
-        "context_parallel_size": dtensor.context_parallel_size,
-    }
-    for key, size in sizes.items():
-        if dtensor.activation_offload and size > 1:
-            return (
-                f"policy.dtensor_cfg.activation_offload is true and {key} {size}, but activations of split layers are "
-                f"not offloaded; set activation_offload to false, or {key} to 1"
-            )
-    return None
+def inputs_of_recomputed_layers_are_offloaded(cfg: PolicyRun) -> str | None:
+    """DTensor's `activation_offload` needs `activation_checkpointing` and layers that are not split over devices."""
+    return offload_problem(cfg.policy.dtensor_cfg)
 
 
 def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
@@ -252,7 +241,7 @@ def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
     return host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
 
 
-AVAILABILITY: tuple[Rule[PolicyRun], ...] = (offloaded_activations_are_whole,)
+AVAILABILITY: tuple[Rule[PolicyRun], ...] = (inputs_of_recomputed_layers_are_offloaded,)
 
 RULES: tuple[Rule[PolicyRun], ...] = (
     parallel_sizes_divide_the_world,

@@ -24,11 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_offload_rl.backends.host_buffers import (
-    HostBufferPool,
-    round_up,
-    tokens_of_a_micro_batch,
-)
+from nemo_offload_rl.backends.megatron.host_buffers import HostBufferPool, round_up
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.keys.worker import PolicySettings
@@ -163,7 +159,7 @@ def host_bytes_at_most(config: Any, num_layers: int, settings: PolicySettings, c
     limit_bytes = int(cfg.activation_offload_host_limit_gib * 2**30)
     if settings.precision == "float32":  # attention that keeps a matrix of scores
         return limit_bytes
-    tokens = tokens_of_a_micro_batch(settings) / cfg.context_parallel_size
+    tokens = settings.most_train_tokens / cfg.context_parallel_size
     tensors = [
         round_up(2 * math.ceil(tokens * elements))  # 16-bit numbers
         for module in cfg.offload_modules or ()

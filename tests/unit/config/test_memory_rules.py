@@ -294,16 +294,19 @@ def test_a_hub_s_model_whose_weights_are_in_the_cache_has_a_size(tmp_path, monke
 
 
 def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advised_fits(load, monkeypatch):
-    monkeypatch.setattr(dtensor, "local_model_config", lambda cfg: QWEN2)
+    model = {**QWEN2, "hidden_size": 1 << 24}
+    monkeypatch.setattr(dtensor, "local_model_config", lambda cfg: model)
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(48))
-    leave = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.activation_offload=true"]
+    leave = ["cluster.gpus_per_node=1"]
+    leave += [f"policy.dtensor_cfg.{key}=true" for key in ("activation_offload", "activation_checkpointing")]
     limit = "policy.dtensor_cfg.activation_offload_host_limit_gib"
     with pytest.raises(
         ConfigError, match=rf"offloaded activations 64\.00, .*\), but .*; lower {limit} to 34\.0, or raise"
     ):
         load(leave, parameters=GIB, gpu_gib=80)  # of the exemplar's state 14
     load([*leave, f"{limit}=34"], parameters=GIB, gpu_gib=80)
-    load([*leave, "policy.dtensor_cfg.activation_checkpointing=true"], parameters=GIB, gpu_gib=80)  # inputs of layers
+    model["hidden_size"] = 1024
+    load(leave, parameters=GIB, gpu_gib=80)
 
 
 def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_the_host(load, monkeypatch):

@@ -43,6 +43,7 @@ BOUNDED = "loss_fn.truncated_importance_sampling_ratio=2"
 
 # rule name -> overrides that break it, and words that its message must have
 TWO_SHARE = ["cluster.cpu_workers_per_node=2", "policy.dtensor_cfg.context_parallel_size=2"]
+OFFLOADED_INPUTS = [f"policy.dtensor_cfg.{key}=true" for key in ("activation_offload", "activation_checkpointing")]
 BROKEN: dict[str, list[tuple[list[str], str]]] = {
     "exactly_one_backend_is_enabled": [
         (["policy.megatron_cfg.enabled=true"], "enable exactly one"),
@@ -233,7 +234,7 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "turn dynamic sampling off",
         )
     ],
-    "offloaded_activations_are_whole": [
+    "inputs_of_recomputed_layers_are_offloaded": [
         (
             [
                 "policy.dtensor_cfg.activation_offload=true",
@@ -243,6 +244,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "activations of split layers are not offloaded",
         ),
         ([*TWO_SHARE, "policy.dtensor_cfg.activation_offload=true"], "or context_parallel_size to 1"),
+        (["policy.dtensor_cfg.activation_offload=true"], "set activation_checkpointing to true"),
+        (
+            [*OFFLOADED_INPUTS, "policy.dtensor_cfg.activation_offload_fraction=0.5"],
+            "set it to 1.0, and activation_offload_host_limit_gib to what they may take",
+        ),
     ],
     "save_deadline_is_a_time": [
         (["checkpointing.checkpoint_must_save_by='3:45:00'"], "write days:hours:minutes:seconds"),

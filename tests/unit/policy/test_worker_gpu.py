@@ -31,7 +31,7 @@ VARIANTS = {
     "through the GPU": {"cpu_offload": True},
     "through the GPU layer by layer": {"cpu_offload": True, "activation_checkpointing": True},
     "auto": {"residency": "auto", "engine_memory_share": 0.5},
-    "activations away": {"activation_offload": True},
+    "inputs of layers away": {"activation_offload": True, "activation_checkpointing": True},
     "everything away": {"cpu_offload": True},
     "everything away, activations too": {
         "cpu_offload": True,

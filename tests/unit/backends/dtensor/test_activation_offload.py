@@ -1,8 +1,9 @@
-"""Offloaded activations: the same bits as without, little memory held, buffers that come back."""
+"""Offloaded inputs of layers: the same bits as without, little memory held, host memory that is used again."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from policy_cases import assert_equal
 from resume_cases import weights_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
 
 from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading
 from nemo_offload_rl.models.families import DTENSOR
@@ -21,16 +23,21 @@ from nemo_offload_rl.protocols.loss import TrainResult
 
 WIDTH, ROWS, NUM_LAYERS = 64, 32, 6
 MIB = 1 << 20
+INPUT_BYTES = ROWS * WIDTH * 4
 CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Keeps its input, twice, two views of one product, and what every block is given."""
+    """A checkpointed layer, as `transformers` has them: it is given hidden states, and what every layer is given."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.into, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
         self.raises = False
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def __call__(self, hidden: Tensor, angles: Tensor) -> Tensor:
+        return self._gradient_checkpointing_func(partial(super().__call__, angles=angles), hidden)
 
     def forward(self, hidden: Tensor, angles: Tensor) -> Tensor:
         left, right = self.into(hidden).chunk(2, dim=-1)
@@ -45,6 +52,7 @@ def blocks(width: int = WIDTH) -> nn.ModuleList:
 
 
 def loss_of(layers: nn.ModuleList, hidden: Tensor, angles: Tensor) -> Tensor:
+    hidden = hidden.clone()  # the first layer's input is the model's own too
     for layer in layers:
         hidden = layer(hidden, angles)
     return hidden.square().sum()
@@ -68,9 +76,10 @@ def expected(*seeds: int) -> list[Tensor]:
     return grads_of(layers)
 
 
-def offloaded(limit_mib: int = 64, fraction: float = 1.0) -> tuple[nn.ModuleList, ActivationOffloading]:
-    layers = blocks()
-    return layers, ActivationOffloading(list(layers), fraction, limit_mib * MIB, CPU)
+def offloaded(limit_bytes: int = 64 * MIB) -> tuple[nn.ModuleList, ActivationOffloading]:
+    layers, offloading = blocks(), ActivationOffloading(limit_bytes, CPU)
+    offloading.attach(list(layers))
+    return layers, offloading
 
 
 def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -81,7 +90,7 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
 def held_bytes(layers: nn.ModuleList) -> int:
     """Of the device's memory, what a forward pass leaves taken."""
     values = batch()
-    loss_of(layers, *values).backward()  # takes the host's buffers
+    loss_of(layers, *values).backward()  # takes the host's memory
     what = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
     with profile(**what) as seen, record_function("forward"):
         loss = loss_of(layers, *values)
@@ -90,13 +99,17 @@ def held_bytes(layers: nn.ModuleList) -> int:
     return found.cpu_memory_usage
 
 
-@pytest.mark.parametrize("fraction", [0.2, 0.5, 1.0])
-def test_layers_that_are_offloaded_hold_nothing_between_their_passes(fraction: float) -> None:
-    layers, _ = offloaded(fraction=fraction)
-    activation_bytes = ROWS * WIDTH * 4
-    # Of each layer the product, twice as wide, tanh, the input of `out`, and its own input; the first one's is ours.
-    num_moved = {0.2: 1, 0.5: 3, 1.0: 5}[fraction]
-    assert held_bytes(blocks()) - held_bytes(layers) == (5 * num_moved - 1) * activation_bytes
+@pytest.mark.parametrize(("limit_bytes", "num_moved"), [(64 * MIB, NUM_LAYERS - 1), (3 * INPUT_BYTES, 3)])
+def test_inputs_of_layers_hold_nothing_between_their_passes_as_far_as_they_fit(
+    limit_bytes: int, num_moved: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers, offloading = offloaded(limit_bytes)
+    with caplog.at_level(logging.WARNING, "nemo_offload_rl"):
+        assert held_bytes(blocks()) - held_bytes(layers) == num_moved * INPUT_BYTES
+    assert offloading.host_bytes == limit_bytes
+    told = "Inputs of layers need more than 0.00 GiB of host memory; what does not fit stays"
+    assert caplog.text.count(told) == (num_moved < NUM_LAYERS - 1)
+    assert_same(grads_of(layers), expected(1, 1))
 
 
 def test_gradients_have_the_same_bits_in_every_order_of_passes() -> None:
@@ -125,11 +138,9 @@ def test_gradients_have_the_same_bits_in_every_order_of_passes() -> None:
     assert offloading.host_bytes == 0
 
 
-def test_host_buffers_are_used_again_and_a_pass_that_raised_gives_them_back() -> None:
-    layers, offloading = offloaded()
+def test_host_memory_is_used_again_also_that_of_a_pass_that_raised() -> None:
+    layers, offloading = offloaded((NUM_LAYERS - 1) * INPUT_BYTES)
     loss_of(layers, *batch()).backward()
-    taken_bytes = offloading.host_bytes
-    assert taken_bytes > 0
     layers[3].raises = True
     for _ in range(3):
         with pytest.raises(ArithmeticError, match="in a layer"):
@@ -139,28 +150,20 @@ def test_host_buffers_are_used_again_and_a_pass_that_raised_gives_them_back() ->
     for seed in (1, 2):
         loss_of(layers, *batch(seed)).backward()
     assert_same(grads_of(layers), expected(1, 2))
-    assert offloading.host_bytes == taken_bytes
+    offloading._take_back()
+    assert offloading._arena.num_blocks == 0
     offloading.close()
     assert offloading.host_bytes == 0
-
-
-def test_what_does_not_fit_the_limit_stays_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    layers, offloading = offloaded(limit_mib=4)  # two buffers
-    for _ in range(2):
-        with caplog.at_level(logging.WARNING, "nemo_offload_rl"):
-            loss_of(layers, *batch()).backward()
-        assert_same(grads_of(layers), expected(1))
-        assert offloading.host_bytes == 4 * MIB
-    assert caplog.text.count("Activations need more than 0.00 GiB of host memory; what does not fit stays") == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_gradients_have_the_same_bits_and_the_memory_is_free_between_the_passes() -> None:
     width, rows, device = 2048, 4096, torch.device("cuda")
-    activation_bytes = rows * width * 4
+    input_bytes = rows * width * 4
     plain, moving = blocks(width).to(device), blocks(width).to(device)
-    offloading = ActivationOffloading(list(moving), 1.0, 2 << 30, device)
+    offloading = ActivationOffloading(2 << 30, device)
+    offloading.attach(list(moving))
 
     def run(layers: nn.ModuleList) -> tuple[int, int, list[Tensor]]:
         for seed in (1, 2):
@@ -175,19 +178,16 @@ def test_on_a_gpu_gradients_have_the_same_bits_and_the_memory_is_free_between_th
 
     (held, peak, wanted), (held_less, peak_less, found) = run(plain), run(moving)
     assert_same(found, wanted)
-    # The same as on a CPU.
-    assert held - held_less == (5 * (NUM_LAYERS - 1) - 1) * activation_bytes
-    assert peak - peak_less > 10 * activation_bytes
-    assert offloading.host_bytes > 20 * activation_bytes
+    assert held - held_less == (NUM_LAYERS - 1) * input_bytes  # the same as on a CPU
+    assert peak - peak_less > (NUM_LAYERS - 4) * input_bytes
+    assert offloading.host_bytes == 2 << 30
+    offloading.close()
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "whole layers": {},
+    "padded": {},
     "packed": {"sequence_packing": PACKING},
-    "inputs of recomputed layers": {"activation_checkpointing": True},
-    "packed, inputs of recomputed layers": {"activation_checkpointing": True, "sequence_packing": PACKING},
-    "half": {"activation_offload_fraction": 0.5},
-    "beside parameters in parts": {"cpu_offload": True},
+    "parameters in parts": {"cpu_offload": True},
 }
 
 
@@ -198,7 +198,7 @@ def test_training_has_the_same_bits(tmp_path: Path, name: str, case: str) -> Non
     save_family_folder(row.folder, name)
 
     def run(**changes: Any) -> tuple[list[TrainResult], dict[str, Tensor]]:
-        with row.worker(**CASES[case], **changes) as worker:
+        with row.worker(activation_checkpointing=True, **CASES[case], **changes) as worker:
             return steps(worker, BATCHES), weights_of(worker)
 
     wanted, found = run(), run(activation_offload=True)

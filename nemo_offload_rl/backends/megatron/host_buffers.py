@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.residency.host.regions import HostRegion
 from nemo_offload_rl.residency.table.errors import ResidencyError
 
@@ -30,16 +29,6 @@ class _Buffer:
     region: HostRegion
     num_bytes: int
     last_pass: int
-
-
-def tokens_of_a_micro_batch(settings: PolicySettings) -> int:
-    """Tokens of a training micro-batch at most, padding included."""
-    multiple = settings.make_sequence_length_divisible_by
-    longest = -(-settings.max_total_sequence_length // multiple) * multiple
-    for batching in (settings.sequence_packing, settings.dynamic_batching):
-        if batching.enabled:
-            return max(batching.train_mb_tokens, longest)
-    return settings.train_micro_batch_size * longest
 
 
 def round_up(num_bytes: int) -> int:
@@ -90,16 +79,6 @@ class HostBufferPool:
         if buffer is None:
             raise ResidencyError("an activation's host buffer was freed twice or belongs to another pool")
         insort(self._free, buffer, key=_size)
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `allocate` stays within the limit."""
-        in_use_bytes = self.total_bytes - sum(buffer.num_bytes for buffer in self._free)
-        is_free = bool(self._free) and self._free[-1].num_bytes >= num_bytes
-        return is_free or in_use_bytes + round_up(num_bytes) <= self.limit_bytes
-
-    def close_free(self) -> None:
-        """Release what is not in use."""
-        self._release_down_to(0)
 
     def reset(self) -> None:
         """A pass has ended: every buffer is free, and those above the limit are released."""
