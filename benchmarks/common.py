@@ -1,4 +1,4 @@
-"""What benchmarks share: what a number belongs to, models made in a process of their own, the link, a loss."""
+"""Shared by the benchmarks: machine and versions of a result, models made in a new process, the link, a loss."""
 
 from __future__ import annotations
 

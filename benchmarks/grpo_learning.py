@@ -107,7 +107,7 @@ def train(folder: Path, model: Path, variant: str, options: argparse.Namespace) 
 def judge(
     records: list[dict[str, Any]], first: list[dict[str, Any]], twin: list[dict[str, Any]] | None
 ) -> dict[str, float]:
-    """What the table says of one variant, against the first one and, if it is resident, the same that is not."""
+    """Compute the rows of one variant, against the first one and, if it is resident, its twin that is not."""
     accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
     steps, others = ([record for record in run if record["step"] > 0] for run in (records, first))
     seconds = [step["timing/total_s"] for step in steps[1:] or steps]
@@ -149,7 +149,7 @@ def num_unlike(steps: list[dict[str, Any]], twin: list[dict[str, Any]]) -> int:
 
 
 def curves_of(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What is plotted of a run: a number for each step, and (step, accuracy) of each validation."""
+    """Curves of a run: a number for each step, and (step, accuracy) of each validation."""
     return {
         **{curve: [record[curve] for record in records if record["step"] > 0] for curve in CURVES},
         "validation": [

@@ -209,7 +209,7 @@ def transition(record: dict[str, float], link: dict[str, float]) -> dict[str, fl
 
 
 def _steps_file(folder: Path, side: str) -> Path:
-    """What a side writes of each step as it ends."""
+    """The file to which a side writes each step as it ends."""
     return folder / ("trl_steps.jsonl" if side == "trl" else "ours/metrics.jsonl")
 
 

@@ -203,7 +203,7 @@ def bytes_line(peak: Mapping[str, Mapping[str, int]], plan: Mapping[str, float],
 
 
 class Report:
-    """What is known of the run so far: written after each reading of memory, and printed step by step.
+    """Results of the run so far: written after each reading of memory, and printed step by step.
 
     Args:
         arguments: The command line.

@@ -198,7 +198,7 @@ def shard(batch: Any, worker: Any) -> Any:
 
 
 def memory_at_rest_gib(device: str) -> float:
-    """What this process has of its device outside torch's allocator."""
+    """GiB that this process has of its device outside torch's allocator."""
     if device == "cpu":
         return 0.0
     from nemo_offload_rl.utils.gpu_memory import read_gpus
@@ -208,7 +208,7 @@ def memory_at_rest_gib(device: str) -> float:
 
 
 def start(run: Run, arrangement: Arrangement, folder: Path, resume: Path | None = None) -> list[dict[str, Any]]:
-    """What each rank found.
+    """Run an arrangement and return the results of each rank.
 
     Raises:
         Exception: A rank's.

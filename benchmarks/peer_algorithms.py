@@ -1,4 +1,4 @@
-"""How others move optimizer state between a GPU and the host, each written from a reading of its source.
+"""Peers' ways of moving optimizer state between a GPU and the host, each written from a reading of its source.
 
 Every class has the same three calls: `prepare` is what a job can do before its first step, `offload` returns when the
 memory is free for another process, `reload` when the state can be used. `state` maps names to device tensors; a class

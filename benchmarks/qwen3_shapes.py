@@ -42,7 +42,7 @@ class Qwen3Shape:
         yield f"{place}.mlp.down_proj.weight", (self.hidden, self.intermediate), STD
 
     def own_config(self) -> dict[str, Any]:
-        """What config.json has that is not common to both kinds of model."""
+        """Entries of config.json that differ between the two kinds of model."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -93,7 +93,7 @@ class MoeShape:
             yield f"{place}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.moe_intermediate), STD
 
     def own_config(self) -> dict[str, Any]:
-        """What config.json has that is not common to both kinds of model."""
+        """Entries of config.json that differ between the two kinds of model."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",

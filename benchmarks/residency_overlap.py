@@ -1,4 +1,4 @@
-"""What moving state costs a training loop, with copies overlapped with compute and without.
+"""Seconds that moving state costs a training loop, with copies overlapped with compute and without.
 
     python benchmarks/residency_overlap.py --refit-s 0.4 --out benchmarks/results/residency_overlap.json
 
@@ -29,100 +29,33 @@ from typing import Any
 import torch
 from common import NLL, grow_host_memory, make_model, measured_with, probe_link, write_result
 from qwen3_shapes import SHAPES
+from workers import DTENSOR, Run, worker_of
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "resident": {"colocated": False},
-    "waited for": {"residency_overlap": False},
-    "overlapped": {},
-    "overlapped, states streamed": {"offload_optimizer_states": True},
-    "the same in parts of 1 GiB": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 1024},
-    "away for logprobs": {"offload_optimizer_states_for_logprob": True},
-    "optimizer not pinned": {"use_pinned_optimizer_offload": False},
+CHUNKED = f"{DTENSOR}.offload_optimizer_states_chunk_mib"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "resident": ("policy.generation.colocated.enabled=false",),
+    "waited for": ("policy.residency_overlap=false",),
+    "overlapped": (),
+    "overlapped, states streamed": (f"{DTENSOR}.offload_optimizer_states=true", f"{CHUNKED}=null"),
+    "the same in parts of 1 GiB": (f"{DTENSOR}.offload_optimizer_states=true", f"{CHUNKED}=1024"),
+    "away for logprobs": ("policy.offload_optimizer_states_for_logprob=true",),
+    "optimizer not pinned": ("policy.use_pinned_optimizer_offload=false",),
 }
 PHASES = ("logprobs", "reference", "training", "refit", "leaving")
 AT_ONCE = 32  # tensors of a refit between two pauses
 
 
-def make_worker(folder: Path, args: argparse.Namespace, changes: dict[str, Any]) -> Any:
-    """A policy worker on one device."""
-    from nemo_offload_rl.keys.data import TokenizerConfig
-    from nemo_offload_rl.keys.dtensor import DTensorConfig, DTensorLoraConfig
-    from nemo_offload_rl.keys.policy import BatchingConfig, OptimizerConfig
-    from nemo_offload_rl.keys.worker import PolicySettings
-    from nemo_offload_rl.policy.worker import PolicyWorker
-    from nemo_offload_rl.protocols.backend import ProcessInfo
-
-    off = BatchingConfig(enabled=False, train_mb_tokens=1, logprob_mb_tokens=1, sequence_length_round=1)
-    on_gpu = args.device == "cuda"
-    settings = PolicySettings(
-        model_name=str(folder),
-        hf_config_overrides={},
-        dropout=False,
-        tokenizer=TokenizerConfig(name=str(folder), chat_template=None, chat_template_kwargs=None),
-        precision="bfloat16" if on_gpu else "float32",
-        deterministic=False,
-        train_global_batch_size=args.rows,
-        train_micro_batch_size=args.micro_batch,
-        logprob_batch_size=2 * args.micro_batch,
-        logprob_chunk_size=1024,
-        logprob_temperature=1.0,
-        logprob_filter=None,
-        max_total_sequence_length=args.length,
-        make_sequence_length_divisible_by=1,
-        max_grad_norm=1.0,
-        max_skipped_updates=5,
-        optimizer=OptimizerConfig(
-            name="torch.optim.AdamW", kwargs={"lr": 1e-6, "fused": on_gpu}, decay_norm_and_bias=True
-        ),
-        scheduler=(),
-        dynamic_batching=off,
-        sequence_packing=off,
-        dtensor_cfg=DTensorConfig(
-            enabled=True,
-            tensor_parallel_size=1,
-            expert_parallel_size=1,
-            context_parallel_size=1,
-            sequence_parallel=False,
-            activation_checkpointing=True,
-            activation_offload=False,
-            activation_offload_fraction=1.0,
-            activation_offload_host_limit_gib=64.0,
-            torch_compile=False,
-            cpu_offload=False,
-            offload_optimizer_states=changes.pop("offload_optimizer_states", False),
-            offload_optimizer_states_fraction=1.0,
-            offload_optimizer_states_chunk_mib=changes.pop("offload_optimizer_states_chunk_mib", None),
-            lora_cfg=DTensorLoraConfig(
-                enabled=False,
-                target_modules=(),
-                exclude_modules=(),
-                match_all_linear=True,
-                dim=8,
-                alpha=32,
-                dropout=0.0,
-                lora_A_init="xavier",
-            ),
-        ),
-        megatron_cfg=None,
-        refit_buffer_size_gib=0.5,
-        residency="always",
-        residency_overrides={},
-        suspend_nccl_comms=False,
-        residency_overlap=changes.pop("residency_overlap", True),
-        residency_verify=False,
-        host_memory_budget_gib=None,
-        gpu_memory_limit_gib=None,
-        memory_snapshot_dir=None,
-        reference_dir=None,
-        engine_memory_share=0.0,
-        engine_kv_cache_gib=None,
-        use_pinned_optimizer_offload=changes.pop("use_pinned_optimizer_offload", True),
-        offload_optimizer_states_for_logprob=changes.pop("offload_optimizer_states_for_logprob", False),
-        colocated=changes.pop("colocated", True),
-        seed=0,
+def make_worker(folder: Path, args: argparse.Namespace, overrides: tuple[str, ...]) -> Any:
+    """A DTensor policy worker on one device, which leaves all of it to an engine that is not there."""
+    common = (
+        f"policy.train_micro_batch_size={args.micro_batch}",
+        f"policy.logprob_batch_size={2 * args.micro_batch}",
+        f"{DTENSOR}.activation_checkpointing=true",
+        f"{DTENSOR}.torch_compile=false",
+        f"policy.optimizer.kwargs={{lr: 1e-6, fused: {str(args.device == 'cuda').lower()}}}",
     )
-    process = ProcessInfo(rank=0, world_size=1, init_method="", device="cuda:0" if on_gpu else "cpu")
-    return PolicyWorker(settings, process, keep_reference=True)
+    run = Run(args.shape, str(folder), args.device, (args.length,), args.rows, args.steps, 0, common, "dtensor")
+    return worker_of(run, overrides, keep_reference=True, engine_memory_share=0.0, engine_kv_cache_gib=None)
 
 
 def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +63,7 @@ def run_variant(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from nemo_offload_rl.data.batch import TrainBatch
     from nemo_offload_rl.residency import Phase
 
-    worker = make_worker(folder, args, dict(VARIANTS[args.child]))
+    worker = make_worker(folder, args, VARIANTS[args.child])
     vocab = SHAPES[args.shape].vocab
     num_weights = 11 * SHAPES[args.shape].layers + 2  # of a Qwen3 model with tied embeddings
     generator = torch.Generator().manual_seed(0)

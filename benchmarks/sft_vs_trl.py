@@ -44,7 +44,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a step does; lengths in tokens."""
+    """Size of a step; lengths in tokens."""
 
     sequence_lengths: tuple[int, ...]  # of SFT; together one packed row
     packed_rows: int  # packed rows of an optimizer step
@@ -95,7 +95,7 @@ def read_data(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def as_messages(row: dict[str, str]) -> dict[str, Any]:
-    """What TRL takes for a conversation."""
+    """A conversation in the form that TRL takes."""
     user = [{"role": "user", "content": row["prompt"]}]
     return {"prompt": user, **{k: [{"role": "assistant", "content": v}] for k, v in row.items() if k != "prompt"}}
 

@@ -1,4 +1,4 @@
-"""Where the time of a micro-batch goes: seconds, what the GPU did, and what the host spent them on.
+"""Profile of a micro-batch: its seconds, and how GPU and host spent them.
 
     python benchmarks/training_profile.py --shape 12-layers --length 2304 --json results/profile.json
     python benchmarks/training_profile.py --backend dtensor --shape 12-layers --length 2304

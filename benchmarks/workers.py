@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """What every variant has in common.
+    """Settings that all variants of a table share.
 
     Attributes:
         shape: Of the model.
@@ -63,13 +63,17 @@ class Run:
     backend: str = "megatron"
 
 
-def worker_of(run: Run, overrides: Sequence[str] = (), *, process: Any = None) -> Any:
+def worker_of(
+    run: Run, overrides: Sequence[str] = (), *, process: Any = None, keep_reference: bool = False, **settings: Any
+) -> Any:
     """Make a policy worker.
 
     Args:
-        run: What every variant has in common.
+        run: Settings that all variants share.
         overrides: Of this worker; they win over those of `run`.
         process: Its `ProcessInfo`, as one of several ranks; None for a worker alone on the first device.
+        keep_reference: Keep the initial parameters.
+        settings: Fields of `PolicySettings` that no key sets.
     """
     from nemo_offload_rl.backends.dtensor import rules as of_dtensor
     from nemo_offload_rl.backends.megatron import rules as of_megatron
@@ -101,7 +105,8 @@ def worker_of(run: Run, overrides: Sequence[str] = (), *, process: Any = None) -
         init_method=f"file://{run.folder}/rendezvous-{os.getpid()}",
         device="cuda:0" if run.device == "cuda" else "cpu",
     )
-    return PolicyWorker(to_grpo_config(cfg, resolved).worker, process, keep_reference=False)
+    worker_settings = replace(to_grpo_config(cfg, resolved).worker, **settings)
+    return PolicyWorker(worker_settings, process, keep_reference=keep_reference)
 
 
 def _on_cpu(backend: str) -> list[str]:
@@ -154,7 +159,7 @@ def run_variants(
         ties_embeddings: The model's output layer is its embedding.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(**{**vars(run), "folder": folder})
+        run = replace(run, folder=folder)
         # In children: this process holds nothing of the GPU.
         link = _in_child(_prepare_host, args.host_gib << 30, run.device)
         _in_child(write_model, Path(folder), shape_of(run.shape), run.device, ties_embeddings)
@@ -177,7 +182,7 @@ def _prepare_host(num_bytes: int, device: str) -> dict[str, float]:
 
 
 def _in_child(target: Callable[..., Any], *arguments: Any) -> Any:
-    """What `target` returns in a new process; `{"error": ...}` where it fails."""
+    """Call `target` in a new process and return its result; `{"error": ...}` where it fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child_main, args=(sender, target, arguments))
