@@ -94,10 +94,9 @@ class DTensorConfig:
         doc(
             "For models larger than the GPU: keep parameters, gradients and optimizer states on the host and stream "
             "them through the device part by part (a layer, the embedding, the output layer), in every pass and in "
-            "the update, which runs on the device. With `activation_checkpointing` and without "
-            "`activation_offload`, training passes go layer by layer over many micro-batches, so each part is "
-            "copied once in each direction; otherwise once per micro-batch. One policy worker only, without "
-            "`lora_cfg`."
+            "the update, which runs on the device. Passes go layer by layer over many micro-batches, so each part is "
+            "copied once in each direction; with `activation_offload`, once per micro-batch. Needs "
+            "`activation_checkpointing`, no dropout and one policy worker; without `lora_cfg`."
         ),
     ]
     offload_optimizer_states: Annotated[

@@ -28,8 +28,8 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 362,
-    "lines": 53450,
+    "modules": 360,
+    "lines": 53050,
     "modules under 60 lines with one importer": 25,
 }
 

@@ -12,8 +12,7 @@ from tiny_models import qwen3_config, save_model_folder
 
 from nemo_offload_rl.residency import CpuDevice
 
-in_parts = partial(one_rank_worker, cpu_offload=True)
-layerwise = partial(in_parts, activation_checkpointing=True)
+in_parts = partial(one_rank_worker, cpu_offload=True, activation_checkpointing=True)
 PART_ROWS = ("params/part.", "grads/part.", "optimizer/part.")
 
 

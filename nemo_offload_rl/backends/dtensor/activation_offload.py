@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.worker import PolicySettings
 from nemo_offload_rl.residency import HostAllowance, HostArena, HostBlock, ResidencyError, aligned, new_region_on
 
@@ -40,7 +39,7 @@ class ActivationOffloading:
     """
 
     def __init__(self, host_limit_bytes: int, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._limit_bytes = aligned(host_limit_bytes)
         self._arena = HostArena(HostAllowance(self._limit_bytes), new_region_on(device))
         is_gpu = device.type == "cuda"
@@ -84,7 +83,7 @@ class ActivationOffloading:
             below: The input of the layer before, whose backward pass comes next.
             stays: Only have `below` come back in time.
         """
-        moves = not stays and hidden.is_contiguous() and hidden.device.type == self._device.type
+        moves = not stays and hidden.is_contiguous() and hidden.device.type == self.device.type
         block = self._block_of(hidden.nbytes) if moves else None
         kept = LayerInput(hidden, below, self, block)
         if block is not None:
@@ -136,7 +135,7 @@ class ActivationOffloading:
             target.copy_(source)
             return None
         stream, other = (self._in, self._out) if target.is_cuda else (self._out, self._in)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         stream.wait_stream(other)  # which may still read or write the host's side
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -147,7 +146,7 @@ class ActivationOffloading:
     def wait(self, copied: torch.cuda.Event | None) -> None:
         """Have the compute stream wait for a copy."""
         if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
+            torch.cuda.current_stream(self.device).wait_event(copied)
 
 
 class LayerInput:
@@ -168,7 +167,6 @@ class LayerInput:
         block: HostBlock | None = None,
     ) -> None:
         self._on_device: Tensor | None = hidden
-        self._like = torch.empty_like(hidden, device="meta")
         self._below = below
         self._offloading = offloading
         self._on_host: Tensor | None = None
@@ -195,7 +193,7 @@ class LayerInput:
     def _come(self) -> Tensor:
         if self._on_device is None:
             assert self._on_host is not None and self._offloading is not None
-            self._on_device = torch.empty_like(self._like, device=self._offloading._device)
+            self._on_device = torch.empty_like(self._on_host, device=self._offloading.device)
             self._copied = self._offloading.copy(self._on_device, self._on_host)
         return self._on_device
 
@@ -218,27 +216,3 @@ def host_bytes_at_most(settings: PolicySettings, num_layers: int, hidden_size: i
     layer_bytes = settings.most_train_tokens * hidden_size * element_bytes
     limit_bytes = int(config.activation_offload_host_limit_gib * _GIB)
     return min(limit_bytes, int(_SPARE * (num_layers - 1) * aligned(layer_bytes)))
-
-
-def offload_problem(config: DTensorConfig) -> str | None:
-    """Say why activations cannot be offloaded as the keys ask and what to change; None where they can."""
-    if not config.activation_offload:
-        return None
-    key = "policy.dtensor_cfg.activation_offload"
-    for name in ("tensor_parallel_size", "context_parallel_size"):
-        if (size := getattr(config, name)) > 1:
-            return (
-                f"{key} is true and {name} {size}, but activations of split layers are not offloaded; set "
-                f"activation_offload to false, or {name} to 1"
-            )
-    if not config.activation_checkpointing:
-        return (
-            f"{key} is true and activation_checkpointing is false, but only the inputs of recomputed layers are "
-            "offloaded, since all else is recomputed faster than it is copied; set activation_checkpointing to true"
-        )
-    if config.activation_offload_fraction != 1.0:
-        return (
-            f"{key}_fraction is {config.activation_offload_fraction}, but inputs of all layers are offloaded as far as "
-            "they fit; set it to 1.0, and activation_offload_host_limit_gib to what they may take"
-        )
-    return None

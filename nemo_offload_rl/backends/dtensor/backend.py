@@ -21,11 +21,11 @@ from nemo_offload_rl.backends.dtensor import checkpoint, optim, torch_optim
 from nemo_offload_rl.backends.dtensor.activation_offload import (
     ActivationOffloading,
     host_bytes_at_most,
-    offload_problem,
 )
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.host_held.pass_order import PassOrder
+from nemo_offload_rl.backends.dtensor.host_held.layerwise import LayerwisePasses
 from nemo_offload_rl.backends.dtensor.learning_rate import Schedule
+from nemo_offload_rl.backends.dtensor.rules import POLICY_RULES, one_worker_problem
 from nemo_offload_rl.backends.dtensor.sizes import optimizer_row_bytes, part_row_bytes
 from nemo_offload_rl.backends.hf.export import export_hf_folder
 from nemo_offload_rl.backends.hf.hub_names import HubNames
@@ -62,32 +62,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_settings(settings: PolicySettings) -> None:
-    """Refuse what this backend does not do yet.
+    """Refuse what this backend does not do, as the rules between keys do before Ray starts.
 
     Raises:
-        ConfigError: Names the key and its only value.
+        ConfigError: Names the key and what to set it to.
     """
-    cfg = settings.dtensor_cfg
-    unsupported = {
-        "policy.dtensor_cfg.cpu_offload with lora_cfg": (cfg.cpu_offload and cfg.lora_cfg.enabled, "false"),
-        "policy.sequence_packing.enabled with context_parallel_size": (
-            settings.sequence_packing.enabled and cfg.context_parallel_size != 1,
-            "false",
-        ),
-        "policy.dtensor_cfg.expert_parallel_size with context_parallel_size": (
-            cfg.expert_parallel_size != 1 and cfg.context_parallel_size != 1,
-            "1",
-        ),
-        "policy.dtensor_cfg.tensor_parallel_size with lora_cfg": (
-            cfg.lora_cfg.enabled and cfg.tensor_parallel_size != 1,
-            "1",
-        ),
-    }
-    for key, (is_set, only_value) in unsupported.items():
-        if is_set:
-            raise ConfigError(f"{key} is not supported by the DTensor backend yet; set it to {only_value}.")
-    if (problem := offload_problem(cfg)) is not None:
-        raise ConfigError(problem)
+    for rule in POLICY_RULES:
+        if (problem := rule(settings)) is not None:
+            raise ConfigError(problem)
     if settings.logprob_temperature <= 0:
         raise ConfigError(
             f"policy.generation.temperature={settings.logprob_temperature} gives tokens no logprob to train with; set "
@@ -107,11 +89,8 @@ class DTensorBackend:
         check_settings(settings)
         check_model_folder(settings.model_name)
         self._settings = settings
-        if settings.dtensor_cfg.cpu_offload and process.world_size > 1:
-            raise ConfigError(
-                f"policy.dtensor_cfg.cpu_offload is true, but there are {process.world_size} policy workers, and it is "
-                "for one; set it to false, or use one device."
-            )
+        if (problem := one_worker_problem(settings, process.world_size)) is not None:
+            raise ConfigError(problem)
         self._device = torch.device(process.device)
         self._compute_dtype = compute_dtype(settings.precision)
         self._teacher_head: TeacherHead | None = None
@@ -135,14 +114,15 @@ class DTensorBackend:
         self._activations: ActivationOffloading | None = None
         if (limit_bytes := self.activation_host_bytes()) > 0:
             self._activations = ActivationOffloading(limit_bytes, self._device)
-            self._activations.attach(self._built.layers)
+            if not self._built.parts:
+                self._activations.attach(self._built.layers)
         spec = torch_optim.optimizer_spec(settings.optimizer, on_gpu=on_gpu)
         groups = torch_optim.param_groups(settings.optimizer, self._named_trainable())
         self._optimizer = torch_optim.build_optimizer(settings.optimizer, groups)
         self._schedule = Schedule(settings.scheduler_phases, self._optimizer)
         self._parts = optim.divide(self._parameters, spec, settings.dtensor_cfg, self._built.parts)
         self._passing: PassingParts | None = None
-        self._order = PassOrder(self._built, settings.dtensor_cfg)
+        self._layerwise: LayerwisePasses | None = None
 
     @property
     def rank_info(self) -> RankInfo:
@@ -223,7 +203,8 @@ class DTensorBackend:
             with passing.filled(index):
                 self._built.read_part(part)
         self._passing = passing
-        self._order.use_parts(passing)
+        self._layerwise = LayerwisePasses(self._built, passing, self._activations)
+        self._layerwise.check()
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
@@ -237,21 +218,24 @@ class DTensorBackend:
         """Accumulate gradients over all micro-batches; loss and metrics are reduced over data-parallel ranks."""
         self._built.module.train()
         totals = Totals(self._device)
-        if self._order.trains_layerwise:
+        if self._layerwise is not None:
             reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
             loss_of = partial(read_loss, loss_fn, norm=norm)
-            for loss, metrics in self._order.train(micro_batches, reader_of, loss_of, before_micro_batch):
+            for loss, metrics in self._layerwise.train(micro_batches, reader_of, loss_of, before_micro_batch):
                 totals.add(loss, metrics)
             return totals.reduce(self._dp_group)
         for index, micro_batch in enumerate(micro_batches):
             before_micro_batch(index)
-            with self._order.training(is_last=index == len(micro_batches) - 1):
-                batch, rows = self._built.on_device(micro_batch)
-                reader = reader_for(loss_fn, batch, self._teacher_head)
-                scores_BS = self._built.module(batch.input_ids, rows, reader)
-                loss, metrics = read_loss(loss_fn, scores_BS, batch, norm)
-                del batch, rows, reader, scores_BS  # a batch may have a teacher's hidden states
-                loss.backward()
+            if self._rank_info.world_size == 1:
+                # One rank's whole gradients take no more memory than its part of them: they are "reduced" once, at the
+                # end. With more ranks they would.
+                self._built.fsdp_root.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            batch, rows = self._built.on_device(micro_batch)
+            reader = reader_for(loss_fn, batch, self._teacher_head)
+            scores_BS = self._built.module(batch.input_ids, rows, reader)
+            loss, metrics = read_loss(loss_fn, scores_BS, batch, norm)
+            del batch, rows, reader, scores_BS  # a batch may have a teacher's hidden states
+            loss.backward()
             totals.add(loss.detach(), metrics)
         return totals.reduce(self._dp_group)
 
@@ -261,16 +245,15 @@ class DTensorBackend:
         """Loss and metrics without gradients, dropout off."""
         totals = Totals(self._device)
         with self._built.reading():
-            if self._order.reads_layerwise:
+            if self._layerwise is not None:
                 reader_of = partial(reader_for, loss_fn, teacher_head=self._teacher_head)
-                for scores_BS, batch in self._order.read(micro_batches, reader_of):
+                for scores_BS, batch in self._layerwise.read(micro_batches, reader_of):
                     totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
                 return totals.reduce(self._dp_group)
             for micro_batch in micro_batches:
-                with self._order.reading():
-                    batch, rows = self._built.on_device(micro_batch)
-                    reader = reader_for(loss_fn, batch, self._teacher_head)
-                    scores_BS = self._built.module(batch.input_ids, rows, reader)
+                batch, rows = self._built.on_device(micro_batch)
+                reader = reader_for(loss_fn, batch, self._teacher_head)
+                scores_BS = self._built.module(batch.input_ids, rows, reader)
                 totals.add(*read_loss(loss_fn, scores_BS, batch, norm))
         return totals.reduce(self._dp_group)
 
@@ -292,23 +275,26 @@ class DTensorBackend:
         """[B, S] float32 logprobs of each micro-batch's scored tokens on the CPU, dropout off."""
         reader = ReadScores(only_whole=whole)
         with self._built.reading():
-            if self._order.reads_layerwise:
-                found = [scores_BS for scores_BS, _ in self._order.read(micro_batches, lambda _: reader)]
+            if self._layerwise is not None:
+                found = [scores_BS for scores_BS, _ in self._layerwise.read(micro_batches, lambda _: reader)]
             else:
                 found = []
                 for micro_batch in micro_batches:
-                    with self._order.reading():
-                        batch, rows = self._built.on_device(micro_batch)
-                        found.append(self._built.module(batch.input_ids, rows, reader))
+                    batch, rows = self._built.on_device(micro_batch)
+                    found.append(self._built.module(batch.input_ids, rows, reader))
         return [scores_BS.logprobs.cpu() for scores_BS in found]  # at the end: each of these waits for the device
 
     def drop_grads(self) -> None:
         """Forget gradients and gathered parameters."""
-        self._order.drop()
+        if self._layerwise is None:
+            self._built.drop_grads()
+        else:
+            self._layerwise.drop()
 
     def optim_step(self, streamed: Iterable[str] = ()) -> StepResult:
         """Clip, update and drop the gradients; skipped if their norm is not finite."""
-        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, self._order.norms)
+        known = {} if self._layerwise is None else self._layerwise.norms
+        norm = optim.global_grad_norm(self._trainable(), self._built.tp_rank, self._device, known)
         grad_norm = float(norm)  # the same on every rank, and so is what it decides
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         is_finite = math.isfinite(grad_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from nemo_offload_rl.backends.dtensor import parallel
 from nemo_offload_rl.backends.dtensor.attention import choose_attention
 from nemo_offload_rl.backends.dtensor.context_parallel import share_rows
 from nemo_offload_rl.backends.dtensor.experts import divide_experts, expert_modules
-from nemo_offload_rl.backends.dtensor.host_held.parts import Part, outer_units, parts_of, share_out
 from nemo_offload_rl.backends.dtensor.layout import ModelRows, packed_rows, padded_rows, shared_rows
 from nemo_offload_rl.backends.dtensor.loading import (
     build_causal_lm,
@@ -31,6 +31,19 @@ from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES, ProcessInfo, RankI
 from nemo_offload_rl.protocols.scoring import Head
 from nemo_offload_rl.protocols.vocab import VocabShard
 from nemo_offload_rl.residency import TensorGroup
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that is on the device as a whole or not at all: a layer, the embedding, the output layer.
+
+    Attributes:
+        unit: FSDP's unit.
+        parameters: Parameters of the unit, by Hugging Face name.
+    """
+
+    unit: nn.Module
+    parameters: list[tuple[str, nn.Parameter]]
 
 
 class BuiltModel:
@@ -116,16 +129,19 @@ class BuiltModel:
         units: list[list[nn.Module]] = []
         if settings.dtensor_cfg.cpu_offload and not is_frozen:
             is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
-            units = outer_units(causal_lm.get_input_embeddings(), self.module.scorer, is_tied=is_tied)
+            embedding, scorer = causal_lm.get_input_embeddings(), self.module.scorer
+            units = [[embedding, scorer]] if is_tied else [[embedding], [scorer]]
         self.fsdp_root = parallel.apply_fsdp(self.module, layers, meshes, compute_dtype, units)
         if settings.dtensor_cfg.activation_checkpointing and not is_frozen:
             for layer in layers:
                 parallel.cast_when_computed_again(layer, compute_dtype)
-        self.parts = parts_of(units, self.layers) if units else []
-        in_parts = {parameter for part in self.parts for parameter in part.first.parameters()}
-        materialize(self.module, self._device, empty=in_parts)
+        outer = [modules[0] for modules in units]
+        in_order = [*outer[:1], *self.layers, *outer[1:]] if units else []
+        materialize(self.module, self._device, empty={it for unit in in_order for it in unit.parameters()})
         self.parameters = self.module.hf_parameters()
-        self.outside = share_out(self.parts, self.parameters)
+        part_of = {parameter: unit for unit in in_order for parameter in unit.parameters()}
+        self.parts = [Part(unit, [it for it in self.parameters if part_of.get(it[1]) is unit]) for unit in in_order]
+        self.outside = [it for it in self.parameters if it[1] not in part_of]
         self.lora = LoraWeights(self.parameters, lora_cfg) if lora_cfg.enabled else None
         own = self.outside if self.lora is None else self.lora.named_base()
         self._sources = sources
@@ -155,6 +171,13 @@ class BuiltModel:
     def reshard(self) -> None:
         """Free gathered parameters."""
         parallel.reshard_all(self.fsdp_root)
+
+    def drop_grads(self) -> None:
+        """Forget gradients and gathered parameters."""
+        self.reshard()
+        parallel.drop_unreduced_grads(self.fsdp_root)
+        for _, parameter in self.parameters:
+            parameter.grad = None
 
     def num_tokens(self, micro_batch: TokenBatch) -> int:
         """Tokens of a micro-batch that go through the model, of all ranks that share its rows."""

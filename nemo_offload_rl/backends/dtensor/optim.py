@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemo_offload_rl.backends.dtensor.host_held.parts import Part, gradient_norms
+from nemo_offload_rl.backends.dtensor.built import Part
 from nemo_offload_rl.backends.dtensor.parallel import TP
 from nemo_offload_rl.backends.ranks import all_reduce
 from nemo_offload_rl.keys.dtensor import DTensorConfig
@@ -39,6 +39,15 @@ def _is_split_over_tp(gradient: Tensor) -> bool:
         return False
     names = gradient.device_mesh.mesh_dim_names or ()
     return TP in names and gradient.placements[names.index(TP)].is_shard()
+
+
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """L2 norm of this rank's part of each gradient, a 0-dim tensor; it does not depend on how gradients are batched."""
+    with_gradient = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    if not with_gradient:
+        return {}
+    norms = torch._foreach_norm([local_tensor(grad) for grad in with_gradient.values()])  # pyright: ignore[reportPrivateImportUsage]
+    return dict(zip(with_gradient, norms, strict=True))
 
 
 def global_grad_norm(

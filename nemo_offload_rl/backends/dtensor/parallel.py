@@ -305,13 +305,6 @@ def reshard_all(root: FSDPModule) -> None:
     root.set_reshard_after_forward(False, recurse=False)
 
 
-def wait_for_gradients(unit: FSDPModule) -> None:
-    """Have the current stream wait for the gradients of a unit whose backward has been started; does not block."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is not None:
-        group._wait_for_post_backward()
-
-
 def cast_when_computed_again(layer: nn.Module, dtype: torch.dtype) -> None:
     """Cast what a checkpointed layer is given in backward too: there FSDP's own hook does not.
 

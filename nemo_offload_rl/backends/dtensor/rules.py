@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 
 import torch
 
 from nemo_offload_rl.backends.alternatives import advice
-from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most, offload_problem
+from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
 from nemo_offload_rl.backends.dtensor.split_plan import (
     context_problem,
     declared_plan,
@@ -15,21 +17,152 @@ from nemo_offload_rl.backends.dtensor.split_plan import (
     sequence_problem,
     split_problem,
 )
-from nemo_offload_rl.backends.dtensor.supported import unsupported
+from nemo_offload_rl.backends.dtensor.supported import DROPS_AT_RANDOM, unsupported
 from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.hf.local_config import local_model_config
 from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.keys.dtensor import DTensorConfig
 from nemo_offload_rl.keys.master import PolicyRun, Rule
+from nemo_offload_rl.keys.policy import TrainedPolicyConfig
 from nemo_offload_rl.keys.worker import PolicySettings
-from nemo_offload_rl.models.families import DTENSOR
+from nemo_offload_rl.models.families import DTENSOR, dropout_rates
 from nemo_offload_rl.models.shape import ModelShape
 
 _FP32_BYTES = 4
 
 
-def inputs_of_recomputed_layers_are_offloaded(cfg: PolicyRun) -> str | None:
+def inputs_of_recomputed_layers_are_offloaded(policy: TrainedPolicyConfig) -> str | None:
     """DTensor's `activation_offload` needs `activation_checkpointing` and layers that are not split over devices."""
-    return offload_problem(cfg.policy.dtensor_cfg)
+    dtensor, key = policy.dtensor_cfg, "policy.dtensor_cfg.activation_offload"
+    if not dtensor.activation_offload:
+        return None
+    if name := _split_by(dtensor):
+        return (
+            f"{key} is true and {name} {getattr(dtensor, name)}, but activations of split layers are not offloaded; "
+            f"set activation_offload to false, or {name} to 1"
+        )
+    if not dtensor.activation_checkpointing:
+        return (
+            f"{key} is true and activation_checkpointing is false, but only the inputs of recomputed layers are "
+            "offloaded, since all else is recomputed faster than it is copied; set activation_checkpointing to true"
+        )
+    if dtensor.activation_offload_fraction != 1.0:
+        return (
+            f"{key}_fraction is {dtensor.activation_offload_fraction}, but inputs of all layers are offloaded as far "
+            "as they fit; set it to 1.0, and activation_offload_host_limit_gib to what they may take"
+        )
+    return None
+
+
+def _split_by(dtensor: DTensorConfig) -> str | None:
+    """The first key that splits layers or their rows over devices; None where none does."""
+    names = ("tensor_parallel_size", "context_parallel_size")
+    return next((name for name in names if getattr(dtensor, name) > 1), None)
+
+
+def compiled_layers_are_whole(policy: TrainedPolicyConfig) -> str | None:
+    """Compiled layers are not split, nor their rows."""
+    if policy.dtensor_cfg.torch_compile and (name := _split_by(policy.dtensor_cfg)):
+        return (
+            f"policy.dtensor_cfg.torch_compile is true, but layers that {name} splits are not compiled; set "
+            "torch_compile to false"
+        )
+    return None
+
+
+def shared_rows_are_not_packed(policy: TrainedPolicyConfig) -> str | None:
+    """Context parallelism excludes packed rows; micro-batches by tokens are `policy.dynamic_batching` then."""
+    if policy.dtensor_cfg.context_parallel_size != 1 and policy.sequence_packing.enabled:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {policy.dtensor_cfg.context_parallel_size} and "
+            "policy.sequence_packing.enabled is true, but rows that devices share are not packed; use "
+            "policy.dynamic_batching in its place"
+        )
+    return None
+
+
+def shared_rows_exclude_divided_experts(policy: TrainedPolicyConfig) -> str | None:
+    """Context parallelism excludes expert parallelism."""
+    dtensor = policy.dtensor_cfg
+    if dtensor.context_parallel_size != 1 and dtensor.expert_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.context_parallel_size is {dtensor.context_parallel_size} and expert_parallel_size is "
+            f"{dtensor.expert_parallel_size}, but both together are not available; set one of them to 1"
+        )
+    return None
+
+
+def sequence_parallel_needs_tensor_parallel(policy: TrainedPolicyConfig) -> str | None:
+    """Sequence parallelism needs tensor parallelism."""
+    if policy.dtensor_cfg.sequence_parallel and policy.dtensor_cfg.tensor_parallel_size == 1:
+        return (
+            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
+            "tensor_parallel_size is 1; set one of them otherwise"
+        )
+    return None
+
+
+def adapters_need_whole_layers(policy: TrainedPolicyConfig) -> str | None:
+    """Low-rank adapters need layers that are not split over devices."""
+    dtensor = policy.dtensor_cfg
+    if dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
+            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
+            "set tensor_parallel_size to 1"
+        )
+    return None
+
+
+def adapters_have_their_layers(policy: TrainedPolicyConfig) -> str | None:
+    """Low-rank adapters have target layers: those named, or all."""
+    lora = policy.dtensor_cfg.lora_cfg
+    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
+        return (
+            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
+            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
+        )
+    if lora.enabled and lora.match_all_linear and lora.target_modules:
+        return (
+            f"policy.dtensor_cfg.lora_cfg.target_modules is [{', '.join(lora.target_modules)}] and match_all_linear is "
+            "true, which adapts every layer; set match_all_linear to false, or target_modules to []"
+        )
+    return None
+
+
+def host_held_training_recomputes_layers(policy: TrainedPolicyConfig) -> str | None:
+    """`cpu_offload` needs `activation_checkpointing`."""
+    if policy.dtensor_cfg.cpu_offload and not policy.dtensor_cfg.activation_checkpointing:
+        return (
+            "policy.dtensor_cfg.cpu_offload is true and activation_checkpointing is false, but a layer that passes "
+            "through the device is computed again when it comes back; set activation_checkpointing to true"
+        )
+    return None
+
+
+def host_held_training_is_of_all_weights(policy: TrainedPolicyConfig) -> str | None:
+    """`cpu_offload` excludes low-rank adapters."""
+    if policy.dtensor_cfg.cpu_offload and policy.dtensor_cfg.lora_cfg.enabled:
+        return (
+            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model under adapters does "
+            "not pass through the device part by part yet; set one of them to false"
+        )
+    return None
+
+
+def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str | None:
+    """`cpu_offload` excludes the keys that move the optimizer alone."""
+    others = {
+        "policy.offload_optimizer_states_for_logprob": policy.offload_optimizer_states_for_logprob,
+        "policy.dtensor_cfg.offload_optimizer_states": policy.dtensor_cfg.offload_optimizer_states,
+    }
+    for key, is_set in others.items():
+        if policy.dtensor_cfg.cpu_offload and is_set:
+            return (
+                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but the first keeps the optimizer on the "
+                "host outside of its step already; set one of them to false"
+            )
+    return None
 
 
 def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
@@ -46,45 +179,12 @@ def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     return None
 
 
-def shared_rows_are_not_packed(cfg: PolicyRun) -> str | None:
-    """Context parallelism excludes packed rows; micro-batches by tokens are `policy.dynamic_batching` then."""
-    dtensor, size = cfg.policy.dtensor_cfg, cfg.policy.dtensor_cfg.context_parallel_size
-    if dtensor.enabled and size != 1 and cfg.policy.sequence_packing.enabled:
-        return (
-            f"policy.dtensor_cfg.context_parallel_size is {size} and policy.sequence_packing.enabled is true, but rows "
-            "that devices share are not packed; use policy.dynamic_batching in its place"
-        )
-    return None
-
-
-def shared_rows_exclude_divided_experts(cfg: PolicyRun) -> str | None:
-    """Context parallelism excludes expert parallelism."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.context_parallel_size != 1 and dtensor.expert_parallel_size != 1:
-        return (
-            f"policy.dtensor_cfg.context_parallel_size is {dtensor.context_parallel_size} and expert_parallel_size is "
-            f"{dtensor.expert_parallel_size}, but both together are not available; set one of them to 1"
-        )
-    return None
-
-
 def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
     """Context parallelism needs attention without soft-caps and sinks, and rotary frequencies that do not change."""
     model, dtensor = local_model_config(cfg), cfg.policy.dtensor_cfg
     if not dtensor.enabled or model is None or unsupported(model):
         return None
     return context_problem(model, dtensor.context_parallel_size, cfg.policy.max_total_sequence_length)
-
-
-def sequence_parallel_needs_tensor_parallel(cfg: PolicyRun) -> str | None:
-    """Sequence parallelism needs tensor parallelism."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.sequence_parallel and dtensor.tensor_parallel_size == 1:
-        return (
-            "policy.dtensor_cfg.sequence_parallel is true, but it splits along the tensor-parallel devices and "
-            "tensor_parallel_size is 1; set one of them otherwise"
-        )
-    return None
 
 
 def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
@@ -95,86 +195,27 @@ def sequence_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     return sequence_problem(model, declared_plan(model["model_type"]))
 
 
-def host_held_training_excludes_offload_keys(cfg: PolicyRun) -> str | None:
-    """`cpu_offload` excludes the keys that move the optimizer alone."""
-    policy, dtensor = cfg.policy, cfg.policy.dtensor_cfg
-    others = {
-        "policy.offload_optimizer_states_for_logprob": policy.offload_optimizer_states_for_logprob,
-        "policy.dtensor_cfg.offload_optimizer_states": dtensor.offload_optimizer_states,
-    }
-    for key, is_set in others.items():
-        if dtensor.enabled and dtensor.cpu_offload and is_set:
-            return (
-                f"policy.dtensor_cfg.cpu_offload and {key} are both true, but the first keeps the optimizer on the "
-                "host outside of its step already; set one of them to false"
-            )
-    return None
-
-
 def host_held_training_has_one_worker(cfg: PolicyRun) -> str | None:
     """`cpu_offload` is for one policy worker."""
-    dtensor, num_workers = cfg.policy.dtensor_cfg, cfg.cluster.world_size
-    if dtensor.enabled and dtensor.cpu_offload and num_workers > 1:
+    return one_worker_problem(cfg.policy, cfg.cluster.world_size) if cfg.policy.dtensor_cfg.enabled else None
+
+
+def one_worker_problem(policy: TrainedPolicyConfig, num_workers: int) -> str | None:
+    """Say why so many workers cannot hold their state on the host and what to do; None where they can."""
+    if policy.dtensor_cfg.cpu_offload and num_workers > 1:
         return (
-            f"policy.dtensor_cfg.cpu_offload is true, but `cluster` has {num_workers} policy workers and it is "
-            "available for one; set it to false, where more devices share the state anyway, or use one device"
+            f"policy.dtensor_cfg.cpu_offload is true, but there are {num_workers} policy workers and it is for one; "
+            "set it to false, where more devices share the state anyway, or use one device"
         )
     return None
 
 
-def host_held_training_is_of_all_weights(cfg: PolicyRun) -> str | None:
-    """`cpu_offload` excludes low-rank adapters."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.cpu_offload and dtensor.lora_cfg.enabled:
-        return (
-            "policy.dtensor_cfg.cpu_offload and lora_cfg.enabled are both true, but a frozen model under adapters does "
-            "not pass through the device part by part yet; set one of them to false"
-        )
-    return None
-
-
-def compiled_layers_are_whole(cfg: PolicyRun) -> str | None:
-    """Compiled layers are not split, nor their rows."""
-    dtensor = cfg.policy.dtensor_cfg
-    sizes = {
-        "tensor_parallel_size": dtensor.tensor_parallel_size,
-        "context_parallel_size": dtensor.context_parallel_size,
-    }
-    for key, size in sizes.items():
-        if dtensor.enabled and dtensor.torch_compile and size > 1:
-            return (
-                f"policy.dtensor_cfg.torch_compile is true, but layers that {key} splits are not compiled; set "
-                "torch_compile to false"
-            )
-    return None
-
-
-def adapters_need_whole_layers(cfg: PolicyRun) -> str | None:
-    """Low-rank adapters need layers that are not split over devices."""
-    dtensor = cfg.policy.dtensor_cfg
-    if dtensor.enabled and dtensor.lora_cfg.enabled and dtensor.tensor_parallel_size != 1:
-        return (
-            f"policy.dtensor_cfg.lora_cfg.enabled is true and tensor_parallel_size is "
-            f"{dtensor.tensor_parallel_size}, but adapters of layers that are split over devices are not available; "
-            "set tensor_parallel_size to 1"
-        )
-    return None
-
-
-def adapters_have_their_layers(cfg: PolicyRun) -> str | None:
-    """Low-rank adapters have target layers: those named, or all."""
-    lora = cfg.policy.dtensor_cfg.lora_cfg
-    if lora.enabled and not lora.match_all_linear and not lora.target_modules:
-        return (
-            "policy.dtensor_cfg.lora_cfg.target_modules is empty and match_all_linear is false, so no layer would be "
-            "trained; name layers, for instance [q_proj,v_proj], or set match_all_linear to true"
-        )
-    if lora.enabled and lora.match_all_linear and lora.target_modules:
-        return (
-            f"policy.dtensor_cfg.lora_cfg.target_modules is [{', '.join(lora.target_modules)}] and match_all_linear is "
-            "true, which adapts every layer; set match_all_linear to false, or target_modules to []"
-        )
-    return None
+def host_held_training_draws_nothing(cfg: PolicyRun) -> str | None:
+    """`cpu_offload` excludes dropout of the model."""
+    model, policy = local_model_config(cfg), cfg.policy
+    if not (policy.dtensor_cfg.enabled and policy.dtensor_cfg.cpu_offload and policy.dropout) or model is None:
+        return None
+    return DROPS_AT_RANDOM if dropout_rates(model) else None
 
 
 def dtensor_trains_the_model(cfg: PolicyRun) -> str | None:
@@ -241,21 +282,36 @@ def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
     return host_bytes_at_most(settings, shape.num_layers, shape.hidden_size)
 
 
-AVAILABILITY: tuple[Rule[PolicyRun], ...] = (inputs_of_recomputed_layers_are_offloaded,)
-
-RULES: tuple[Rule[PolicyRun], ...] = (
-    parallel_sizes_divide_the_world,
+POLICY_RULES: tuple[Callable[[TrainedPolicyConfig], str | None], ...] = (
+    inputs_of_recomputed_layers_are_offloaded,
+    compiled_layers_are_whole,
     shared_rows_are_not_packed,
     shared_rows_exclude_divided_experts,
-    rows_of_the_model_can_be_shared,
     sequence_parallel_needs_tensor_parallel,
-    sequence_parallelism_splits_the_model,
-    host_held_training_excludes_offload_keys,
-    host_held_training_has_one_worker,
-    host_held_training_is_of_all_weights,
-    compiled_layers_are_whole,
     adapters_need_whole_layers,
     adapters_have_their_layers,
+    host_held_training_recomputes_layers,
+    host_held_training_is_of_all_weights,
+    host_held_training_excludes_offload_keys,
+)
+"""Rules between keys of `policy`, which the backend checks again for settings that came another way."""
+
+
+def _of_run(rule: Callable[[TrainedPolicyConfig], str | None]) -> Rule[PolicyRun]:
+    @wraps(rule)
+    def of_run(cfg: PolicyRun) -> str | None:
+        return rule(cfg.policy) if cfg.policy.dtensor_cfg.enabled else None
+
+    return of_run
+
+
+RULES: tuple[Rule[PolicyRun], ...] = (
+    *map(_of_run, POLICY_RULES),
+    parallel_sizes_divide_the_world,
+    rows_of_the_model_can_be_shared,
+    sequence_parallelism_splits_the_model,
+    host_held_training_has_one_worker,
+    host_held_training_draws_nothing,
     dtensor_trains_the_model,
     tensor_parallelism_splits_the_model,
     expert_parallel_size_divides_the_devices,

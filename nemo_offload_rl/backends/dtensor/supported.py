@@ -14,6 +14,11 @@ from nemo_offload_rl.models.shape import ModelShape
 
 _ALIGNED = 8  # 16-bit numbers in the 16 bytes to which `torch.nn.functional.grouped_mm` wants rows aligned
 
+DROPS_AT_RANDOM = (
+    "policy.dtensor_cfg.cpu_offload is true, but the model drops at random in training, and layers are computed again "
+    "in another order; set policy.dropout to false"
+)
+
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """What of the config is refused and why, or None.

@@ -31,7 +31,6 @@ from nemo_offload_rl.keys.master import (
 
 _AVAILABILITY: tuple[Rule[RunConfig], ...] = (
     *availability.RULES,
-    *dtensor.AVAILABILITY,
     *megatron.AVAILABILITY,
 )
 _TRAINING_RULES: tuple[Rule[RunConfig], ...] = (

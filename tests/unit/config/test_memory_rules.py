@@ -23,6 +23,7 @@ GIB = 2**30
 QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 1024}
 QWEN3_14B = 14_768_307_200  # parameters
 ONE_GPU = ["policy.model_name=a-folder", "cluster.gpus_per_node=1"]
+HOST_HELD = [f"policy.dtensor_cfg.{key}=true" for key in ("cpu_offload", "activation_checkpointing")]
 HOST_BYTES = 1000 * GIB
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 EXEMPLAR = CONFIGS / "grpo_math_1B.yaml"
@@ -311,7 +312,7 @@ def test_activations_that_leave_are_counted_with_the_state_so_that_what_is_advis
 
 def test_state_that_passes_through_the_gpu_needs_sixteen_bytes_a_parameter_of_the_host(load, monkeypatch):
     monkeypatch.setitem(globals(), "HOST_BYTES", host_bytes(321, has_engine=False))
-    on_host = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.cpu_offload=true"]
+    on_host = ["cluster.gpus_per_node=1", *HOST_HELD]
     load(on_host, parameters=20 * GIB, gpu_gib=80, name="sft.yaml")
     with pytest.raises(ConfigError, match=r"needs 339\.00 GiB .*\(params/part 84\.00, grads/part 84\.00, "):
         load(on_host, parameters=21 * GIB, gpu_gib=80, name="sft.yaml")
@@ -326,7 +327,7 @@ def test_a_limit_of_gpu_memory_bounds_the_policy_s_state_alone_and_is_refused_wh
         ConfigError, match=r"needs 64\.0 GiB .*params 16\.0, grads 16\.0, optimizer 32\.0\) .* has 63\.0 within"
     ):
         load([f"{key}=63"], parameters=4 * GIB, gpu_gib=80)
-    load([f"{key}=8", "policy.dtensor_cfg.cpu_offload=true"], parameters=20 * GIB, gpu_gib=80)
+    load([f"{key}=8", *HOST_HELD], parameters=20 * GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"gpu_memory_limit_gib is 81.0, but the GPU has 80.0 GiB; set it to less"):
         load([f"{key}=81"], parameters=GIB, gpu_gib=80)
     with pytest.raises(ConfigError, match=r"is 8.0, but the policy trains on a CPU"):
@@ -378,7 +379,7 @@ def test_an_engine_whose_share_is_less_than_its_weights_is_refused_and_so_is_a_c
 def test_the_part_of_the_embedding_fits_the_gpu_wherever_state_comes_in_parts(load, monkeypatch, name):
     monkeypatch.setattr(memory, "local_model_config", lambda cfg: {"vocab_size": 1 << 18, "hidden_size": 1 << 12})
     loaded = partial(load, parameters=4 * GIB, gpu_gib=20, name=name)
-    passing = ["cluster.gpus_per_node=1", "policy.dtensor_cfg.cpu_offload=true"]
+    passing = ["cluster.gpus_per_node=1", *HOST_HELD]
     share = [] if name else ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"]
     loaded([*passing, *share])  # 16 GiB in its update
     key = "policy.gpu_memory_limit_gib"
@@ -419,7 +420,7 @@ def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tm
 
 def test_state_that_passes_through_the_gpu_stays_nowhere_else(load):
     on_host = partial(load, parameters=GIB, gpu_gib=80)
-    passing = [*ONE_GPU, "policy.dtensor_cfg.cpu_offload=true"]
+    passing = [*ONE_GPU, *HOST_HELD]
     on_host(passing)
     with pytest.raises(ConfigError, match=r"names params and optimizer, but all state .* residency_overrides to \{\}"):
         on_host([*passing, "policy.residency_overrides={params: device, optimizer: host}"])

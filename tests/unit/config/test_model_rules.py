@@ -18,6 +18,7 @@ from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.dtensor.rules import (
     dtensor_trains_the_model,
     experts_divide_over_devices,
+    host_held_training_draws_nothing,
     rows_of_the_model_can_be_shared,
     sequence_parallelism_splits_the_model,
 )
@@ -147,6 +148,19 @@ def test_rows_that_devices_share_are_refused_where_a_model_needs_them_whole(
     message = rows_of_the_model_can_be_shared(cfg)
     assert message is None if words is None else re.search(words, str(message)), message
     assert rows_of_the_model_can_be_shared(validate_keys(load_config(CPU, overrides), GrpoMasterConfig)) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "dropout", "words"),
+    [(0.1, True, "set policy.dropout to false"), (0.1, False, None), (0.0, True, None)],
+)
+def test_state_on_the_host_excludes_dropout_of_the_model(
+    tmp_path: Path, rate: float, dropout: bool, words: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "attention_dropout": rate}))
+    overrides = [f"policy.model_name={tmp_path}", f"policy.dropout={dropout}", "policy.dtensor_cfg.cpu_offload=true"]
+    message = host_held_training_draws_nothing(validate_keys(load_config(CPU, overrides), GrpoMasterConfig))
+    assert message is None if words is None else str(message).endswith(words)
 
 
 def message_about(folder: Path, model: dict[str, Any], *overrides: str) -> str | None:

@@ -125,8 +125,11 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             "policy.dtensor_cfg.offload_optimizer_states are both true",
         ),
     ],
+    "host_held_training_recomputes_layers": [
+        (["policy.dtensor_cfg.cpu_offload=true"], "set activation_checkpointing to true")
+    ],
     "host_held_training_has_one_worker": [
-        (["policy.dtensor_cfg.cpu_offload=true", "cluster.cpu_workers_per_node=2"], "has 2 policy workers")
+        (["policy.dtensor_cfg.cpu_offload=true", "cluster.cpu_workers_per_node=2"], "there are 2 policy workers")
     ],
     "host_held_training_is_of_all_weights": [
         (["policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.lora_cfg.enabled=true"], "lora_cfg.enabled are")
@@ -423,6 +426,7 @@ MODEL_RULES = (
     dtensor.tensor_parallelism_splits_the_model,
     dtensor.sequence_parallelism_splits_the_model,
     dtensor.rows_of_the_model_can_be_shared,
+    dtensor.host_held_training_draws_nothing,
     dtensor.experts_divide_over_devices,
 )
 

@@ -205,7 +205,9 @@ def test_offloading_changes_no_bit(folders: tuple[Path, Path], backend: str, k: 
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
     assert_equal(state, expected_state)
     if backend == "dtensor":
-        with worker_with_teacher(ONE_RANK, folders, k, cpu_offload=True, streams=True) as worker:
+        with worker_with_teacher(
+            ONE_RANK, folders, k, cpu_offload=True, activation_checkpointing=True, streams=True
+        ) as worker:
             found, state = _steps(worker, k, with_phases=True)
         assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
         assert_equal(state, expected_state)

@@ -439,7 +439,11 @@ OTHER_OPTIMIZERS = {
     "dtensor": (
         ({"optimizer": torch_optimizer("AdamW", amsgrad=True)}, {}, "max_exp_avg_sq"),
         ({}, {"optimizer": torch_optimizer("SGD")}, "exp_avg"),
-        ({}, {"optimizer": torch_optimizer("SGD"), "cpu_offload": True}, "exp_avg"),
+        (
+            {},
+            {"optimizer": torch_optimizer("SGD"), "cpu_offload": True, "activation_checkpointing": True},
+            "exp_avg",
+        ),
     ),
     "megatron": (({"precision": "bfloat16", "bf16": True, "pipeline_dtype": "bfloat16"}, {}, "exp_avg"),),
 }
@@ -492,7 +496,7 @@ def test_a_batch_that_is_no_whole_global_batch_is_refused(make_worker, folders):
     ("changes", "named"),
     [
         ({"context_parallel_size": 2}, "context_parallel_size=2 does not divide the 1 policy workers"),
-        ({"context_parallel_size": 2, "expert_parallel_size": 2}, "expert_parallel_size with context_parallel_size"),
+        ({"context_parallel_size": 2, "expert_parallel_size": 2}, "both together are not available"),
         ({"enabled": False}, "dtensor_cfg.enabled"),
         ({"precision": "int8"}, "precision=int8"),
         ({"logprob_temperature": 0.0}, "temperature=0.0"),

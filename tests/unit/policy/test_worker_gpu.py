@@ -28,11 +28,9 @@ VARIANTS = {
     "streamed": {"offload_optimizer_states": True},
     "streamed in parts": {"offload_optimizer_states": True, "offload_optimizer_states_chunk_mib": 0.2},
     "away for logprobs": {"offload_optimizer_states_for_logprob": True},
-    "through the GPU": {"cpu_offload": True},
-    "through the GPU layer by layer": {"cpu_offload": True, "activation_checkpointing": True},
     "auto": {"residency": "auto", "engine_memory_share": 0.5},
     "inputs of layers away": {"activation_offload": True, "activation_checkpointing": True},
-    "everything away": {"cpu_offload": True},
+    "everything away": {"cpu_offload": True, "activation_checkpointing": True},
     "everything away, activations too": {
         "cpu_offload": True,
         "activation_offload": True,

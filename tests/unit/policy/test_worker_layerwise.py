@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from deferred_device import DeferredDevice
 from model_families import FAMILIES, save_family_folder, trained_by
-from passing_cases import WatchedCpu, WatchedLate, assert_same_steps, in_parts, layerwise, results, steps
+from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import (
     NLL,
     Poisoned,
@@ -23,12 +21,11 @@ from policy_cases import (
     make_batch,
     one_rank_worker,
 )
-from simulated_device import SimulatedDevice
 from transformers import Qwen3Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel
-from nemo_offload_rl.errors import CheckpointError, UserError
+from nemo_offload_rl.errors import CheckpointError, ConfigError, UserError
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.keys.worker import TokenFilter
 from nemo_offload_rl.models.families import DTENSOR
@@ -95,8 +92,7 @@ def test_steps_layer_by_layer_equal_bit_by_bit_those_of_a_model_that_stays_on_th
     changes = FORMS[form]
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
-    with layerwise(folder, keep_reference=True, **changes) as worker:
-        assert worker._backend._order.trains_layerwise
+    with in_parts(folder, keep_reference=True, **changes) as worker:
         assert_same_steps(steps(worker, 2), expected)
 
 
@@ -106,8 +102,7 @@ def test_steps_of_every_family_equal_bit_by_bit_those_of_a_model_that_stays_on_t
     save_family_folder(tmp_path, family)
     with recomputed(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         expected = steps(worker, 2)
-    with layerwise(tmp_path, keep_reference=True, precision="bfloat16") as worker:
-        assert worker._backend._order.trains_layerwise
+    with in_parts(tmp_path, keep_reference=True, precision="bfloat16") as worker:
         assert_same_steps(steps(worker, 2), expected)
 
 
@@ -116,7 +111,7 @@ def test_a_filter_and_a_stat_of_the_scores_are_the_same_too(folders):
     folder, _ = folders("qwen3-tied")
     changes = {"logprob_filter": TokenFilter(top_k=50, top_p=0.9), "logprob_temperature": 0.7, "logprob_chunk_size": 4}
     found = []
-    for make in (recomputed, layerwise):
+    for make in (recomputed, in_parts):
         with make(folder, **changes) as worker:
             worker.prepare_for_training()
             loss = Counted(TokenStat.ENTROPY)
@@ -136,7 +131,7 @@ def test_a_part_crosses_once_in_each_direction_of_a_pass_whatever_the_number_of_
 ):
     use_device(device)
     once, never = [1] * 10, [0] * 10
-    with layerwise(eight_layers[0], train_micro_batch_size=rows, logprob_batch_size=rows) as worker:
+    with in_parts(eight_layers[0], train_micro_batch_size=rows, logprob_batch_size=rows) as worker:
         worker.prepare_for_training()
         for seed in range(2):
             passed = crossings(worker, lambda seed=seed: worker.forward_backward(make_batch(seed=seed), NLL()))
@@ -147,7 +142,7 @@ def test_a_part_crosses_once_in_each_direction_of_a_pass_whatever_the_number_of_
 
 
 def test_a_refit_is_charged_to_entries_of_its_own_and_not_to_the_pass_before(eight_layers):
-    with layerwise(eight_layers[0]) as worker:
+    with in_parts(eight_layers[0]) as worker:
         worker.prepare_for_lp_inference()
         once, never = [1] * 10, [0] * 10
         assert crossings(worker, lambda: worker.get_logprobs(make_batch()))[0] == once
@@ -160,7 +155,7 @@ def test_a_refit_is_charged_to_entries_of_its_own_and_not_to_the_pass_before(eig
 
 
 def test_tied_embeddings_come_once_more_for_the_gradient_that_is_the_sum_of_both(folders):
-    with layerwise(folders("qwen3-tied")[0]) as worker:
+    with in_parts(folders("qwen3-tied")[0]) as worker:
         worker.prepare_for_training()
         passed = crossings(worker, lambda: worker.forward_backward(make_batch(), NLL()))
         assert passed == [[3, 2, 2], [0] * 3, [0] * 3, [1] * 3]
@@ -174,7 +169,7 @@ def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_t
     counts = set()
     for free_bytes in (0, 830_000):
         use_device(DeferredDevice(free_bytes))
-        with layerwise(folder, keep_reference=True, **changes) as worker:
+        with in_parts(folder, keep_reference=True, **changes) as worker:
             assert_same_steps(steps(worker, 2), expected)
             params_in, _, grads_in, grads_out = crossings(
                 worker, lambda worker=worker: worker.forward_backward(make_batch(), NLL())
@@ -186,31 +181,32 @@ def test_micro_batches_whose_hidden_states_do_not_fit_together_go_in_groups_of_t
     assert max(counts) == 8 and 1 < min(counts) < 8
 
 
-def test_layers_that_are_not_computed_again_or_that_drop_at_random_take_one_micro_batch_after_the_other(folders):
+def test_where_inputs_of_layers_are_offloaded_too_one_micro_batch_goes_after_the_other(folders):
     folder, _ = folders("qwen3")
+    with recomputed(folder, keep_reference=True) as worker:
+        expected = steps(worker, 1)
+    with in_parts(folder, keep_reference=True, activation_offload=True) as worker:
+        assert_same_steps(steps(worker, 1), expected)
+        params_in, *_ = crossings(worker, lambda: worker.forward_backward(make_batch(), NLL()))
+        assert params_in == [2, 4, 4, 2]
+        params_in, *_ = crossings(worker, lambda: worker.evaluate(make_batch(), NLL()))
+        assert params_in == [1, 1, 1, 1]
+
+
+def test_a_model_that_drops_at_random_is_refused(folders):
     dropout = {"hf_config_overrides": {"attention_dropout": 0.2}, "dropout": True}
-    for make, changes in ((in_parts, {}), (layerwise, dropout), (layerwise, {"activation_offload": True})):
-        with one_rank_worker(
-            folder, keep_reference=True, activation_checkpointing=make is layerwise, **changes
-        ) as worker:
-            torch.manual_seed(0)
-            expected = steps(worker, 1)
-        with make(folder, keep_reference=True, **changes) as worker:
-            torch.manual_seed(0)
-            assert_same_steps(steps(worker, 1), expected)
-            params_in, *_ = crossings(worker, lambda worker=worker: worker.forward_backward(make_batch(), NLL()))
-            assert params_in == [2, 4, 4, 2]
-            params_in, *_ = crossings(worker, lambda worker=worker: worker.evaluate(make_batch(), NLL()))
-            assert params_in == [1, 1, 1, 1]
+    with (
+        pytest.raises(ConfigError, match=r"drops at random in training, .*; set policy\.dropout to false"),
+        in_parts(folders("qwen3")[0], **dropout),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
     ("learns_angles", "reason"),
-    [(False, "it computes something between its layers"), (True, "its layers hand something on beside hidden states")],
+    [(False, "it computes something between its layers"), (True, "its layers hand on more than hidden states")],
 )
-def test_a_model_that_is_more_than_its_layers_takes_one_micro_batch_after_the_other_and_says_so(
-    folders, monkeypatch, caplog, learns_angles, reason
-):
+def test_a_model_that_is_more_than_its_layers_is_refused(folders, monkeypatch, learns_angles, reason):
     def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
         embedded = hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         angles = self.rotary_emb(hidden, torch.arange(hidden.shape[1]).unsqueeze(0))
@@ -222,45 +218,11 @@ def test_a_model_that_is_more_than_its_layers_takes_one_micro_batch_after_the_ot
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
     monkeypatch.setattr(Qwen3Model, "forward", forward)
-    folder, _ = folders("qwen3")
-    with recomputed(folder, keep_reference=True) as worker:
-        expected = steps(worker, 1)
-    with caplog.at_level(logging.WARNING), layerwise(folder, keep_reference=True) as worker:
-        assert_same_steps(steps(worker, 1), expected)
-    assert f"does not run layer by layer, since {reason}" in caplog.text
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", [WatchedCpu(), WatchedLate()], ids=["", "overlapped"])
-def test_one_part_is_on_the_device_at_a_time(eight_layers, use_device, device):
-    path, part_bytes, _ = eight_layers
-    use_device(device)
-    with layerwise(path) as worker:
-        device.worker = worker
-        worker.prepare_for_training()
-        worker.forward_backward(make_batch(), NLL())
-        device.worker = None
-    most = [max(sizes) / part_bytes for sizes in list(zip(*device.seen, strict=True))[1:]]
-    # While copies overlap, the gradients of the part before are still leaving.
-    assert most == ([1, 2, 0] if device.asynchronous else [1, 1, 0])
-
-
-@pytest.mark.parametrize("missing_bytes", [0, 1])
-def test_a_device_for_one_whole_part_and_what_is_in_none_is_enough_and_a_byte_less_is_not(
-    eight_layers, use_device, missing_bytes
-):
-    path, part_bytes, _ = eight_layers
-    norm_bytes = 64 * 4
-    with layerwise(path) as worker:
-        rest_bytes = worker.residency.device_bytes()["params"] + 3 * norm_bytes  # gradient and states of the last norm
-    use_device(SimulatedDevice(rest_bytes + 4 * part_bytes - missing_bytes))
-    with layerwise(path, keep_reference=True) as worker:
-        results(worker, 1)  # states are made in the first update, by the optimizer
-        worker.prepare_for_training()
-        with pytest.raises(UserError, match="out of memory on the device") if missing_bytes else nullcontext():
-            worker.train(make_batch(), NLL())
+    with (
+        pytest.raises(ConfigError, match=f"does not run layer by layer: {reason}; set it to false"),
+        in_parts(folders("qwen3")[0]),
+    ):
+        pass
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -281,7 +243,7 @@ def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothi
         return fail
 
     by_two = {"keep_reference": True, "train_micro_batch_size": 2, "logprob_batch_size": 3}
-    with recomputed(folder, **by_two) as clean, layerwise(folder, **by_two) as hurt:
+    with recomputed(folder, **by_two) as clean, in_parts(folder, **by_two) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())
@@ -316,7 +278,7 @@ def test_a_pass_whose_memory_runs_out_is_run_again_over_smaller_groups_of_micro_
             raise torch.OutOfMemoryError("no memory\nfor it")
 
     by_two = {"train_micro_batch_size": 2, "logprob_batch_size": 3}
-    with recomputed(folder, **by_two) as clean, layerwise(folder, **by_two) as hurt:
+    with recomputed(folder, **by_two) as clean, in_parts(folder, **by_two) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
         hook = forward_hook_on_layer(hurt, 1, runs_out)
@@ -341,7 +303,7 @@ def test_memory_that_does_not_do_for_one_micro_batch_is_an_error_and_leaves_the_
         raise torch.OutOfMemoryError("no memory")
 
     use_device(DeferredDevice(free_bytes=0))
-    with layerwise(folder) as worker:
+    with in_parts(folder) as worker:
         worker.prepare_for_training()
         before = full_params(worker)
         hook = forward_hook_on_layer(worker, 1, runs_out)
@@ -363,7 +325,7 @@ def test_memory_that_runs_out_before_any_layer_is_an_error_also_after_passes_ove
         assert num_calls < 9, "the same pass is run again and again"
         raise torch.OutOfMemoryError("no memory")
 
-    with layerwise(folders("qwen3")[0]) as worker:
+    with in_parts(folders("qwen3")[0]) as worker:
         worker.prepare_for_training()
         worker.get_logprobs(make_batch())
         monkeypatch.setattr(SteppedModel, "embed", runs_out)
@@ -382,14 +344,14 @@ def test_groups_get_smaller_where_later_micro_batches_take_more_than_the_first_o
 
     def runs_out(*_):
         nonlocal num_tries
-        if hurt._backend._order._layerwise._last_group[2] > 1:
+        if hurt._backend._layerwise._num_together > 1:
             num_tries += 1
             assert num_tries < 99, "the same group is tried again and again"
             raise torch.OutOfMemoryError("no memory")
 
     folder, _ = folders("qwen3")
     monkeypatch.setattr(LayerInputs, "others_bytes", others_bytes)
-    with recomputed(folder) as clean, layerwise(folder, logprob_batch_size=2) as hurt:
+    with recomputed(folder) as clean, in_parts(folder, logprob_batch_size=2) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
         hook = forward_hook_on_layer(hurt, 1, runs_out)
@@ -411,7 +373,7 @@ def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_w
         if num_updates == part:
             raise raised("in the middle of an update")
 
-    with layerwise(eight_layers[0]) as worker:
+    with in_parts(eight_layers[0]) as worker:
         worker.prepare_for_training()
         worker.train(make_batch(seed=0), NLL())
         worker.save_checkpoint(tmp_path / "saved")
@@ -430,7 +392,7 @@ def test_an_update_that_is_broken_off_leaves_a_worker_that_refuses_all_further_w
             with pytest.raises((ResidencyError, CheckpointError), match=f"broke off in part {part} of 10"):
                 use()
         assert not (tmp_path / "broken").exists()
-    with layerwise(eight_layers[0]) as worker:
+    with in_parts(eight_layers[0]) as worker:
         worker.load_checkpoint(tmp_path / "saved")
         worker.prepare_for_training()
         assert_equal(full_params(worker), two_steps[1])

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from deferred_device import DeferredDevice
-from passing_cases import assert_same_steps, layerwise, steps
+from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.backends.dtensor.host_held import layerwise as layerwise_module
@@ -67,13 +67,13 @@ def test_groups_grow_into_what_the_first_one_left_at_its_peak_and_no_further(fol
     free_bytes = 830_000
     for peak_bytes in (1, free_bytes):
         use_device(Measured(free_bytes, peak_bytes))
-        with layerwise(folder, keep_reference=True, **changes) as worker:
+        with in_parts(folder, keep_reference=True, **changes) as worker:
             worker.prepare_for_training()
             counts = [num_groups(worker) for _ in range(3)]
             assert 1 < counts[0] < 8
             assert counts[1] == counts[2]
             assert counts[1] < counts[0] if peak_bytes == 1 else counts[1] >= counts[0]
-        with layerwise(folder, keep_reference=True, **changes) as worker:
+        with in_parts(folder, keep_reference=True, **changes) as worker:
             assert_same_steps(steps(worker, 2), expected)
 
 
@@ -84,7 +84,7 @@ def test_steps_whose_update_finds_its_parts_on_the_device_are_the_same_bit_by_bi
     with recomputed(folder, keep_reference=True, **changes) as worker:
         expected = steps(worker, 2)
     use_device(Measured())
-    with layerwise(folder, keep_reference=True, **changes) as worker:
+    with in_parts(folder, keep_reference=True, **changes) as worker:
         assert_same_steps(steps(worker, 2), expected)
         worker.forward_backward(make_batch(), NLL())
         assert kept(worker) == list(range(len(worker._backend._built.parts)))
@@ -97,7 +97,7 @@ def test_steps_whose_update_finds_its_parts_on_the_device_are_the_same_bit_by_bi
 def test_the_parts_that_are_updated_first_are_kept_as_far_as_there_is_room(eight_layers, use_device, num_kept):
     device = Measured()
     use_device(device)
-    with recomputed(eight_layers[0]) as plain, layerwise(eight_layers[0]) as worker:
+    with recomputed(eight_layers[0]) as plain, in_parts(eight_layers[0]) as worker:
         for it in (plain, worker):
             it.prepare_for_training()
             it.train(make_batch(seed=0), NLL())
@@ -116,9 +116,9 @@ def test_the_parts_that_are_updated_first_are_kept_as_far_as_there_is_room(eight
 def test_what_was_kept_for_an_update_that_does_not_come_leaves(folders, use_device):
     folder, _ = folders("qwen3")
     batch = make_batch()
-    with layerwise(folder, keep_reference=True) as clean, ExitStack() as stack:
+    with in_parts(folder, keep_reference=True) as clean, ExitStack() as stack:
         use_device(Measured())
-        hurt = stack.enter_context(layerwise(folder, keep_reference=True))
+        hurt = stack.enter_context(in_parts(folder, keep_reference=True))
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())
@@ -145,7 +145,7 @@ def test_what_was_kept_for_an_update_that_does_not_come_leaves(folders, use_devi
 def test_nothing_is_kept_before_the_first_update_whose_states_need_the_room(folders, use_device):
     use_device(Measured())
     folder, _ = folders("qwen3")
-    with layerwise(folder) as worker:
+    with in_parts(folder) as worker:
         worker.prepare_for_training()
         assert worker.train(make_batch(), Poisoned(factor=float("nan"))).is_skipped == [True]
         worker.forward_backward(make_batch(), NLL())
@@ -166,7 +166,7 @@ def test_a_pass_that_runs_out_of_memory_beside_kept_parts_is_run_again_without_t
         if num_calls == 3:  # in backward of the first layer, after the second one's
             raise torch.OutOfMemoryError("no memory")
 
-    with recomputed(folder) as clean, layerwise(folder) as hurt:
+    with recomputed(folder) as clean, in_parts(folder) as hurt:
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(make_batch(), NLL())
@@ -191,7 +191,7 @@ def test_a_pass_that_runs_out_of_memory_beside_kept_parts_is_run_again_without_t
 )
 def test_a_reference_crosses_as_wide_as_passes_read_it(eight_layers, use_device, precision, kept_bytes, measured):
     use_device(Measured() if measured else CpuDevice())
-    with layerwise(eight_layers[0], keep_reference=True, precision=precision) as worker:
+    with in_parts(eight_layers[0], keep_reference=True, precision=precision) as worker:
         num_parameters = sum(p.numel() for part in worker._backend._built.parts for _, p in part.parameters)
         expected = kept_bytes * num_parameters
         assert expected <= worker.residency.host_bytes()["reference"] < 1.1 * expected
@@ -210,7 +210,7 @@ def test_a_narrow_reference_on_disk_survives_failed_reads_and_passes_beside_kept
     batch = make_batch()
     with recomputed(eight_layers[0], **changes) as clean, ExitStack() as stack:
         use_device(Measured())
-        hurt = stack.enter_context(layerwise(eight_layers[0], reference_dir=str(tmp_path), **changes))
+        hurt = stack.enter_context(in_parts(eight_layers[0], reference_dir=str(tmp_path), **changes))
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())

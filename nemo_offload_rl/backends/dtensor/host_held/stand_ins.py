@@ -9,7 +9,7 @@ FSDP's hooks take no part: whoever calls has gathered the parameters.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,11 @@ from torch.utils._pytree import tree_leaves
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.backends.dtensor.layout import ModelRows
 from nemo_offload_rl.backends.dtensor.parallel import cast_inputs
-from nemo_offload_rl.models.families import dropout_rates
+from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.protocols.scoring import Reader
 
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, type(None))
 _NO_ID = -1  # those of torch's hooks begin at 0
-
-
-class UnsuitedError(Exception):
-    """The model's forward is more than its layers one after the other; says what."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class SteppedModel:
             rows: As for `LogprobModel`.
 
         Raises:
-            UnsuitedError: Layers cannot run one by one.
+            ConfigError: Layers cannot run one by one.
         """
         hidden: list[Tensor] = []
         others: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -101,15 +97,15 @@ class SteppedModel:
         def record(index: int, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             hidden.append(given)
             if index != len(others) or given is not hidden[0]:
-                raise UnsuitedError("it computes something between its layers")
+                raise unsuited("it computes something between its layers")
             if not all(_is_plain(value) for value in (*args, *kwargs.values())):
-                raise UnsuitedError("its layers hand something on beside hidden states")
+                raise unsuited("its layers hand on more than hidden states")
             others.append((args, kwargs))
             return given
 
         self._run(record, input_ids_BS, rows)
         if len(others) != len(self._layers):
-            raise UnsuitedError("it does not run all of its layers")
+            raise unsuited("it does not run all of its layers")
         return LayerInputs(cast_inputs(hidden[0], self._dtype), others)
 
     def layer(self, index: int, hidden: Tensor, inputs: LayerInputs) -> Tensor:
@@ -158,14 +154,11 @@ class _StandIn(nn.Module):
         return self._run(self._index, hidden, args, kwargs)
 
 
-def draws_in_training(model: nn.Module, config: Mapping[str, Any]) -> bool:
-    """Whether a training pass draws random numbers, in the order of its micro-batches.
-
-    Args:
-        model: The model.
-        config: The contents of the config that it was built from.
-    """
-    return bool(dropout_rates(config)) or any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+def unsuited(reason: str) -> ConfigError:
+    """Refuses a model whose layers cannot run one by one."""
+    return ConfigError(
+        f"policy.dtensor_cfg.cpu_offload is true, but the model does not run layer by layer: {reason}; set it to false"
+    )
 
 
 def _is_of(child: nn.Module, layer: nn.Module) -> bool:

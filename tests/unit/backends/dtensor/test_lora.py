@@ -109,7 +109,7 @@ def test_logprobs_and_gradients_are_pefts(folder, untied, tied, lora, targets, c
         ({"lora": {"match_all_linear": False, "target_modules": ("q_proj", "query")}}, "has query, and no"),
         ({"lora": {"match_all_linear": False, "target_modules": ("*",)}}, "exclude it with exclude_modules"),
         ({"lora": {"exclude_modules": ("*",)}}, "fits no layer of the model, whose linear layers are called down_proj"),
-        ({"tensor_parallel_size": 2}, "with lora_cfg is not supported"),
+        ({"tensor_parallel_size": 2}, "set tensor_parallel_size to 1"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(folder, changes, message):
