@@ -3,6 +3,11 @@
 Launch scripts print a `UserError` as one line and exit with status 2; everything else is a bug and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
 
 class UserError(Exception):
     """Bad input. The message says the fact, the reason and what to change, in one line."""
@@ -42,3 +47,20 @@ class AgreementError(UserError):
 
 class UserCodeError(UserError):
     """Code from outside of the package cannot be used, or has failed; the message has its file and line."""
+
+
+def division_problem(sizes: Mapping[str, int], number: int, what: str, fix: str) -> str | None:
+    """Say that the product of some keys does not divide a number of things; None where it does.
+
+    Args:
+        sizes: Values by key; of several keys the first has the section's name.
+        number: Number of things to divide.
+        what: Name of the things, and why all of them must be used.
+        fix: Change to make.
+    """
+    product = math.prod(sizes.values())
+    if number % product == 0:
+        return None
+    keys = " x ".join(f"{key} {size}" for key, size in sizes.items())
+    total = f" = {product}" if len(sizes) > 1 else ""
+    return f"{keys}{total} does not divide the {number} {what}; {fix}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.backends.alternatives import advice, other_backend
-from nemo_offload_rl.backends.dtensor import split_plan
+from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem
 from nemo_offload_rl.backends.dtensor.supported import unsupported as unsupported_by_dtensor
 from nemo_offload_rl.backends.hf.model_folder import check_model_folder, read_model_config
 from nemo_offload_rl.backends.megatron.engine import check_engine, load_engine
@@ -60,7 +60,7 @@ def check_model(settings: PolicySettings) -> None:
         )
     tp_size = settings.dtensor_cfg.tensor_parallel_size
     if not in_megatron and tp_size > 1:
-        problem = split_plan.split_problem(config, split_plan.declared_plan(config["model_type"]), tp_size)
+        problem = split_problem(config, declared_plan(config["model_type"]), tp_size)
         if problem is not None:
             raise ConfigError(problem)
     if not in_megatron and settings.dtensor_cfg.lora_cfg.enabled:
@@ -122,6 +122,6 @@ def build_teacher(settings: PolicySettings, process: ProcessInfo, *, streams_lay
         from nemo_offload_rl.backends.megatron.frozen import FrozenMegatron
 
         return FrozenMegatron(settings, settings.backend, process)
-    from nemo_offload_rl.backends.dtensor.frozen import FrozenDTensor
+    from nemo_offload_rl.backends.dtensor.teacher import FrozenDTensor
 
     return FrozenDTensor(settings, process, streams_layers=streams_layers)

@@ -28,9 +28,9 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 360,
+    "modules": 359,
     "lines": 53050,
-    "modules under 60 lines with one importer": 25,
+    "modules under 60 lines with one importer": 24,
 }
 
 

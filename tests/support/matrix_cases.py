@@ -35,7 +35,7 @@ from resume_cases import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.backends.dtensor.split_plan import context_problem, declared_plan, split_problem
+from nemo_offload_rl.backends.dtensor.supported import context_problem, declared_plan, split_problem
 from nemo_offload_rl.backends.hf.hub_names import HubNames
 from nemo_offload_rl.backends.megatron.supported import unsplit_layers
 from nemo_offload_rl.data.batch import TokenBatch

@@ -23,6 +23,7 @@ from nemo_offload_rl.backends.dtensor.loading import (
 )
 from nemo_offload_rl.backends.dtensor.lora import LoraWeights, add_adapters
 from nemo_offload_rl.backends.dtensor.model import LogprobModel, compile_layers, decoder_layers
+from nemo_offload_rl.backends.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_offload_rl.backends.hf.export import load_config
 from nemo_offload_rl.data.batch import TokenBatch
 from nemo_offload_rl.keys.worker import PolicySettings
@@ -78,7 +79,8 @@ class BuiltModel:
         ep_size = settings.dtensor_cfg.expert_parallel_size
         self.config = load_config(settings.model_name, settings.hf_config_overrides)
         splits_sequence = settings.dtensor_cfg.sequence_parallel and tp_size > 1
-        parallel.check_model(self.config, settings.dtensor_cfg, settings.max_total_sequence_length)
+        longest, num_workers = settings.max_total_sequence_length, process.world_size
+        parallel.check_model(self.config, settings.dtensor_cfg, longest, num_workers)
         self._device = torch.device(process.device)
         self.compute_dtype = COMPUTE_DTYPES[settings.precision]
         self._packs = settings.sequence_packing.enabled
@@ -110,7 +112,7 @@ class BuiltModel:
             add_adapters(causal_lm, lora_cfg, settings.seed)
         layers, shard = decoder_layers(causal_lm), VocabShard(0, None)
         if tp_size > 1:
-            parallel.apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
+            apply_tensor_parallel(causal_lm, layers, tp_mesh, splits_sequence=splits_sequence)
             shard = VocabShard(self.tp_rank * self.config.vocab_size // tp_size, tp_mesh.get_group())
         if meshes.cp is not None:
             share_rows(layers, meshes.cp.get_group())

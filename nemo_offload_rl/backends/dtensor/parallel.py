@@ -1,4 +1,4 @@
-"""Meshes, tensor parallelism by the plan that a model declares, and FSDP2 wrapping.
+"""Meshes and FSDP2 wrapping.
 
 The mesh is (dp, tp), row-major: ranks that are neighbours in `tp` share the same data. Every parameter ends up a
 DTensor on the whole mesh. With context parallelism it is (dp, cp, tp): neighbours in `cp` share the same rows, and
@@ -9,8 +9,7 @@ everything else over all of `dp`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,24 +20,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from nemo_offload_rl.backends.dtensor.experts import expert_modules
-from nemo_offload_rl.backends.dtensor.sequence_parallel import split_sequence
-from nemo_offload_rl.backends.dtensor.split_plan import (
-    COLUMNS,
-    COLUMNS_GATHERED,
-    ROWS,
-    ROWS_OF_WHOLE_INPUT,
-    WHOLE_AMONG_HEADS,
+from nemo_offload_rl.backends.dtensor.supported import (
     context_problem,
     experts_problem,
     sequence_problem,
+    sizes_problem,
     split_problem,
+    unsupported,
 )
-from nemo_offload_rl.backends.dtensor.supported import unsupported
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.dtensor import DTensorConfig
 
@@ -75,23 +68,8 @@ def build_meshes(
     expert_parallel_size: int,
     context_parallel_size: int = 1,
 ) -> Meshes:
-    """Spread all ranks over the meshes.
-
-    Raises:
-        ConfigError: The ranks do not divide by the tensor- and context-parallel sizes, or the data-parallel ones by the
-            expert-parallel size.
-    """
-    if world_size % tensor_parallel_size:
-        raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size={tensor_parallel_size} does not divide the {world_size} policy "
-            "workers; change it or the number of devices."
-        )
+    """Spread all ranks over the meshes; `check_model` has refused sizes that do not divide them."""
     dp_size = world_size // tensor_parallel_size
-    if dp_size % context_parallel_size:
-        raise ConfigError(
-            f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not divide the {dp_size} policy "
-            "workers, or copies of the model; change it or the number of devices."
-        )
     if context_parallel_size > 1:
         shape = (dp_size // context_parallel_size, context_parallel_size, tensor_parallel_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CP, TP))
@@ -99,24 +77,20 @@ def build_meshes(
     if expert_parallel_size == 1:
         mesh = init_device_mesh(device.type, (dp_size, tensor_parallel_size), mesh_dim_names=(DP, TP))
         return Meshes(mesh[DP], mesh[TP], mesh[DP])
-    if dp_size % expert_parallel_size:
-        raise ConfigError(
-            f"policy.dtensor_cfg.expert_parallel_size={expert_parallel_size} does not divide the {dp_size} "
-            "data-parallel ranks; change it or the number of devices."
-        )
     shape = (dp_size // expert_parallel_size, expert_parallel_size, tensor_parallel_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP_SHARD, EP, TP))
     dp = mesh[DP_SHARD, EP]._flatten(DP)
     return Meshes(dp, mesh[TP], dp, dp_shard=mesh[DP_SHARD], ep=mesh[EP])
 
 
-def check_model(config: Any, settings: DTensorConfig, longest: int) -> None:
+def check_model(config: Any, settings: DTensorConfig, longest: int, num_workers: int) -> None:
     """Refuse models that the backend does not train, and those that the parallel sizes cannot split.
 
     Args:
         config: The Hugging Face config.
         settings: With the sizes.
         longest: Tokens that no row exceeds.
+        num_workers: Ranks of all data-parallel and model-parallel groups.
 
     Raises:
         ConfigError: Names what of the config is in the way, or the size and the key to change.
@@ -130,86 +104,9 @@ def check_model(config: Any, settings: DTensorConfig, longest: int) -> None:
     problem = problem or (sequence_problem(contents, plan) if settings.sequence_parallel else None)
     problem = problem or context_problem(contents, settings.context_parallel_size, longest)
     problem = problem or experts_problem(contents, tp_size, settings.expert_parallel_size)
+    problem = problem or sizes_problem(settings, num_workers)
     if problem is not None:
         raise ConfigError(problem)
-
-
-class _WholeParameters(ParallelStyle):
-    """Every rank has the whole parameters as DTensors; inputs and outputs stay plain tensors.
-
-    `input_placement` says what the plain input is: the same everywhere, or this rank's heads or part of the sequence.
-    Unless it is the same, gradients of parameters are partial sums, which FSDP adds up over the tensor-parallel ranks.
-    """
-
-    def __init__(self, input_placement: Placement) -> None:
-        super().__init__()
-        self.input_placement = input_placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in list(submodule.named_parameters(recurse=False)):
-                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
-                submodule.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-        def to_dtensor(placement: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            return (DTensor.from_local(inputs[0], mesh, [placement], run_check=False), *inputs[1:])
-
-        def to_local(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-            return outputs.to_local()
-
-        return distribute_module(module, device_mesh, partition, partial(to_dtensor, self.input_placement), to_local)
-
-
-_SEQUENCE_DIM, _HEADS_DIM = 1, 2  # [B, S, heads, head_dim], [B, S, hidden]
-
-
-def _styles(split_input: Placement) -> dict[str, Callable[[], ParallelStyle]]:
-    """What the words of a plan become, where what parts of a layer give has this placement."""
-    return {
-        COLUMNS: ColwiseParallel,
-        COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),
-        ROWS: partial(RowwiseParallel, output_layouts=split_input),
-        ROWS_OF_WHOLE_INPUT: partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=split_input),
-        WHOLE_AMONG_HEADS: partial(_WholeParameters, Shard(_HEADS_DIM)),
-    }
-
-
-def apply_tensor_parallel(
-    causal_lm: Any, layers: nn.ModuleList, mesh: DeviceMesh, *, splits_sequence: bool = False
-) -> None:
-    """Split a Hugging Face causal model over `mesh` (1-D), in place; every rank holds the same weights before.
-
-    Inside the base model the plan of the model's config says how; what is not in it stays whole. The vocabulary is
-    split, and the output layer gives this rank's columns.
-
-    Args:
-        causal_lm: The model.
-        layers: Its decoder layers.
-        mesh: The ranks.
-        splits_sequence: Between the parts of layers each rank has its part of the sequence only, which the mesh's size
-            divides (arXiv 2205.05198).
-    """
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-    is_tied = head.weight is embedding.weight
-    of_vocabulary = {
-        embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        head: ColwiseParallel(),
-    }
-    placement = Shard(_SEQUENCE_DIM) if splits_sequence else Replicate()
-    # Norms of the residual stream: of the parts of a layer the others are inside.
-    between = {child for module in (causal_lm.base_model, *layers) for child in module.children()}
-    plan, styles = causal_lm.config.base_model_tp_plan, _styles(placement)
-    for name, module in causal_lm.base_model.named_modules():
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        if module not in of_vocabulary and any(True for _ in module.parameters(recurse=False)):
-            whole = _WholeParameters(placement if module in between else Replicate())
-            parallelize_module(module, mesh, styles[plan[pattern]]() if pattern in plan else whole, src_data_rank=None)
-    for module, style in of_vocabulary.items():
-        parallelize_module(module, mesh, style, src_data_rank=None)
-    if is_tied:  # each module got its own DTensor of the same rows
-        head.weight = embedding.weight
-    if splits_sequence:
-        split_sequence(causal_lm, layers, mesh)
 
 
 def apply_fsdp(

@@ -10,14 +10,16 @@ import torch
 
 from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.dtensor.activation_offload import host_bytes_at_most
-from nemo_offload_rl.backends.dtensor.split_plan import (
+from nemo_offload_rl.backends.dtensor.supported import (
+    DROPS_AT_RANDOM,
     context_problem,
     declared_plan,
     experts_problem,
     sequence_problem,
+    sizes_problem,
     split_problem,
+    unsupported,
 )
-from nemo_offload_rl.backends.dtensor.supported import DROPS_AT_RANDOM, unsupported
 from nemo_offload_rl.backends.dtensor.torch_optim import optimizer_spec
 from nemo_offload_rl.backends.hf.local_config import local_model_config
 from nemo_offload_rl.errors import ConfigError
@@ -166,17 +168,9 @@ def host_held_training_excludes_offload_keys(policy: TrainedPolicyConfig) -> str
 
 
 def parallel_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
-    """The policy's tensor- and context-parallel sizes divide the number of workers."""
-    dtensor, world = cfg.policy.dtensor_cfg, cfg.cluster.world_size
-    sizes, copy = f"tensor_parallel_size {dtensor.tensor_parallel_size}", dtensor.model_parallel.ranks_per_copy
-    if dtensor.context_parallel_size != 1:
-        sizes += f" by context_parallel_size {dtensor.context_parallel_size}"
-    if dtensor.enabled and world % copy:
-        return (
-            f"policy.dtensor_cfg.{sizes} does not divide the {world} policy workers of `cluster`, so some would be "
-            "left over; change one of them"
-        )
-    return None
+    """DTensor's parallel sizes divide the workers: tensor times context, and the expert size the data-parallel ones."""
+    dtensor = cfg.policy.dtensor_cfg
+    return sizes_problem(dtensor, cfg.cluster.world_size) if dtensor.enabled else None
 
 
 def rows_of_the_model_can_be_shared(cfg: PolicyRun) -> str | None:
@@ -235,19 +229,6 @@ def tensor_parallelism_splits_the_model(cfg: PolicyRun) -> str | None:
     if not dtensor.enabled or dtensor.tensor_parallel_size == 1 or model is None or unsupported(model):
         return None
     return split_problem(model, declared_plan(model["model_type"]), dtensor.tensor_parallel_size)
-
-
-def expert_parallel_size_divides_the_devices(cfg: PolicyRun) -> str | None:
-    """DTensor's expert-parallel size divides the data-parallel workers."""
-    dtensor = cfg.policy.dtensor_cfg
-    size, num_ranks = dtensor.expert_parallel_size, cfg.cluster.world_size // dtensor.tensor_parallel_size
-    if dtensor.enabled and num_ranks % size:
-        sizes = [str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]
-        return (
-            f"policy.dtensor_cfg.expert_parallel_size {size} does not divide the {num_ranks} data-parallel workers of "
-            f"`cluster`, which share the experts; use one of {', '.join(sizes)}, or more devices"
-        )
-    return None
 
 
 def experts_divide_over_devices(cfg: PolicyRun) -> str | None:
@@ -314,6 +295,5 @@ RULES: tuple[Rule[PolicyRun], ...] = (
     host_held_training_draws_nothing,
     dtensor_trains_the_model,
     tensor_parallelism_splits_the_model,
-    expert_parallel_size_divides_the_devices,
     experts_divide_over_devices,
 )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from nemo_offload_rl.backends.megatron.supported import sizes_problem
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.backend import ModelParallel
 from nemo_offload_rl.keys.megatron import MegatronConfig
@@ -36,11 +37,8 @@ def join_model_parallel(cfg: MegatronConfig, parallel: ModelParallel, world_size
     Raises:
         ConfigError: The ranks are no whole copies of the model, or groups of other sizes are in use.
     """
-    if world_size % parallel.ranks_per_copy:
-        raise ConfigError(
-            f"policy.megatron_cfg spreads a model over {parallel.ranks_per_copy} devices, which does not divide the "
-            f"{world_size} policy workers; change the parallel sizes or the number of devices."
-        )
+    if (problem := sizes_problem(cfg, world_size)) is not None:
+        raise ConfigError(problem)
     if parallel_state.model_parallel_is_initialized():
         if _sizes() != (parallel.tensor, parallel.context, parallel.pipeline, cfg.expert_model_parallel_size):
             raise ConfigError(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.errors import division_problem
+from nemo_offload_rl.keys.megatron import MegatronConfig
 from nemo_offload_rl.models import windows
 from nemo_offload_rl.models.families import (
     FAMILIES,
@@ -27,6 +29,17 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 YARN = "yarn"
 _SILU = ("silu", "swish")
+
+
+def sizes_problem(cfg: MegatronConfig, num_workers: int) -> str | None:
+    """Say why the parallel sizes do not divide the policy workers and what to do; None where they do."""
+    sizes = {
+        "policy.megatron_cfg.tensor_model_parallel_size": cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        "context_parallel_size": cfg.context_parallel_size,
+    }
+    what = "policy workers of `cluster`, so some would be left over"
+    return division_problem(sizes, num_workers, what, "change one of them")
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:

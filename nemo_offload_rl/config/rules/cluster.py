@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_offload_rl.config.rules.base import data_parallel_size
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import RolloutMasterConfig, Rule, RunConfig
 
 
@@ -10,12 +11,9 @@ def engine_tensor_parallel_size_divides_a_host(cfg: RolloutMasterConfig) -> str 
     """The engine's tensor-parallel size divides the devices of a host."""
     generation = cfg.policy.generation
     size, per_node = generation.vllm_cfg.tensor_parallel_size, cfg.cluster.workers_per_node
-    if generation.colocated.enabled and per_node % size:
-        return (
-            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide the {per_node} devices of a host "
-            "of `cluster`, and one engine stays on one host; change one of them"
-        )
-    return None
+    what = "devices of a host of `cluster`, and one engine stays on one host"
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    return division_problem({key: size}, per_node, what, "change one of them") if generation.colocated.enabled else None
 
 
 def port_range_is_ascending(cfg: RunConfig) -> str | None:
@@ -31,13 +29,9 @@ def rollouts_fill_whole_training_batches(cfg: RolloutMasterConfig) -> str | None
     name, section = cfg.algorithm
     prompts, group = section.num_prompts_per_step, section.num_generations_per_prompt
     batch = cfg.policy.train_global_batch_size
-    if (prompts * group) % batch:
-        return (
-            f"policy.train_global_batch_size {batch} does not divide the {prompts * group} responses of a step "
-            f"({name}.num_prompts_per_step {prompts} x num_generations_per_prompt {group}), so some would not be "
-            "trained on; change one of the three"
-        )
-    return None
+    step = f"({name}.num_prompts_per_step {prompts} x num_generations_per_prompt {group})"
+    what = f"responses of a step {step}, so some would not be trained on"
+    return division_problem({"policy.train_global_batch_size": batch}, prompts * group, what, "change one of the three")
 
 
 def training_batch_divides_over_workers(cfg: RunConfig) -> str | None:
@@ -57,12 +51,10 @@ def micro_batch_divides_the_workers_share(cfg: RunConfig) -> str | None:
     if policy.dynamic_batching.enabled or policy.sequence_packing.enabled:
         return None
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
-    if size and batch % size == 0 and (batch // size) % micro:
-        return (
-            f"policy.train_micro_batch_size {micro} does not divide the {batch // size} sequences of one worker "
-            f"(train_global_batch_size {batch} over {size} data-parallel workers); change one of them"
-        )
-    return None
+    if not size or batch % size:
+        return None
+    what = f"sequences of one worker (train_global_batch_size {batch} over {size} data-parallel workers)"
+    return division_problem({"policy.train_micro_batch_size": micro}, batch // size, what, "change one of them")
 
 
 def packing_and_dynamic_batching_exclude_each_other(cfg: RunConfig) -> str | None:

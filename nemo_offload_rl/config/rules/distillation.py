@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import DistillationMasterConfig, Rule
 
 
@@ -18,12 +19,10 @@ def a_top_k_is_needed_for_what_is_outside_of_it(cfg: DistillationMasterConfig) -
 def the_teachers_tensor_parallel_size_divides_the_workers(cfg: DistillationMasterConfig) -> str | None:
     """The tensor-parallel size of the teacher divides the workers, with the DTensor backend."""
     size, num_workers = cfg.teacher.dtensor_cfg.tensor_parallel_size, cfg.cluster.world_size
-    if cfg.policy.dtensor_cfg.enabled and num_workers % size:
-        return (
-            f"teacher.dtensor_cfg.tensor_parallel_size {size} does not divide the {num_workers} policy workers, which "
-            "the teacher is spread over; change it or the number of devices"
-        )
-    return None
+    if not cfg.policy.dtensor_cfg.enabled:
+        return None
+    what, fix = "policy workers, which the teacher is spread over", "change it or the number of devices"
+    return division_problem({"teacher.dtensor_cfg.tensor_parallel_size": size}, num_workers, what, fix)
 
 
 def a_megatron_teacher_is_spread_as_the_policy(cfg: DistillationMasterConfig) -> str | None:

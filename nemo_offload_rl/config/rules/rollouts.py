@@ -14,6 +14,7 @@ from nemo_offload_rl.config.rules.base import (
     sources,
     validation_set_problem,
 )
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
 from nemo_offload_rl.keys.data import BUILT_IN
 from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS
@@ -210,12 +211,10 @@ def engine_fits_a_host_of_its_own(cfg: RolloutMasterConfig) -> str | None:
     """The tensor-parallel size of engines with devices of their own divides those of a host."""
     generation = cfg.policy.generation
     size, count = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources.gpus_per_node
-    if not generation.colocated.enabled and count is not None and count % size:
-        return (
-            f"policy.generation.vllm_cfg.tensor_parallel_size {size} does not divide "
-            f"policy.generation.colocated.resources.gpus_per_node {count}, and one engine stays on one host; change one"
-        )
-    return None
+    if generation.colocated.enabled or count is None:
+        return None
+    what = f"devices of policy.generation.colocated.resources.gpus_per_node {count}, and one engine stays on one host"
+    return division_problem({"policy.generation.vllm_cfg.tensor_parallel_size": size}, count, what, "change one")
 
 
 RULES: tuple[Rule[RolloutMasterConfig], ...] = (

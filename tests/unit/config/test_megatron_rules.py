@@ -70,7 +70,7 @@ BROKEN: dict[str, list[tuple[list[str], str, dict[str, Any] | None]]] = {
     ],
     "megatron_experts_can_be_dealt_out": [
         ([f"{KEY}.expert_model_parallel_size=2", TWO_WORKERS], "has no experts; set it to 1", DENSE),
-        ([f"{KEY}.expert_model_parallel_size=2", TWO_WORKERS], "does not divide the model's 3 experts", EXPERTS),
+        ([f"{KEY}.expert_model_parallel_size=2", TWO_WORKERS], "does not divide the 3 experts of the model", EXPERTS),
     ],
     "megatron_tensor_parallel_experts_need_sequence_parallel": [
         ([f"{KEY}.tensor_model_parallel_size=2", TWO_WORKERS], "set sequence_parallel to true", EXPERTS)

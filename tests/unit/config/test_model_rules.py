@@ -22,7 +22,7 @@ from nemo_offload_rl.backends.dtensor.rules import (
     rows_of_the_model_can_be_shared,
     sequence_parallelism_splits_the_model,
 )
-from nemo_offload_rl.backends.dtensor.split_plan import STYLES, declared_plan, sequence_problem
+from nemo_offload_rl.backends.dtensor.supported import STYLES, declared_plan, sequence_problem
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.config.rules.model import (
     RULES,
@@ -269,10 +269,10 @@ def test_windows_that_the_engine_does_not_serve_are_refused_beside_one(tmp_path:
 
 # overrides, config.json beside Llama's, words of the refusal
 UNSPLIT: list[tuple[int, dict[str, Any], str]] = [
-    (4, {"num_attention_heads": 6}, "tensor_parallel_size=4 does not divide the model's num_attention_heads=6"),
-    (4, {"num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads=2"),
-    (2, {"intermediate_size": 33}, "intermediate_size=33"),
-    (2, {"vocab_size": 33}, "vocab_size=33"),
+    (4, {"num_attention_heads": 6}, "tensor_parallel_size 4 does not divide the 6 attention heads of the model"),
+    (4, {"num_attention_heads": 4, "num_key_value_heads": 2}, "2 key-value heads"),
+    (2, {"intermediate_size": 33}, "33 channels of MLPs"),
+    (2, {"vocab_size": 33}, "33 tokens of the vocabulary"),
 ]
 
 

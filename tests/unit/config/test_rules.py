@@ -100,8 +100,9 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
         (["policy.dtensor_cfg.tensor_parallel_size=2"], "tensor_parallel_size 2 does not divide the 1 policy workers"),
         (
             [*TWO_SHARE, "policy.dtensor_cfg.tensor_parallel_size=2"],
-            "tensor_parallel_size 2 by context_parallel_size 2 does not divide the 2 policy workers",
+            "tensor_parallel_size 2 x context_parallel_size 2 = 4 does not divide the 2 policy workers",
         ),
+        (["cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.expert_parallel_size=3"], "; use one of 1, 2, 4, or"),
     ],
     "shared_rows_are_not_packed": [
         ([*TWO_SHARE, "policy.sequence_packing.enabled=true"], "use policy.dynamic_batching in its place")
@@ -401,9 +402,6 @@ BROKEN: dict[str, list[tuple[list[str], str]]] = {
             ],
             "set tensor_parallel_size to 1",
         )
-    ],
-    "expert_parallel_size_divides_the_devices": [
-        (["cluster.cpu_workers_per_node=4", "policy.dtensor_cfg.expert_parallel_size=3"], "; use one of 1, 2, 4, or")
     ],
     "adapters_have_their_layers": [
         (

@@ -8,8 +8,7 @@ import pytest
 from model_families import FAMILIES as TINY
 from model_families import family_config, trained_by
 
-from nemo_offload_rl.backends.dtensor.split_plan import declared_plan, split_problem
-from nemo_offload_rl.backends.dtensor.supported import unsupported
+from nemo_offload_rl.backends.dtensor.supported import declared_plan, split_problem, unsupported
 from nemo_offload_rl.models.families import DTENSOR, FAMILIES, has_sliding_window, logits_divisor
 from nemo_offload_rl.models.page import EVERYWHERE, PAGE, read_results, with_table
 from nemo_offload_rl.models.served import unserved
@@ -37,7 +36,7 @@ def test_the_page_is_made_of_what_was_seen_of_every_row() -> None:
 UNSPLIT = {
     "cohere-norms-tied": "has no norms of queries and keys, which use_qk_norm asks for",
     "hunyuan": "declares no tensor-parallel plan for hunyuan_v1_dense",
-    "llama-odd": "does not divide the model's vocab_size=389",
+    "llama-odd": "does not divide the 389 tokens of the vocabulary",
     "stablelm": "declares no tensor-parallel plan for stablelm",
 }
 

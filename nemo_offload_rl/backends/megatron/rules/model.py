@@ -5,7 +5,8 @@ from __future__ import annotations
 from nemo_offload_rl.backends.alternatives import advice
 from nemo_offload_rl.backends.hf.local_config import local_model_config
 from nemo_offload_rl.backends.megatron.rules.section import megatron_section
-from nemo_offload_rl.backends.megatron.supported import unsplit_layers, unsupported
+from nemo_offload_rl.backends.megatron.supported import sizes_problem, unsplit_layers, unsupported
+from nemo_offload_rl.errors import division_problem
 from nemo_offload_rl.keys.master import PolicyRun, Rule
 from nemo_offload_rl.models.families import MEGATRON, has_expert_bias
 from nemo_offload_rl.models.rope import attention_factor, rope_settings, rope_type
@@ -17,14 +18,7 @@ KEY = "policy.megatron_cfg"
 def megatron_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
     """Megatron's tensor, pipeline and context parallel sizes multiply to a divisor of the number of workers."""
     megatron, world = megatron_section(cfg), cfg.cluster.world_size
-    if megatron is not None and world % (size := megatron.model_parallel.ranks_per_copy):
-        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        return (
-            f"{KEY}.tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x "
-            f"context_parallel_size {megatron.context_parallel_size} = {size} does not divide the {world} policy "
-            "workers of `cluster`, so some would be left over; change one of them"
-        )
-    return None
+    return sizes_problem(megatron, world) if megatron is not None else None
 
 
 def megatron_expert_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
@@ -34,13 +28,16 @@ def megatron_expert_sizes_divide_the_world(cfg: PolicyRun) -> str | None:
         return None
     expert, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     pipeline = megatron.pipeline_model_parallel_size
-    if world % (expert * tensor * pipeline):
-        return (
-            f"{KEY}.expert_model_parallel_size {expert} x expert_tensor_parallel_size {tensor} x "
-            f"pipeline_model_parallel_size {pipeline} does not divide the {world} policy workers of `cluster`, over "
-            "which experts are dealt out; change one of them"
-        )
-    return None
+    return division_problem(
+        {
+            f"{KEY}.expert_model_parallel_size": expert,
+            "expert_tensor_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+        },
+        world,
+        "policy workers of `cluster`, over which experts are dealt out",
+        "change one of them",
+    )
 
 
 def megatron_experts_can_be_dealt_out(cfg: PolicyRun) -> str | None:
@@ -54,12 +51,8 @@ def megatron_experts_can_be_dealt_out(cfg: PolicyRun) -> str | None:
             f"{KEY}.expert_model_parallel_size is {size}, but config.json of {cfg.policy.model_name} has no "
             "experts; set it to 1"
         )
-    if experts % size:
-        return (
-            f"{KEY}.expert_model_parallel_size {size} does not divide the model's {experts} experts, of which each "
-            "device takes the same number; change it"
-        )
-    return None
+    what = "experts of the model, of which each device takes the same number"
+    return division_problem({f"{KEY}.expert_model_parallel_size": size}, experts, what, "change it")
 
 
 def megatron_tensor_parallel_experts_need_sequence_parallel(cfg: PolicyRun) -> str | None:
@@ -165,11 +158,11 @@ def megatron_layers_divide_over_devices(cfg: PolicyRun) -> str | None:
         "vocab_size": (shape.vocab_size, "tokens of the vocabulary"),
     }
     for key, (length, what) in sizes.items():
-        if model.get(key) is not None and length is not None and length % size:
-            return (
-                f"{KEY}.tensor_model_parallel_size {size} does not divide the model's {length} {what}, of which each "
-                "device takes the same number; change it"
-            )
+        if model.get(key) is not None and length is not None:
+            each = f"{what} of the model, of which each device takes the same number"
+            problem = division_problem({f"{KEY}.tensor_model_parallel_size": size}, length, each, "change it")
+            if problem is not None:
+                return problem
     groups = shape.num_kv_heads
     if groups is not None and groups % size and size % groups:
         return (
