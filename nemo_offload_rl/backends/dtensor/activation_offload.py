@@ -44,7 +44,7 @@ class ActivationOffloading:
         self._arena = HostArena(HostAllowance(self._limit_bytes), new_region_on(device))
         is_gpu = device.type == "cuda"
         self._out, self._in = (torch.cuda.Stream(device) if is_gpu else None for _ in range(2))
-        self._last: weakref.ref[LayerInput] | None = None  # of the present forward pass
+        self._last: weakref.ref[KeptInput] | None = None  # of the present forward pass
         self._unused: list[HostBlock] = []  # of inputs that nothing refers to any more
         self._is_full = False
 
@@ -75,7 +75,7 @@ class ActivationOffloading:
                 stays=index == len(layers) - 1,
             )
 
-    def keep(self, hidden: Tensor, below: LayerInput | None, *, stays: bool) -> LayerInput:
+    def keep(self, hidden: Tensor, below: KeptInput | None, *, stays: bool) -> KeptInput:
         """Begin to copy a layer's input to the host.
 
         Args:
@@ -85,7 +85,7 @@ class ActivationOffloading:
         """
         moves = not stays and hidden.is_contiguous() and hidden.device.type == self.device.type
         block = self._block_of(hidden.nbytes) if moves else None
-        kept = LayerInput(hidden, below, self, block)
+        kept = KeptInput(hidden, below, self, block)
         if block is not None:
             # In a list: a graph may go at any time, also while the arena is at work.
             weakref.finalize(kept, self._unused.append, block).atexit = False
@@ -149,7 +149,7 @@ class ActivationOffloading:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
-class LayerInput:
+class KeptInput:
     """The input of one layer in one micro-batch: on the device, on the host, or both.
 
     Args:
@@ -162,7 +162,7 @@ class LayerInput:
     def __init__(
         self,
         hidden: Tensor,
-        below: LayerInput | None = None,
+        below: KeptInput | None = None,
         offloading: ActivationOffloading | None = None,
         block: HostBlock | None = None,
     ) -> None:
@@ -198,13 +198,13 @@ class LayerInput:
         return self._on_device
 
 
-def _pack(kept: LayerInput, address: int, shape: torch.Size, tensor: Tensor) -> Any:
-    """What autograd saves of a tensor; autograd keeps this function too, so it must not refer to the input itself."""
+def _pack(kept: KeptInput, address: int, shape: torch.Size, tensor: Tensor) -> Any:
+    """Replace the input by its handle; autograd keeps this function too, so it must not refer to the input itself."""
     return kept if tensor.data_ptr() == address and tensor.shape == shape else tensor
 
 
 def _unpack(packed: Any) -> Tensor:
-    return packed.read() if isinstance(packed, LayerInput) else packed
+    return packed.read() if isinstance(packed, KeptInput) else packed
 
 
 def host_bytes_at_most(settings: PolicySettings, num_layers: int, hidden_size: int) -> int:

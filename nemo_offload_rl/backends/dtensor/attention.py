@@ -1,8 +1,8 @@
-"""How a model attends: by kernels that need no mask, wherever the model allows it.
+"""Attention by kernels that need no mask, wherever the model allows it.
 
 Hugging Face looks at every batch's positions to decide about a mask, for which the host waits for the GPU, and where
-rows are packed it makes one of the whole row, [1, 1, T, T]: memory and time in T squared, and no flash attention. An
-implementation that is registered without a mask function is not asked.
+rows are packed it makes one of the whole row, [1, 1, T, T]: memory and time in T squared, and no flash attention. For
+an implementation that is registered without a mask function it makes none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKED = "nemo_offload_rl_packed"
 CONTEXT = "nemo_offload_rl_context"
 SINKS = "nemo_offload_rl_sinks"
 TAKES_BOUNDS = (PACKED, SINKS)
-"""Those that are given where the rows of a packed row begin; the others see it from positions."""
+"""Attention that gets the bounds of the rows in a packed row; other kinds see them from positions."""
 
 _SPARE = 8  # numbers that heads get for sinks; kernels want their sizes in multiples of it
 
@@ -91,7 +91,7 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one row: query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
 
-    Values may have fewer numbers than D (DeepSeek-V3); the kernel gets zeros beside them.
+    Values may have fewer numbers than D (DeepSeek-V3); the kernel gets zeros for the rest.
     """
     value_dim = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - value_dim))
@@ -142,7 +142,7 @@ def _attention_with_sinks(
         sliding_window: Tokens that each sees, itself included; None for all before it.
         dropout: Of weights.
         cu_seq_lens_q: [rows + 1] where the rows of a packed row begin; None for padded rows.
-        kwargs: What `transformers` hands other implementations.
+        kwargs: Arguments for other implementations; not read.
 
     Returns:
         [B, S, heads, D].

@@ -126,12 +126,12 @@ class DTensorBackend:
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this process stands."""
+        """Rank of this process, and its data-parallel rank."""
         return self._rank_info
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are while they are not offloaded."""
+        """Device of parameters that are not offloaded."""
         return self._device
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -332,7 +332,7 @@ class DTensorBackend:
         """Nothing: no pass leaves anything behind here."""
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What `named_weights` yields, without touching data."""
+        """Names, shapes and types of `named_weights`, without touching data."""
         shapes = [(name, tuple(param.shape)) for name, param in self._parameters]
         if self._lora is not None:
             shapes = self._lora.shapes()
@@ -359,11 +359,11 @@ class DTensorBackend:
                     yield name, checkpoint.full_tensor(parameter, parameter.dtype if index is not None else dtype)
 
     def stage_save(self, folder: Path, reader: StateReader) -> StagedSave:
-        """Begin to save model, optimizer, place in the schedule and RNG."""
+        """Begin to save model, optimizer, schedule and random state."""
         return dcp.stage_save(folder, self._training_state(), reader)
 
     def load(self, path: Path, streamed: Iterable[str] = ()) -> None:
-        """Read what `stage_save` wrote."""
+        """Read a checkpoint of `stage_save`."""
         self._built.reshard()
         dcp.load_state(path, self._training_state(), streamed)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of the DTensor backend holds."""
+"""Contents of a checkpoint of the DTensor backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DTensorState:
 
     Attributes:
         parameters: By Hugging Face name.
-        parts: Which of them have their states in which group.
+        parts: State groups of the optimizer, with the parameters of each.
         optimizer: Over those of these parameters that are trained.
         schedule: Of its settings.
         model_parts: The parameters that are on the device with one of these groups only.
@@ -70,11 +70,11 @@ class DTensorState:
         }
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """Values that are no tensors."""
         return {"num_steps": self.schedule.num_steps, "kept_by_optimizer": self.schedule.kept_by_optimizer()}
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Be at that place of the schedule."""
+        """Continue the schedule from these values."""
         self.schedule.go_on(values["num_steps"], values["kept_by_optimizer"])
 
     def make_optimizer_state(self, group: str, saved: Container[str]) -> None:

@@ -1,6 +1,6 @@
-"""What of a micro-batch goes through the model, and where in it the tokens to score are.
+"""Places of a micro-batch's tokens in the rows of the model, and of the tokens to score.
 
-All of it is worked out on the host: looking at lengths on a GPU waits for all that is queued there.
+They are computed on the host: reading lengths from a GPU would wait for all work that is queued there.
 
 Shape suffixes: B rows of S columns, as the micro-batch has them; R rows of L tokens, as the model gets them; N tokens.
 """
@@ -20,7 +20,7 @@ from nemo_offload_rl.data.inputs import on_device
 
 @dataclass(frozen=True)
 class ModelRows:
-    """What the model gets.
+    """Rows of the model for a micro-batch.
 
     Attributes:
         scored_N: Places in the flattened rows of the micro-batch: the tokens to score.

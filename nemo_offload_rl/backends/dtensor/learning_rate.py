@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, by torch's schedulers, and where a resumed run is in it."""
+"""The schedule of the learning rate, by torch's schedulers, also of a resumed run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Schedule:
             self._scheduled |= {key for key, value in group.items() if value is not old.get(key)}
 
     def kept_by_optimizer(self) -> list[dict[str, Any]]:
-        """What the optimizer's own steps have changed in its groups, as some outside torch do; none if nothing."""
+        """Values of its groups that the optimizer's own steps have changed, as some outside torch do."""
         kept = [
             {
                 key: value
@@ -88,7 +88,7 @@ class Schedule:
 
         Args:
             num_steps: Ticks until then.
-            kept: What `kept_by_optimizer` was there.
+            kept: Result of `kept_by_optimizer` there.
 
         Raises:
             CheckpointError: The optimizer has other groups, or the schedule cannot make so many steps.

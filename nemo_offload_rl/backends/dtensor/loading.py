@@ -30,8 +30,8 @@ def build_causal_lm(config: Any, attention: str, *, dropout: bool = False) -> An
     """The model in float32 with its parameters on the meta device; buffers are on the CPU with their values.
 
     Args:
-        config: What `load_config` gave.
-        attention: What `choose_attention` gave.
+        config: Of `load_config`.
+        attention: Of `choose_attention`.
         dropout: Whether it drops in training what its config says.
     """
     config = copy.deepcopy(config)
@@ -126,7 +126,7 @@ def find_weights(causal_lm: Any, model_name: str) -> WeightSources:
     """Look for every parameter in the headers of the model's files; reads no weights.
 
     Args:
-        causal_lm: What `build_causal_lm` gave, not changed since.
+        causal_lm: Of `build_causal_lm`, not changed since.
         model_name: Folder or hub name.
 
     Raises:
@@ -183,7 +183,7 @@ def read_weights(parameters: Iterable[tuple[str, Tensor]], sources: WeightSource
 
     Args:
         parameters: DTensors, and buffers, by the names that `find_weights` saw.
-        sources: What `find_weights` gave.
+        sources: Of `find_weights`.
 
     Raises:
         UserError: A file cannot be read, or tied weights differ in the files.

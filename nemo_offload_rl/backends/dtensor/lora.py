@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,7 @@ _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
 
 
 def add_adapters(causal_lm: Any, settings: DTensorLoraConfig, seed: int) -> None:
-    """Put adapters beside linear layers, in place, and freeze everything else.
+    """Add adapters to linear layers, in place, and freeze everything else.
 
     Args:
         causal_lm: A Hugging Face causal model.
@@ -128,7 +127,7 @@ def _check_targets(causal_lm: nn.Module, targets: Sequence[str]) -> None:
 
 @contextmanager
 def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
-    """Have peft make real adapters beside linear layers on the meta device: it puts them where the weight is.
+    """Have peft make real adapters for linear layers on the meta device: it puts them where the weight is.
 
     Meanwhile the weight is one element on the host, seen in the weight's shape.
     """
@@ -140,21 +139,6 @@ def _on_the_host(causal_lm: nn.Module) -> Iterator[None]:
     finally:
         for layer, weight in weights.items():
             layer.weight = weight.requires_grad_(layer.weight.requires_grad)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The low-rank factors of one weight, and what their product is multiplied by."""
-
-    a_RI: Tensor
-    b_OR: Tensor
-    scaling: float
-
-    def merge(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole weight with the adapters in it, in peft's order of operations in fp32; a collective."""
-        a_RI, b_OR = full_tensor(self.a_RI, torch.float32), full_tensor(self.b_OR, torch.float32)
-        # A view of the parameter itself on one rank: never added to in place.
-        return (full_tensor(weight_OI, torch.float32) + (b_OR @ a_RI) * self.scaling).to(dtype)
 
 
 class LoraWeights:
@@ -182,8 +166,11 @@ class LoraWeights:
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Full merged weights under the names that the model without adapters gives them; a collective."""
         for name, parameter in self.base:
+            plain = name.replace(_BASE, ".")
             if _BASE not in name or not name.endswith("weight"):
-                yield name.replace(_BASE, "."), full_tensor(parameter, dtype)
+                yield plain, full_tensor(parameter, dtype)
                 continue
-            a_RI, b_OR = (self._by_name[name.replace(_BASE, side)] for side in (_A, _B))
-            yield name.replace(_BASE, "."), Adapters(a_RI, b_OR, self._scaling).merge(parameter, dtype)
+            a_RI, b_OR = (full_tensor(self._by_name[name.replace(_BASE, side)], torch.float32) for side in (_A, _B))
+            # In peft's order of operations; not in place: on one rank the whole weight is the parameter itself.
+            weight_OI = full_tensor(parameter, torch.float32)
+            yield plain, (weight_OI + (b_OR @ a_RI) * self._scaling).to(dtype)

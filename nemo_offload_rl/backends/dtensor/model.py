@@ -1,4 +1,4 @@
-"""The module that FSDP wraps: token ids in, logprobs or whatever else a `Reader` reads out."""
+"""The module that FSDP wraps: token ids in, logprobs or other results of a `Reader` out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "causal_lm."
 
 
 def decoder_layers(causal_lm: Any) -> nn.ModuleList:
-    """The layers of a Hugging Face causal model, which it names as what is not divided over devices."""
+    """The decoder layers of a Hugging Face causal model; it names their classes as not to be divided over devices."""
     names = set(causal_lm._no_split_modules)
     (layers,) = (
         module
@@ -40,7 +40,7 @@ def compile_layers(layers: nn.ModuleList) -> None:
 
 
 class Scorer(nn.Module):
-    """What a `Reader` makes of hidden states; the output layer runs in here only, in pieces and again in backward."""
+    """Applies a `Reader` to hidden states; the output layer runs in here only, in pieces and again in backward."""
 
     def __init__(self, output_layer: nn.Module, head: Head) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Scorer(nn.Module):
         return capped(self.output_layer(hidden), self._head.softcap)
 
     def forward(self, before_NH: Tensor, targets_N: Tensor, scored_N: Tensor, reader: Reader) -> Any:
-        """What the reader gives of these positions; see `Positions`."""
+        """Read these positions; see `Positions`."""
         show_progress()
         return reader(self._logits, Positions(before_NH, targets_N, scored_N), self._head)
 
 
 class LogprobModel(nn.Module):
-    """What a `Reader` makes of a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
+    """Applies a `Reader` to a Hugging Face causal model; logits exist only inside `forward`, for scored tokens.
 
     No attention mask is passed: rows are padded on the right, so the causal mask keeps padding away from real tokens.
     Where attention must not reach across a packed row, Hugging Face's models see from positions that begin again at 0,
@@ -67,8 +67,8 @@ class LogprobModel(nn.Module):
     Args:
         causal_lm: The model.
         head: How its logits are read.
-        context_group: Ranks that share each row. Each computes its own tokens, and all have what all have read: losses
-            and metrics are of whole rows, and the same on all of them.
+        context_group: Ranks that share each row. Each computes its own tokens, and all get the results of all: losses
+            and metrics are of whole rows, and the same on each rank.
     """
 
     def __init__(self, causal_lm: Any, head: Head, context_group: dist.ProcessGroup | None = None) -> None:
@@ -78,18 +78,18 @@ class LogprobModel(nn.Module):
         self._context_group = context_group
 
     def forward(self, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """What the reader gives, with [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
+        """Read the scored tokens into [B, S, ...] tensors by the package's convention of logprobs; 0 elsewhere.
 
         Args:
             input_ids_BS: [B, S] int64.
-            rows: What of them the model gets, and which tokens are scored.
-            reader: What to make of the hidden states before the scored tokens.
+            rows: Tokens that the model gets, and those that are scored.
+            reader: Reads the hidden states before the scored tokens.
         """
         hidden_RLH = self.causal_lm.base_model(**self.inputs(input_ids_BS, rows)).last_hidden_state
         return self.read(hidden_RLH, input_ids_BS, rows, reader)
 
     def read(self, hidden_RLH: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """What `forward` gives, of the last hidden states."""
+        """The result of `forward`, from the last hidden states on."""
         before_NH = hidden_RLH.flatten(0, 1).index_select(0, rows.before_N)
         targets_N = input_ids_BS.flatten().index_select(0, rows.scored_N)
         found = self.scorer(before_NH, targets_N, rows.scored_N, reader)
@@ -109,7 +109,7 @@ class LogprobModel(nn.Module):
         Args:
             input_ids_BS: As for `forward`.
             rows: As for `forward`.
-            embedded_RLH: In the place of what the embedding makes of the tokens.
+            embedded_RLH: Replaces the output of the embedding.
         """
         ids_RL = input_ids_BS
         inputs: dict[str, Any] = {"use_cache": False}

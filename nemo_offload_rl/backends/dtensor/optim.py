@@ -1,4 +1,4 @@
-"""Which optimizer states stream, and norms of gradients."""
+"""Optimizer states that stream, and norms of gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from nemo_offload_rl.residency import OPTIMIZER_PART, OptimizerParts, divide_opt
 def divide(
     parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec, settings: DTensorConfig, parts: Sequence[Part]
 ) -> OptimizerParts:
-    """Which optimizer states stream around the step, and in which parts: those of the model, where it has any."""
+    """Divide optimizer states into those that stream around the step, part by part, and the rest.
+
+    The parts are those of the model, where it has any.
+    """
     if parts:
         in_parts = {parameter for part in parts for _, parameter in part.parameters}
         rest = [(name, parameter) for name, parameter in parameters if parameter not in in_parts]
@@ -62,7 +65,7 @@ def global_grad_norm(
         parameters: Those with a gradient count.
         tp_rank: Of this rank.
         device: Where it is.
-        known: What `gradient_norms` gave of gradients that are not on the device now.
+        known: Result of `gradient_norms` for gradients that are not on the device now.
     """
     mine = [p for p in parameters if p.grad is not None and (tp_rank == 0 or _is_split_over_tp(p.grad))]
     norms = {**known, **gradient_norms(parameter for parameter in mine if parameter not in known)}

@@ -123,7 +123,7 @@ def apply_fsdp(
     Args:
         root: With everything below.
         layers: The decoder layers.
-        meshes: What `build_meshes` gave.
+        meshes: Of `build_meshes`.
         compute_dtype: To which parameters are cast as they are gathered.
         more_units: Modules outside of the layers that are units too, each with all parameters that others share.
     """
@@ -232,7 +232,7 @@ def cast_inputs[Values](values: Values, dtype: torch.dtype) -> Values:
 def add_gradients(unit: FSDPModule) -> None:
     """Add the gradients that autograd has left in the compute type to those of a unit's parameters, in float32.
 
-    New ones are made in one storage, as FSDP does. Unlike FSDP's reduction it takes no memory beside.
+    New ones are made in one storage, as FSDP does. Unlike FSDP's reduction it takes no further memory.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:

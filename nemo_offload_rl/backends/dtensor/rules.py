@@ -256,7 +256,7 @@ def least_group_bytes(cfg: PolicyRun, num_parameters: int) -> dict[str, int]:
 
 
 def most_activation_bytes(cfg: PolicyRun, settings: PolicySettings) -> int:
-    """What a worker's offloaded activations can take of the host; 0 where the model is unknown."""
+    """Host bytes that a worker's offloaded activations can take; 0 where the model is unknown."""
     shape = ModelShape.of(local_model_config(cfg) or {})
     if shape.num_layers is None or shape.hidden_size is None:
         return 0

@@ -1,4 +1,4 @@
-"""How many bytes a rank will hold, from the model's configuration alone."""
+"""Sizes of a rank's state in bytes, from the model's configuration alone."""
 
 from __future__ import annotations
 

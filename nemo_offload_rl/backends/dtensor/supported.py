@@ -1,4 +1,4 @@
-"""What the DTensor backend needs of a model's config.json to train it, split it and share its rows.
+"""Checks of a model's config.json: whether the DTensor backend can train it, split it and share its rows.
 
 Rules ask before Ray starts, the backend once more when it has the config. Imports `transformers` only where the plan of
 tensor parallelism is looked up that it declares with a config.
@@ -54,7 +54,7 @@ _SPLIT_SIZES = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """What of the config is refused and why, or None.
+    """Say what of the config is refused and why; None where nothing is.
 
     Args:
         config: The contents of a config.json.
@@ -68,7 +68,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def _uneven_experts(config: Mapping[str, Any]) -> str | None:
-    """Which size of experts torch's grouped products do not take, or None."""
+    """Say which size of experts torch's grouped products do not take; None where they take all."""
     if not ModelShape.of(config).num_experts:
         return None
     inner = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
@@ -109,7 +109,7 @@ def split_problem(config: Mapping[str, Any], plan: Mapping[str, str], size: int)
 
     Args:
         config: The contents of a config.json.
-        plan: What `declared_plan` gave.
+        plan: Of `declared_plan`.
         size: `policy.dtensor_cfg.tensor_parallel_size`.
     """
     key = f"policy.dtensor_cfg.tensor_parallel_size={size}"
@@ -159,7 +159,7 @@ def sequence_problem(config: Mapping[str, Any], plan: Mapping[str, str]) -> str 
 
     Args:
         config: The contents of a config.json.
-        plan: What `declared_plan` gave.
+        plan: Of `declared_plan`.
     """
     rows_of: dict[str, int] = {}
     for pattern, style in plan.items():
@@ -220,7 +220,7 @@ def experts_problem(config: Mapping[str, Any], tensor_parallel_size: int, expert
     if not num_experts:
         return f"{key}, but the model ({config.get('model_type')}) has no experts; set it to 1"
     if tensor_parallel_size > 1:
-        return f"{key} beside tensor_parallel_size={tensor_parallel_size} is not available; set one of them to 1"
+        return f"{key} with tensor_parallel_size={tensor_parallel_size} is not available; set one of them to 1"
     what = "experts of the model, of which each device takes the same number"
     divisors = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
     return division_problem({name: expert_parallel_size}, num_experts, what, f"use one of {', '.join(divisors)}")

@@ -48,12 +48,12 @@ class FrozenDTensor:
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """Divisor of the logits."""
         return self._built.head.temperature
 
     @property
     def softcap(self) -> float | None:
-        """What they are soft-capped at before."""
+        """Soft-cap of the logits, applied before the temperature."""
         return self._built.head.softcap
 
     def state_groups(self) -> Sequence[StateGroup]:

@@ -57,7 +57,7 @@ class _WholeParameters(ParallelStyle):
 
 
 def _styles(split_input: Placement) -> dict[str, Callable[[], ParallelStyle]]:
-    """What the words of a plan become, where what parts of a layer give has this placement."""
+    """Styles by the words of a plan; parts of a layer give hidden states in this placement."""
     return {
         COLUMNS: ColwiseParallel,
         COLUMNS_GATHERED: partial(ColwiseParallel, output_layouts=Replicate()),

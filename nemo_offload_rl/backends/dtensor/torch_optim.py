@@ -1,7 +1,7 @@
-"""Torch optimizers by their dotted names, and what an optimizer keeps for each parameter.
+"""Torch optimizers by their dotted names, and the states that an optimizer keeps for each parameter.
 
-Nothing is taken from an optimizer's name: steps on tiny parameters, sharded as the model's are, show whether it works
-here and what it keeps. That takes milliseconds, so it is done before anything is started.
+Steps on tiny parameters, sharded as the model's are, show whether an optimizer works here and which states it keeps.
+That takes milliseconds, so it is done before anything is started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ type NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 def optimizer_spec(settings: OptimizerConfig, *, on_gpu: bool) -> OptimizerSpec:
-    """What the optimizer that `policy.optimizer` names keeps for float32 parameters, by trying it.
+    """Find the states that the optimizer of `policy.optimizer` keeps for float32 parameters, by trying it.
 
     Args:
         settings: The optimizer.
@@ -144,7 +144,7 @@ def class_by_name(key: str, dotted: str, base: type) -> Any:
 
 
 def does_not_fit(where: str, name: str, error: BaseException) -> ConfigError:
-    """What says that the optimizer or scheduler of a section of `policy` refused its arguments."""
+    """The error of an optimizer or scheduler that refused its arguments."""
     return ConfigError(f"{where} cannot be {name} with these kwargs: {_first_line(error)}; correct {where}.kwargs")
 
 

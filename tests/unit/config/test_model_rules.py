@@ -85,7 +85,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 
         (
             EXPERTS,
             ["policy.dtensor_cfg.expert_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=2"],
-            "beside tensor_parallel_size=2 is not available; set one of them to 1",
+            "with tensor_parallel_size=2 is not available; set one of them to 1",
         ),
         (EXPERTS, ["policy.dtensor_cfg.expert_parallel_size=4"], None),
     ],

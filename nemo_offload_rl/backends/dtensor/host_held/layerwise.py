@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, LayerInput
+from nemo_offload_rl.backends.dtensor.activation_offload import ActivationOffloading, KeptInput
 from nemo_offload_rl.backends.dtensor.built import BuiltModel
 from nemo_offload_rl.backends.dtensor.host_held.stand_ins import LayerInputs, SteppedModel, unsuited
 from nemo_offload_rl.backends.dtensor.layout import ModelRows
@@ -69,7 +69,7 @@ class _OnItsWay[Batch: TokenBatch]:
     rows: ModelRows
     given: LayerInputs
     hidden: Tensor
-    inputs: list[LayerInput] = field(default_factory=list[LayerInput])
+    inputs: list[KeptInput] = field(default_factory=list[KeptInput])
     output: Tensor | None = None
     scores_grads: Sequence[Tensor | None] = ()
 
@@ -81,7 +81,7 @@ class _Groups:
     Attributes:
         num_kept: Hidden states that are kept of each micro-batch.
         most_bytes: Of all that is kept, after memory ran out; None before.
-        work_bytes: Most that a pass needed beside what is kept; None before the first.
+        work_bytes: Most that a pass needed in addition; None before the first.
         work_tokens: Of the largest micro-batch then.
     """
 
@@ -91,7 +91,7 @@ class _Groups:
     work_tokens: int = 1
 
     def expected_bytes(self, tokens: int) -> int | None:
-        """What a pass with micro-batches of up to so many tokens needs beside what is kept, with a margin."""
+        """Device memory that a pass over micro-batches of up to so many tokens needs in addition, with a margin."""
         if self.work_bytes is None:
             return None
         return int(MARGIN * self.work_bytes * max(1.0, tokens / self.work_tokens)) + RESERVE_BYTES
@@ -330,10 +330,10 @@ class LayerwisePasses:
                     it.hidden = self._model.layer(index, hidden, it.given).detach()
                     kept.release()
 
-    def _keep_input(self, it: _OnItsWay[Any], hidden: Tensor, *, stays: bool) -> LayerInput:
+    def _keep_input(self, it: _OnItsWay[Any], hidden: Tensor, *, stays: bool) -> KeptInput:
         """Keep a layer's input for its backward; the first layer's is the embedding's output, which stays anyway."""
         if self._activations is None:
-            kept = LayerInput(hidden)
+            kept = KeptInput(hidden)
         else:
             kept = self._activations.keep(hidden, it.inputs[-1] if it.inputs else None, stays=stays)
         it.inputs.append(kept)
@@ -457,7 +457,7 @@ class LayerwisePasses:
         self._passing.has_gradients(index)
 
     def _keeps(self, index: int) -> bool:
-        """Keep a part for the update if it has room beside the rest of the pass."""
+        """Keep a part for the update if the rest of the pass still has room."""
         self._learn()
         work_bytes = self._training.expected_bytes(self._tokens)
         if work_bytes is None or not self._passing.keep(index, work_bytes):

@@ -1,9 +1,9 @@
 """A Hugging Face model whose layers run one by one, without taking the model apart.
 
-Its own forward runs with stand-ins in the place of its layers. They record what each layer is given beside hidden
-states (rotary angles, masks), or give the last layer's output, from which the model's forward goes on.
+Its own forward runs with stand-ins in the place of its layers. They record the arguments of each layer (rotary angles,
+masks), or return the last layer's output, from which the model's forward goes on.
 
-FSDP's hooks take no part: whoever calls has gathered the parameters.
+FSDP's hooks do not run: the caller has gathered the parameters.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NO_ID = -1  # those of torch's hooks begin at 0
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What the layers of a model are given for a micro-batch.
+    """Inputs of a model's layers for a micro-batch.
 
     Attributes:
         hidden: [R, L, H] the first layer's, with the graph of what made it.
-        others: Beside hidden states, of each layer.
+        others: Other arguments of each layer.
     """
 
     hidden: Tensor
     others: list[tuple[tuple[Any, ...], dict[str, Any]]]
 
     def others_bytes(self) -> int:
-        """Of what is given beside hidden states; most of it is the same for all layers."""
+        """Size of the other arguments; most of them are the same for all layers."""
         storages = {it.untyped_storage() for it in tree_leaves(self.others) if isinstance(it, Tensor)}
         return sum(storage.nbytes() for storage in storages)
 
@@ -82,7 +82,7 @@ class SteppedModel:
                 module._forward_pre_hooks, module._forward_hooks = before, after
 
     def embed(self, input_ids_BS: Tensor, rows: ModelRows) -> LayerInputs:
-        """What comes before the first layer.
+        """Compute the inputs of the first layer.
 
         Args:
             input_ids_BS: As for `LogprobModel`.
@@ -114,7 +114,7 @@ class SteppedModel:
         return self._layers[index].forward(hidden, *args, **kwargs)
 
     def read(self, hidden: Tensor, input_ids_BS: Tensor, rows: ModelRows, reader: Reader) -> Any:
-        """What a reader gives, from the last layer's output on."""
+        """Read the scored tokens, from the last layer's output on."""
 
         def give_output(*_: Any) -> Tensor:
             return hidden
@@ -138,7 +138,7 @@ class SteppedModel:
 
 
 class _StandIn(nn.Module):
-    """In a layer's place while the model's own forward runs; has the layer's attributes, but not its parameters."""
+    """Takes a layer's place while the model's own forward runs; has the layer's attributes, but not its parameters."""
 
     def __init__(self, layer: nn.Module, index: int, run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _StandIn(nn.Module):
         return getattr(self._of[0], name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What the relay gives."""
+        """Call the relay."""
         return self._run(self._index, hidden, args, kwargs)
 
 
@@ -166,7 +166,7 @@ def _is_of(child: nn.Module, layer: nn.Module) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a layer can leave nothing in it for the next."""
+    """Whether an argument is of a type that a layer cannot change for the next one."""
     if isinstance(value, tuple):
         return all(_is_plain(part) for part in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, Tensor) and value.requires_grad)
