@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 
 class UserError(Exception):
-    """Bad input. The message says the fact, the reason and what to change, in one line."""
+    """Bad input. The message says what is wrong, why, and what to change, in one line."""
 
 
 class ConfigError(UserError):
-    """A configuration file, an override or a cross-field rule is wrong."""
+    """A configuration file, an override or a rule between keys is wrong."""
 
 
 class DataError(UserError):
@@ -22,7 +22,7 @@ class DataError(UserError):
 
 
 class DeviceMemoryError(UserError):
-    """A device has no room for what a phase needs; the message says how much and who holds the rest."""
+    """A device lacks memory for a phase; the message says how much and who holds the rest."""
 
 
 class WorkerDiedError(UserError):
@@ -30,11 +30,11 @@ class WorkerDiedError(UserError):
 
 
 class WorkerHungError(WorkerDiedError):
-    """A worker makes no progress: it has to be ended like one that died. The message names worker, call and seconds."""
+    """A worker makes no progress and has to be ended; the message names worker, call and seconds."""
 
 
 class NonFiniteGradientsError(UserError):
-    """Too many updates in a row had gradients that are not finite; the message has the key that bounds them."""
+    """Too many updates in a row had gradients that are not finite; the message names the limit's key."""
 
 
 class CheckpointError(UserError):
@@ -64,3 +64,8 @@ def division_problem(sizes: Mapping[str, int], number: int, what: str, fix: str)
     keys = " x ".join(f"{key} {size}" for key, size in sizes.items())
     total = f" = {product}" if len(sizes) > 1 else ""
     return f"{keys}{total} does not divide the {number} {what}; {fix}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its type if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.algorithms.losses import bounded, is_inside, sequence_mean, zero_where_masked
-from nemo_offload_rl.data.collate import SampledBatch
+from nemo_offload_rl.data.batch import SampledBatch
 
 # Rounding in bfloat16 moves below 1 % of tokens across the edge of a nucleus, old weights some percent.
 MAX_OUTSIDE_RATE = 0.5

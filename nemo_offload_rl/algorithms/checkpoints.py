@@ -16,19 +16,21 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_offload_rl.algorithms.folder_lock import FolderLock
-from nemo_offload_rl.algorithms.identity import Identity
+from nemo_offload_rl.algorithms.identity import Identity, check_identity
 from nemo_offload_rl.backends.saving.folders import not_written, partial_of, recover_folders, replace_folder
-from nemo_offload_rl.data.loader import BatchLoader, LoaderState
-from nemo_offload_rl.errors import CheckpointError
+from nemo_offload_rl.data.loader import BatchLoader, LoaderState, ShuffledLoader
+from nemo_offload_rl.errors import CheckpointError, ConfigError
 from nemo_offload_rl.keys.run import CheckpointingConfig
 from nemo_offload_rl.policy.policy import Policy
 from nemo_offload_rl.utils.checksums import bytes_checksum, files_below
@@ -464,3 +466,113 @@ def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
         elif path.stat().st_size != size:
             found[name] = f"has {path.stat().st_size} bytes instead of {size}"
     return found
+
+
+def resume_point(
+    checkpoints: CheckpointKeeper, loader: ShuffledLoader[Any], max_num_steps: int, section: str
+) -> tuple[Checkpoint | None, int]:
+    """The checkpoint that a run goes on from, None to begin with the first step; and the number of its last step.
+
+    Steps and data both bound a run. A step takes one batch of data, or more with dynamic sampling: then the run may
+    end before that last step.
+
+    Args:
+        checkpoints: Where to look.
+        loader: The training data with its number of epochs; left where the checkpoint was taken.
+        max_num_steps: Bound of the steps.
+        section: Of the keys that bound the run: `grpo`, `sft` or `dpo`.
+
+    Raises:
+        ConfigError: The newest checkpoint is the end of this run already.
+        CheckpointError: It cannot be continued, or was trained from another model, tokenizer or chat template.
+        DataError: It was taken in other data.
+    """
+    newest = checkpoints.newest()
+    if newest is None:
+        return None, min(max_num_steps, loader.num_batches_left)
+    check_identity(newest.folder, newest.identity, checkpoints.identity)
+    loader.load_state_dict(newest.loader)
+    mine = loader.state_dict()
+    if newest.loader.get("parts", mine.get("parts")) != mine.get("parts"):
+        logger.warning(
+            "the weights of data.train are not those of %s: rows of a data set that weighs less now are repeated, and "
+            "rows of one that weighs more are left out, in the pass over it that the run is in",
+            newest.folder,
+        )
+    if newest.loader.get("digest", mine.get("digest")) != mine.get("digest"):
+        logger.warning(
+            "the rows of data.train are as many as those of %s, but other ones: the run goes on at their number, and "
+            "may train on rows that were kept aside for validation there",
+            newest.folder,
+        )
+    key = "max_num_steps" if newest.step >= max_num_steps else "max_num_epochs"
+    last_step = min(max_num_steps, newest.step + loader.num_batches_left)
+    if newest.step >= last_step:
+        raise ConfigError(
+            f"{newest.folder} is as far as this run of {last_step} steps goes; raise {section}.{key} to go on, or "
+            "change checkpointing.checkpoint_dir to start anew"
+        )
+    return newest, last_step
+
+
+_UNITS_S = (86400, 3600, 60, 1)
+
+
+def seconds_of(text: str) -> int | None:
+    """Seconds of days:hours:minutes:seconds, such as 00:03:45:00; None where the text is nothing of the kind."""
+    if re.fullmatch(r"\d+(:\d+){3}", text) is None:
+        return None
+    return sum(int(part) * unit_s for part, unit_s in zip(text.split(":"), _UNITS_S, strict=True))
+
+
+class SaveDeadline:
+    """Tell whether the step after this one, or its save, could end too late.
+
+    One more step is expected to take as long as the longest until now, and its save as long as the longest save.
+
+    Args:
+        text: Days:hours:minutes:seconds after `start`; None for no deadline.
+        margin_s: Seconds that are to be left then.
+        clock: Seconds.
+    """
+
+    def __init__(self, text: str | None, margin_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = None if text is None else seconds_of(text)
+        self._margin_s = margin_s
+        self._clock = clock
+        self._started_s = self._step_began_s = clock()
+        self._longest_step_s = self._longest_save_s = 0.0
+        self._save_began_s: float | None = None
+        self._reached = False
+
+    @property
+    def reached(self) -> bool:
+        """Whether the step that has ended is the run's last."""
+        return self._reached
+
+    def start(self) -> None:
+        """The run begins."""
+        self._started_s = self._step_began_s = self._clock()
+
+    def step_done(self) -> None:
+        """A step has ended, but for its save: one more, and its save, have to end before the deadline."""
+        now_s = self._clock()
+        self._longest_step_s = max(self._longest_step_s, now_s - self._step_began_s)
+        self._step_began_s = now_s
+        if self._limit_s is not None:
+            needed_s = self._longest_step_s + self._longest_save_s + self._margin_s
+            self._reached = now_s - self._started_s + needed_s >= self._limit_s
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The run waits for a save to begin or to end, which is no part of a step."""
+        began_s = self._clock()
+        self._save_began_s = began_s if self._save_began_s is None else self._save_began_s
+        yield
+        self._step_began_s += self._clock() - began_s
+
+    def save_ended(self) -> None:
+        """The save that began with the first `saving` since the one before is complete."""
+        if self._save_began_s is not None:
+            self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_began_s)
+        self._save_began_s = None

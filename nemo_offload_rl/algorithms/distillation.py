@@ -9,21 +9,28 @@ Rewards are measured and not trained on.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups
+from nemo_offload_rl.algorithms.losses import bounded, is_inside, token_mean_share, zero_where_masked
 from nemo_offload_rl.algorithms.metrics import step_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
-from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, TopKBatch
-from nemo_offload_rl.data.collate import SampledBatch
+from nemo_offload_rl.data.batch import (
+    HiddenStatesBatch,
+    LossNorm,
+    SampledBatch,
+    TopKBatch,
+    TrainBatch,
+)
 from nemo_offload_rl.keys.generation import GenerationConfig
 from nemo_offload_rl.keys.grpo import DistillationLossConfig, DistillationSectionConfig
+from nemo_offload_rl.protocols.loss import Divergence, DivergenceLoss, DivergenceScores
 from nemo_offload_rl.utils.logger import RunLogger
 from nemo_offload_rl.utils.progress import RunProgress
 
@@ -77,11 +84,41 @@ class DistillationTrainer(RolloutTrainer[DistillationSectionConfig]):
         return step_metrics(groups, result, timer.seconds(), parts.speed, {"teacher": "teacher"})
 
 
-def with_teacher(batch: SampledBatch, known: tuple[Tensor, ...]) -> DistillationBatch:
-    """The batch that the loss takes, from what `Policy.read_teacher` gave."""
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+def with_teacher(batch: SampledBatch, known: tuple[Tensor, ...]) -> SampledBatch:
+    """The batch that the loss takes, with the tensors that `Policy.read_teacher` returned."""
     if len(known) == 2:
-        logprobs_BSK, ids_BSK = known
-        return TopKBatch(**tensors, teacher_logprobs=logprobs_BSK, teacher_ids=ids_BSK)
-    (hidden_BSH,) = known
-    return HiddenStatesBatch(**tensors, teacher_hidden=hidden_BSH)
+        return batch.as_kind(TopKBatch, teacher_logprobs=known[0], teacher_ids=known[1])
+    return batch.as_kind(HiddenStatesBatch, teacher_hidden=known[0])
+
+
+@dataclass(frozen=True)
+class DistillationLoss(DivergenceLoss):
+    """Mean divergence over the counted tokens of the global batch."""
+
+    settings: DistillationLossConfig
+
+    @property
+    def divergence(self) -> Divergence:
+        """See `DivergenceLoss`."""
+        settings = self.settings
+        weights = {"forward": 1.0, "reverse": 0.0, "mixed": settings.mixed_kl_weight}
+        return Divergence(weights[settings.kl_type], settings.zero_outside_topk)
+
+    def __call__(self, divergence_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """See `DivergenceLoss`."""
+        loss = token_mean_share(divergence_BS, batch.loss_mask, norm)
+        return loss, {"loss": loss.detach()}
+
+    def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
+        """Share of the teacher that is known; agreement of engine and student on tokens in the student's nucleus."""
+        assert isinstance(batch, SampledBatch), type(batch)
+        mask_BS = batch.loss_mask
+        is_inside_BS = is_inside(scores_BS.logprobs)
+        gap_BS = zero_where_masked(scores_BS.logprobs - batch.generation_logprobs, mask_BS * is_inside_BS).abs()
+        values_BS = {
+            "teacher_topk_mass": scores_BS.teacher_mass,
+            "token_mult_prob_error": bounded(gap_BS).exp(),
+            "sampled_nll": -zero_where_masked(scores_BS.logprobs, is_inside_BS),
+            "outside_nucleus_rate": (~is_inside_BS).float(),
+        }
+        return {name: token_mean_share(value_BS, mask_BS, norm) for name, value_BS in values_BS.items()}

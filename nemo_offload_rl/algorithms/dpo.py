@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
-from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch
-from nemo_offload_rl.data.collate import collate_pairs
+from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch, collate_pairs
 from nemo_offload_rl.data.records import ExamplePair, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
 from nemo_offload_rl.keys.supervised import DpoSectionConfig

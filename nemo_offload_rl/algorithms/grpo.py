@@ -23,9 +23,8 @@ from nemo_offload_rl.algorithms.advantages import (
 )
 from nemo_offload_rl.algorithms.agreement import without_disagreement
 from nemo_offload_rl.algorithms.dynamic_sampling import SampledGroups, sample_until_full
-from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.metrics import dynamic_sampling_metrics, train_metrics
+from nemo_offload_rl.algorithms.metrics import IdleSteps, dynamic_sampling_metrics, train_metrics
 from nemo_offload_rl.algorithms.rollout_log import rollout_records
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer

@@ -234,3 +234,49 @@ def by_data_set(batch: RolloutBatch) -> dict[str, float]:
             found[f"reward_mean/{name}"] = batch.rewards()[rows].mean().item()
             found[f"accuracy/{name}"] = batch.correct()[rows].float().mean().item()
     return found
+
+
+WARNED_AFTER = 3
+
+
+class IdleSteps:
+    """Counts steps in a row with nothing to learn: all advantages 0, as where all responses get the same reward.
+
+    Warns after `WARNED_AFTER` of them, and again whenever their number has doubled.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._warned_at = WARNED_AFTER
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Take note of a step by its `train` metrics."""
+        if metrics["advantage_min"] != 0 or metrics["advantage_max"] != 0:
+            self._in_a_row, self._warned_at = 0, WARNED_AFTER
+            return
+        self._in_a_row += 1
+        if self._in_a_row == self._warned_at:
+            self._warned_at *= 2
+            logger.warning(
+                "nothing to learn from in the last %d steps: all advantages are 0 (rewards from %g to %g, %.0f %% of "
+                "responses cut off). %s",
+                self._in_a_row,
+                metrics["reward_min"],
+                metrics["reward_max"],
+                100 * metrics["truncation_rate"],
+                _advice(metrics),
+            )
+
+
+def _advice(metrics: Mapping[str, float]) -> str:
+    if metrics["truncation_rate"] > 0.5:
+        return "Raise policy.generation.max_new_tokens, so that responses can end."
+    if metrics["reward_min"] < metrics["reward_max"]:
+        return (
+            "All responses to a prompt got the same reward: raise grpo.num_generations_per_prompt, or set "
+            "grpo.use_dynamic_sampling=true."
+        )
+    return (
+        "Every response got the same reward. Look at responses and expected answers (grpo.log_rollouts=true): does the "
+        "environment find the answers, and are the prompts neither too hard nor too easy?"
+    )

@@ -28,8 +28,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.algorithms.save_deadline import SaveDeadline
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, SaveDeadline
 from nemo_offload_rl.data.loader import LoaderState
 from nemo_offload_rl.errors import CheckpointError, UserError
 from nemo_offload_rl.policy.policy import Policy

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
-from nemo_offload_rl.data.batch import TrainBatch
-from nemo_offload_rl.data.collate import collate_examples
+from nemo_offload_rl.data.batch import TrainBatch, collate_examples
 from nemo_offload_rl.data.records import Example, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text
 from nemo_offload_rl.policy.policy import Policy

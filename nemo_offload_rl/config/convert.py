@@ -22,7 +22,7 @@ from nemo_offload_rl.keys.policy import PolicyConfig, TeacherConfig, TrainedPoli
 from nemo_offload_rl.keys.run_configs import DistillationConfig, DpoConfig, EvalConfig, GrpoConfig, SftConfig
 from nemo_offload_rl.keys.section import as_written, extend, from_mapping, keys_of
 from nemo_offload_rl.keys.worker import PolicySettings, TeacherSettings, TokenFilter
-from nemo_offload_rl.utils.listening import listening
+from nemo_offload_rl.utils.sockets import listening
 
 # What a policy worker is told where nothing generates.
 _NO_ROLLOUTS: Mapping[str, Any] = {

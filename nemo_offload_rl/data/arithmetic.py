@@ -1,8 +1,8 @@
-"""Made-up arithmetic problems with exact answers: nothing to download, and never a doubt about correctness.
+"""Made-up arithmetic problems with exact answers.
 
-Whether a problem belongs to training or to validation depends on the problem alone (a hash of it), not on a seed, so
-two runs with different seeds, or a warm-up and the reinforcement learning after it, never see each other's held-out
-problems. Problems that are mirror images (3+5 and 5+3) always fall on the same side.
+A hash of the problem alone, not a seed, decides between training and validation. So runs with different seeds, or a
+warm-up and the reinforcement learning after it, never see each other's held-out problems. Mirror images (3+5 and 5+3)
+always fall on the same side.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _row(problem: Problem, index: int, settings: ArithmeticConfig) -> Row:
 
 
 def _shuffled_problems(settings: ArithmeticConfig) -> Iterator[Problem]:
-    """Every problem once, in an order given by the seed; endless in effect when there are too many to list."""
+    """Distinct problems in an order given by the seed: all, or a tenth of them if there are too many to list."""
     rng = random.Random(settings.seed)
     bound = 10**settings.num_digits
     if bound * bound * len(settings.operators) <= _ENUMERATE_UP_TO:
@@ -87,7 +87,6 @@ def _shuffled_problems(settings: ArithmeticConfig) -> Iterator[Problem]:
         yield from problems
         return
     seen: set[Problem] = set()
-    # A tenth of the space is the most that drawing with rejection is asked for; larger sizes are refused by the caller.
     while len(seen) * 10 < bound * bound * len(settings.operators):
         problem = (rng.randrange(bound), rng.choice(settings.operators), rng.randrange(bound))
         if problem not in seen:

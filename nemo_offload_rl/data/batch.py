@@ -1,4 +1,4 @@
-"""Typed batches that travel from the driver to the workers.
+"""Typed batches that travel from the driver to the workers, and their collation from lists of token ids.
 
 Shape suffixes: B samples, S positions (right-padded), V vocabulary.
 
@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.inputs import on_device
+from nemo_offload_rl.data.records import Example, ExamplePair
+from nemo_offload_rl.errors import DataError
+
+# The CUDA driver puts pieces of this size from pageable memory into the stream's commands. A larger copy, or one from
+# page-locked memory, takes the copy engine, which runs the copies of all streams in the order of their calls.
+PIECE_BYTES = 64 << 10
+MOST_BYTES = 4 << 20  # that are copied in pieces, of 0.03 ms each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +30,7 @@ class TokenBatch:
     """Right-padded token sequences.
 
     Attributes:
-        rows_per_group: Of the class: this many neighbouring rows belong together and stay in one micro-batch.
+        rows_per_group: Class variable: this many neighbouring rows stay in one micro-batch.
         input_ids: [B, S] int64, padded with any valid id.
         input_lengths: [B] int64, real tokens of each row, 1..S.
     """
@@ -37,7 +44,7 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Rows by index, in the order given, as a batch of the same type."""
+        """Rows by index, in the order given."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
@@ -45,18 +52,19 @@ class TokenBatch:
         """The same batch on `device`; tensors that are there already are shared, not copied."""
         return replace(self, **{f.name: on_device(getattr(self, f.name), device) for f in fields(self)})
 
+    def as_kind[B: TokenBatch](self, kind: type[B], **added: Tensor) -> B:
+        """The rows as a batch of another class, with its tensors of the same names and those that are `added`."""
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(kind) if f.name not in added}
+        return kind(**tensors, **added)
+
     def trim(self, multiple: int = 1) -> Self:
-        """Cut or keep columns so that S is the longest row rounded up to `multiple` (never above the present S)."""
+        """Cut columns so that S is the longest row rounded up to `multiple`; S never grows."""
         width = self.input_ids.shape[1]
-        longest = int(self.input_lengths.max())
-        wanted = min(width, -(-longest // multiple) * multiple)
+        wanted = min(width, -(-int(self.input_lengths.max()) // multiple) * multiple)
         if wanted == width:
             return self
-        cut = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            cut[f.name] = value[:, :wanted] if value.dim() >= 2 else value
-        return replace(self, **cut)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[:, :wanted] for name, value in tensors.items() if value.dim() >= 2})
 
     def num_tokens(self, *, packed: bool) -> int:
         """Tokens that a model computes for these rows: the real ones if it packs rows, else padding too."""
@@ -70,7 +78,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch(TokenBatch):
-    """What every loss needs.
+    """Inputs of every loss.
 
     Attributes:
         token_mask: [B, S] float32, 1 for tokens that the loss counts (column 0 is 0), 0 for prompt and padding.
@@ -86,41 +94,12 @@ class TrainBatch(TokenBatch):
         return self.token_mask * self.sample_mask.unsqueeze(1)
 
     def num_positive_tokens(self) -> float:
-        """Tokens that the loss counts of samples whose reward is above 0; 0 where there are no rewards."""
+        """Counted tokens of samples whose reward is above 0; 0 where there are no rewards."""
         return 0.0
 
     def is_scored(self) -> Tensor:
         """[B, S] bool: tokens whose logprobs are wanted, here those that the loss counts."""
         return super().is_scored() & (self.loss_mask != 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyGradientBatch(TrainBatch):
-    """Inputs of the clipped policy-gradient loss; every added tensor is float32, and [B, S] but for rewards.
-
-    Attributes:
-        rewards: [B], after scaling and shaping.
-        advantages: the same value on every token of a response, or per token.
-        prev_logprobs: logprobs of the policy before this step's updates (zeros when unused); -inf for tokens that
-            its top-k and top-p leave out.
-        generation_logprobs: the engine's logprobs, at the sampling temperature and after top-k and top-p.
-        reference_logprobs: logprobs of the frozen reference policy (zeros when unused).
-    """
-
-    rewards: Tensor
-    advantages: Tensor
-    prev_logprobs: Tensor
-    generation_logprobs: Tensor
-    reference_logprobs: Tensor
-
-    @property
-    def positive_mask(self) -> Tensor:
-        """[B, S]: 1 for tokens that the loss counts of samples whose reward is above 0."""
-        return self.loss_mask * (self.rewards > 0).to(self.loss_mask.dtype).unsqueeze(1)
-
-    def num_positive_tokens(self) -> float:
-        """See `TrainBatch`."""
-        return float(self.positive_mask.double().sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,19 +116,73 @@ class PreferenceBatch(TrainBatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationBatch(TrainBatch):
-    """Inputs of a loss that compares the policy with a teacher, whose distribution before each token it has.
+class SampledBatch(TrainBatch):
+    """Rollouts.
 
     Attributes:
-        generation_logprobs: [B, S] float32, the engine's logprobs.
+        generation_logprobs: [B, S] float32, the engine's logprobs at the sampling temperature and after top-k and
+            top-p; 0 where nothing was sampled.
     """
 
     generation_logprobs: Tensor
 
+    def with_policy_gradient_inputs(
+        self,
+        *,
+        advantages: Tensor,
+        prev_logprobs: Tensor | None,
+        reference_logprobs: Tensor | None,
+        rewards: Tensor | None = None,
+    ) -> PolicyGradientBatch:
+        """The batch that the policy-gradient loss takes.
+
+        Args:
+            advantages: [B] one per sample, or [B, S] one per token.
+            prev_logprobs: [B, S] of the policy before the step's updates, or None for zeros.
+            reference_logprobs: [B, S], or None for zeros.
+            rewards: [B] after scaling and shaping, or None for zeros.
+        """
+        per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(self.token_mask)
+        zeros = torch.zeros_like(self.generation_logprobs)
+        return self.as_kind(
+            PolicyGradientBatch,
+            rewards=torch.zeros(len(self)) if rewards is None else rewards.to(torch.float32),
+            advantages=per_token.to(torch.float32).contiguous(),
+            prev_logprobs=zeros if prev_logprobs is None else prev_logprobs,
+            reference_logprobs=zeros if reference_logprobs is None else reference_logprobs,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class TopKBatch(DistillationBatch):
-    """With the teacher's K most likely tokens; zeros where nothing is scored.
+class PolicyGradientBatch(SampledBatch):
+    """Inputs of the clipped policy-gradient loss; added tensors are float32, and [B, S] except rewards.
+
+    Attributes:
+        rewards: [B], after scaling and shaping.
+        advantages: One value for all tokens of a response, or one per token.
+        prev_logprobs: Logprobs of the policy before this step's updates (zeros when unused); -inf for tokens that
+            its top-k and top-p leave out.
+        reference_logprobs: Logprobs of the frozen reference policy (zeros when unused).
+    """
+
+    rewards: Tensor
+    advantages: Tensor
+    prev_logprobs: Tensor
+    reference_logprobs: Tensor
+
+    @property
+    def positive_mask(self) -> Tensor:
+        """[B, S]: 1 for counted tokens of samples whose reward is above 0."""
+        return self.loss_mask * (self.rewards > 0).to(self.loss_mask.dtype).unsqueeze(1)
+
+    def num_positive_tokens(self) -> float:
+        """See `TrainBatch`."""
+        return float(self.positive_mask.double().sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKBatch(SampledBatch):
+    """Rollouts with the teacher's K most likely tokens; zeros where nothing is scored.
 
     Attributes:
         teacher_logprobs: [B, S, K] float32, of the whole vocabulary.
@@ -161,20 +194,14 @@ class TopKBatch(DistillationBatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenStatesBatch(DistillationBatch):
-    """With the teacher's last hidden states, from which its output layer makes its logits, a chunk at a time.
+class HiddenStatesBatch(SampledBatch):
+    """Rollouts with the teacher's last hidden states; its output layer turns them into logits, a chunk at a time.
 
     Attributes:
-        teacher_hidden: [B, S, H] in the teacher's compute type; those before each token.
+        teacher_hidden: [B, S, H] before each token, in the teacher's compute type.
     """
 
     teacher_hidden: Tensor
-
-
-def logprob_inputs(batch: TokenBatch, *, counted_only: bool) -> TokenBatch:
-    """What a logprob pass reads of a batch: a `TokenBatch`, or a `TrainBatch` for the counted tokens only."""
-    kind = TrainBatch if counted_only else TokenBatch
-    return kind(**{field.name: getattr(batch, field.name) for field in fields(kind)})
 
 
 @dataclass(frozen=True)
@@ -184,3 +211,125 @@ class LossNorm:
     num_valid_seqs: float
     num_valid_tokens: float
     num_positive_tokens: float = 0.0
+
+
+def logprob_inputs(batch: TokenBatch, *, counted_only: bool) -> TokenBatch:
+    """The tensors that a logprob pass reads: a `TokenBatch`, or a `TrainBatch` for the counted tokens only."""
+    return batch.as_kind(TrainBatch if counted_only else TokenBatch)
+
+
+# -- collation ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSequence:
+    """One conversation of a rollout.
+
+    Attributes:
+        token_ids: [T] prompt, then everything that followed.
+        token_mask: [T] 1 for tokens that the policy sampled, 0 for the prompt and for what an environment wrote.
+        generation_logprobs: [T] the sampler's logprobs; 0 where the mask is 0.
+        sample_mask: 0 leaves the whole sequence out of the loss.
+    """
+
+    token_ids: Sequence[int]
+    token_mask: Sequence[int]
+    generation_logprobs: Sequence[float]
+    sample_mask: float
+
+
+def collate_examples(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> TrainBatch:
+    """Right-pad tokenized sequences to the longest one, rounded up to `multiple`.
+
+    Raises:
+        DataError: There are no sequences, or one is empty.
+    """
+    return _collated(
+        [example.token_ids for example in examples],
+        [example.token_mask for example in examples],
+        [example.loss_multiplier for example in examples],
+        pad_id,
+        multiple,
+    )
+
+
+def collate_pairs(
+    pairs: Sequence[ExamplePair], *, pad_id: int, multiple: int = 1, reference_sums: Tensor | None = None
+) -> PreferenceBatch:
+    """Two rows for each pair, the better response first; padding and errors as in `collate_examples`.
+
+    Args:
+        pairs: Tokenized pairs.
+        pad_id: Fills rows up.
+        multiple: Of the width.
+        reference_sums: [B] see `PreferenceBatch`; None for zeros, where they are not known yet.
+    """
+    examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+    sums = torch.zeros(len(examples), dtype=torch.float64) if reference_sums is None else reference_sums
+    return collate_examples(examples, pad_id=pad_id, multiple=multiple).as_kind(PreferenceBatch, reference_sums=sums)
+
+
+def collate_samples(sequences: Sequence[SampledSequence], *, pad_id: int, multiple: int = 1) -> SampledBatch:
+    """Rollouts as a batch; the loss counts what the policy sampled. Padding and errors as in `collate_examples`."""
+    batch = _collated(
+        [sequence.token_ids for sequence in sequences],
+        [sequence.token_mask for sequence in sequences],
+        [sequence.sample_mask for sequence in sequences],
+        pad_id,
+        multiple,
+    )
+    logprobs = [sequence.generation_logprobs for sequence in sequences]
+    width = batch.input_ids.shape[1]
+    return batch.as_kind(SampledBatch, generation_logprobs=_pad_rows(logprobs, width, 0, np.float32))
+
+
+type _Rows = Sequence[Sequence[float] | np.ndarray]
+
+
+def _collated(token_ids: _Rows, masks: _Rows, sample_mask: Sequence[float], pad_id: int, multiple: int) -> TrainBatch:
+    lengths = [len(row) for row in token_ids]
+    if not lengths or min(lengths) == 0:
+        raise DataError("a batch needs at least one sequence, and each at least one token; check for empty rows")
+    width = -(-max(lengths) // multiple) * multiple
+    token_mask = _pad_rows(masks, width, 0, np.float32)
+    token_mask[:, 0] = 0  # the first token has no logprob
+    return TrainBatch(
+        input_ids=_pad_rows(token_ids, width, pad_id, np.int64),
+        input_lengths=torch.tensor(lengths, dtype=torch.int64),
+        token_mask=token_mask,
+        sample_mask=torch.tensor(sample_mask, dtype=torch.float32),
+    )
+
+
+def _pad_rows(rows: _Rows, width: int, fill: float, dtype: type[np.generic]) -> Tensor:
+    # Row by row into NumPy, which takes a list several times faster than torch takes nested ones.
+    padded = np.full((len(rows), width), fill, dtype=dtype)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return torch.from_numpy(padded)
+
+
+# -- to a device -------------------------------------------------------------------------------------------------------
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device; itself where it is there. A source in pageable memory may be changed at once.
+
+    Tensors of 64 KiB to 4 MiB go to a GPU in pieces that wait for no other copies. In one piece, an input of 72 KiB
+    waits for everything that is prefetched: docs/measurements/mechanisms.md.
+    """
+    target = torch.device(device)
+    is_small = PIECE_BYTES < tensor.nbytes <= MOST_BYTES
+    if target.type != "cuda" or not is_small or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor.to(target, non_blocking=True)
+    source = tensor.contiguous()
+    result = torch.empty(source.shape, dtype=source.dtype, device=target)
+    copy_in_pieces(source, result)
+    return result
+
+
+def copy_in_pieces(source: Tensor, target: Tensor) -> None:
+    """Copy between contiguous tensors of the same size and type, `PIECE_BYTES` at a time."""
+    pieces = (tensor.view(-1).view(torch.uint8).split(PIECE_BYTES) for tensor in (target, source))
+    for to, part in zip(*pieces, strict=True):
+        to.copy_(part, non_blocking=True)

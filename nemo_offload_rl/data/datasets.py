@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
-from nemo_offload_rl.data.data_set_names import data_set_names
 from nemo_offload_rl.data.encoding import ChatEncoder
-from nemo_offload_rl.data.length_limit import LengthLimit
-from nemo_offload_rl.data.processors import (
+from nemo_offload_rl.data.prompts import (
     PromptEncoder,
-    PromptTemplates,
-    encode_prompts,
     load_templates,
     processor_named,
     with_prompt_files,
     with_system_prompt,
 )
 from nemo_offload_rl.data.published import load_published_conversations, load_published_pairs, load_questions
-from nemo_offload_rl.data.records import (
-    Conversation,
-    Example,
-    ExamplePair,
-    Part,
-    PreferencePair,
-    Prompt,
-    Row,
-    Splits,
-)
+from nemo_offload_rl.data.records import Conversation, Example, ExamplePair, Part, PreferencePair, Prompt, Row, Splits
 from nemo_offload_rl.data.rows import load_conversations, load_pairs, load_responses
 from nemo_offload_rl.errors import DataError
 from nemo_offload_rl.keys.data import (
@@ -45,7 +36,6 @@ from nemo_offload_rl.keys.data import (
     PreferenceConfig,
     ResponseDatasetConfig,
     SftDataConfig,
-    SupervisedDataKeys,
 )
 from nemo_offload_rl.keys.data_source import FileKeys
 from nemo_offload_rl.keys.published import (
@@ -61,22 +51,10 @@ from nemo_offload_rl.keys.published import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
-def load_rows(settings: DataSource) -> Splits[Row]:
-    """Questions with answers of one data set, split in training and validation.
-
-    Raises:
-        DataError: The data cannot be used; the message says which file, line or key.
-    """
-    match settings:
-        case ArithmeticConfig():
-            return load_arithmetic(settings)
-        case ResponseDatasetConfig():
-            return load_responses(settings)
-        case OpenMathInstruct2Config() | MathProblemsConfig() | Gsm8kConfig() | MathConfig():
-            return load_questions(settings)
-        case _:
-            raise DataError(f"{settings.dataset_name} has no questions with answers; name a data set that has")
+type DataSettings = DataConfig | EvalDataConfig | SftDataConfig | DpoDataConfig
+type Encode[R, T] = Callable[[R], T]
 
 
 def load_prompts(
@@ -90,25 +68,23 @@ def load_prompts(
 
     Args:
         settings: The keys `data.*`.
-        tokenizer: What makes token ids, with a chat template.
+        tokenizer: Has a chat template.
         chat_template_kwargs: Extra variables for the chat template.
 
     Raises:
-        DataError: A data set is empty, or a row cannot be used; a prompt longer than the limit, for example.
+        DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
     """
 
-    def load(source: DataSource, name: str) -> tuple[Splits[Row], Callable[[Sequence[Row]], tuple[Prompt, ...]]]:
+    def load(source: DataSource, name: str) -> tuple[Splits[Row], Encode[Row, Prompt]]:
         encoder = PromptEncoder(
             tokenizer=tokenizer,
             task=source,
             templates=load_templates(source),
-            max_input_seq_length=settings.max_input_seq_length,
-            overlong_rows=settings.overlong_rows,
             add_bos=settings.add_bos,
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             data_set=name,
         )
-        return load_rows(source), lambda rows: encode_prompts(encoder, rows)
+        return load_rows(source), encoder.prompt
 
     return _load_splits(settings, load)
 
@@ -120,21 +96,12 @@ def load_examples(
     *,
     last_turn_only: bool,
 ) -> Splits[Example]:
-    """Tokenized conversations for SFT, as `load_prompts` finds prompts.
+    """Tokenized conversations for SFT; splits and errors as in `load_prompts`."""
+    encoder = ChatEncoder.of(settings, tokenizer, chat_template_kwargs, last_turn_only=last_turn_only)
 
-    Raises:
-        DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
-    """
-    encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only)
-
-    def load(
-        source: DataSource, name: str
-    ) -> tuple[Splits[Conversation], Callable[[Sequence[Conversation]], tuple[Example, ...]]]:
-        def encode(rows: Sequence[Conversation]) -> tuple[Example, ...]:
-            limit = LengthLimit(settings, name)
-            examples = ((row, encoder.encode(row.messages, row.origin, tools=row.tools)) for row in rows)
-            held = (limit.held(row.origin, (replace(example, data_set=name),)) for row, example in examples)
-            return limit.checked([example for kept in held for example in kept], len(rows))
+    def load(source: DataSource, name: str) -> tuple[Splits[Conversation], Encode[Conversation, Example]]:
+        def encode(row: Conversation) -> Example:
+            return replace(encoder.encode(row.messages, row.origin, tools=row.tools), data_set=name)
 
         return _conversations(source), encode
 
@@ -142,47 +109,39 @@ def load_examples(
 
 
 def load_example_pairs(
-    settings: DpoDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None,
+    settings: DpoDataConfig, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
 ) -> Splits[ExamplePair]:
-    """Tokenized pairs for DPO, as `load_prompts` finds prompts; a pair is as long as its longer response.
+    """Tokenized pairs for DPO, each as long as its longer response; splits and errors as in `load_prompts`."""
+    encoder = ChatEncoder.of(settings, tokenizer, chat_template_kwargs)
 
-    Raises:
-        DataError: A data set is empty, or a row cannot be used; one longer than the limit, for example.
-    """
-    encoder = _chat_encoder(settings, tokenizer, chat_template_kwargs, last_turn_only=False)
-
-    def load(
-        source: DataSource, name: str
-    ) -> tuple[Splits[PreferencePair], Callable[[Sequence[PreferencePair]], tuple[ExamplePair, ...]]]:
+    def load(source: DataSource, name: str) -> tuple[Splits[PreferencePair], Encode[PreferencePair, ExamplePair]]:
         assert isinstance(source, BinaryPreferenceConfig | PreferenceConfig | PublishedPairsConfig), type(source)
         templates = load_templates(source)
 
-        def encode(rows: Sequence[PreferencePair]) -> tuple[ExamplePair, ...]:
-            limit = LengthLimit(settings, name)
-            held = (limit.held(row.origin, _encode_pair(encoder, row, templates, name)) for row in rows)
-            pairs = [ExamplePair(chosen=kept[0], rejected=kept[1]) for kept in held if kept]
-            return limit.checked(pairs, len(rows))
+        def encode(row: PreferencePair) -> ExamplePair:
+            prompt = with_system_prompt(row.prompt, templates)
+            chosen, rejected = (
+                encoder.encode([*prompt, *response], row.origin, num_given=len(prompt), tools=row.tools)
+                for response in (row.chosen, row.rejected)
+            )
+            return ExamplePair(chosen=replace(chosen, data_set=name), rejected=replace(rejected, data_set=name))
 
-        loaded = load_published_pairs(source) if isinstance(source, PublishedPairsConfig) else load_pairs(source)
-        return loaded, encode
+        return load_published_pairs(source) if isinstance(source, PublishedPairsConfig) else load_pairs(source), encode
 
     return _load_splits(settings, load)
 
 
-def _load_splits[R, T: (Prompt, Example, ExamplePair)](
-    settings: DataConfig | EvalDataConfig | SftDataConfig | DpoDataConfig,
-    load: Callable[[DataSource, str], tuple[Splits[R], Callable[[Sequence[R]], tuple[T, ...]]]],
+def _load_splits[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
+    settings: DataSettings, load: Callable[[DataSource, str], tuple[Splits[R], Encode[R, T]]]
 ) -> Splits[T]:
-    """Rows of every data set, encoded.
+    """Load and encode every data set.
 
-    Training rows of a mixture are put one data set after the other, with its parts beside them. Validation rows are
+    Training rows of a mixture come data set by data set, with `parts` saying where each begins. Validation rows are
     taken from each data set in turn, so that a run that validates on the first of them sees every set.
 
     Args:
         settings: The keys `data.*`.
-        load: From a data set and its name to its rows and what encodes them.
+        load: From a data set and its name to its rows and the function that encodes one.
     """
     train: list[tuple[T, ...]] = []
     validation: list[tuple[T, ...]] = []
@@ -195,7 +154,7 @@ def _load_splits[R, T: (Prompt, Example, ExamplePair)](
     for source, weight in sources:
         name = next(names)
         rows, encode = load(source, name)
-        encoded = encode(rows.train)
+        encoded = _within_limit(settings, name, rows.train, encode)
         overlong[name] = len(rows.train) - sum(row.loss_multiplier != 0 for row in encoded)
         if not encoded:
             raise DataError(
@@ -203,12 +162,14 @@ def _load_splits[R, T: (Prompt, Example, ExamplePair)](
             )
         train.append(encoded)
         weights.append(len(encoded) if weight is None else weight)
-        validation.append(encode(rows.validation))
+        validation.append(_within_limit(settings, name, rows.validation, encode))
     for source, _ in more:
-        rows, encode = load(source, next(names))
-        # Of made-up problems those that training never sees; of anything else all rows.
+        name = next(names)
+        rows, encode = load(source, name)
+        # Made-up problems: only those that training never sees. Any other data set: all rows.
         is_made_up = isinstance(source, ArithmeticConfig)
-        validation.append(encode(rows.validation if is_made_up else (*rows.train, *rows.validation)))
+        held_out = rows.validation if is_made_up else (*rows.train, *rows.validation)
+        validation.append(_within_limit(settings, name, held_out, encode))
         if not validation[-1]:
             raise DataError(f"data.validation has no rows{_where(source)}; add rows, or set data.validation to null")
     parts = tuple(Part(len(rows), weight) for rows, weight in zip(train, weights, strict=True))
@@ -218,6 +179,44 @@ def _load_splits[R, T: (Prompt, Example, ExamplePair)](
         parts=parts if isinstance(training, MixtureKeys) else (),
         overlong=overlong,
     )
+
+
+def _within_limit[R: (Row, Conversation, PreferencePair), T: (Prompt, Example, ExamplePair)](
+    settings: DataSettings, data_set: str, rows: Sequence[R], encode: Encode[R, T]
+) -> tuple[T, ...]:
+    """Encode rows; refuse, mask or leave out the too long ones, as `data.overlong_rows` says, with a warning.
+
+    Raises:
+        DataError: A row is too long and that is an error, or all are too long.
+    """
+    limit, way = settings.max_input_seq_length, settings.overlong_rows
+    encoded: dict[int, T] = {}  # by identity: published data sets have the same row up to a hundred times
+    for row in rows:
+        if id(row) in encoded:
+            continue
+        one = encode(row)
+        if one.num_tokens > limit:
+            if way == "error":
+                raise DataError(
+                    f"{row.origin}: the row has {one.num_tokens} tokens, more than data.max_input_seq_length={limit}; "
+                    "raise the limit, take the row out, or set data.overlong_rows=drop or mask"
+                )
+            one = one.masked(limit)
+        encoded[id(row)] = one
+    overlong = [row.origin for row in rows if not encoded[id(row)].loss_multiplier]
+    if overlong and len(overlong) == len(rows):
+        raise DataError(
+            f"{overlong[0]}: this row and all others of {data_set} are longer than "
+            f"data.max_input_seq_length={limit} tokens; raise the limit"
+        )
+    if overlong:
+        logger.warning(
+            "%d of %d rows of %s are longer than data.max_input_seq_length=%d tokens, first %s: they are %s",
+            len(overlong), len(rows), data_set, limit, overlong[0],
+            "left out" if way == "drop" else "not trained on",
+        )  # fmt: skip
+    found = (encoded[id(row)] for row in rows)
+    return tuple(one for one in found if one.loss_multiplier or way != "drop")
 
 
 def _parts(source: DataSource | MixtureConfig) -> tuple[tuple[DataSource, float | None], ...]:
@@ -238,55 +237,60 @@ def _where(source: DataSource) -> str:
     return f" in {source.path if isinstance(source, FileKeys) else source.dataset_name}"
 
 
+def load_rows(settings: DataSource) -> Splits[Row]:
+    """Questions with answers of one data set, split in training and validation.
+
+    Raises:
+        DataError: The data cannot be used; the message says which file, line or key.
+    """
+    match settings:
+        case ArithmeticConfig():
+            return load_arithmetic(settings)
+        case ResponseDatasetConfig():
+            return load_responses(settings)
+        case OpenMathInstruct2Config() | MathProblemsConfig() | Gsm8kConfig() | MathConfig():
+            return load_questions(settings)
+        case _:
+            raise DataError(f"{settings.dataset_name} has no questions with answers; name a data set that has")
+
+
 def _conversations(source: DataSource) -> Splits[Conversation]:
     """Any data set of SFT as conversations."""
     templates = load_templates(source)
     if isinstance(source, OpenAIFormatConfig | SquadConfig | ConversationsConfig):
-        loaded = (
-            load_conversations(source)
-            if isinstance(source, OpenAIFormatConfig)
-            else load_published_conversations(source)
-        )
-
-        def finish(row: Conversation) -> Conversation:
-            return replace(row, messages=tuple(with_prompt_files(row.messages, templates)))
-
-        return Splits(
-            train=tuple(finish(row) for row in loaded.train), validation=tuple(finish(row) for row in loaded.validation)
-        )
-    rows, process = load_rows(source), processor_named(source.processor)
+        is_file = isinstance(source, OpenAIFormatConfig)
+        loaded = load_conversations(source) if is_file else load_published_conversations(source)
+        return loaded.map(lambda row: replace(row, messages=tuple(with_prompt_files(row.messages, templates))))
+    process = processor_named(source.processor)
 
     def answered(row: Row) -> Conversation:
         messages = (*process(row, templates), {"role": "assistant", "content": row.answer})
         return Conversation(messages=messages, origin=row.origin, tools=row.tools)
 
-    return Splits(
-        train=tuple(answered(row) for row in rows.train), validation=tuple(answered(row) for row in rows.validation)
-    )
+    return load_rows(source).map(answered)
 
 
-def _encode_pair(
-    encoder: ChatEncoder, row: PreferencePair, templates: PromptTemplates, name: str
-) -> tuple[Example, Example]:
-    prompt = with_system_prompt(row.prompt, templates)
-    chosen, rejected = (
-        replace(encoder.encode([*prompt, *response], row.origin, num_given=len(prompt), tools=row.tools), data_set=name)
-        for response in (row.chosen, row.rejected)
-    )
-    return chosen, rejected
+def data_set_names(sources: Sequence[DataSource]) -> list[str]:
+    """Names of data sets in metrics.
+
+    A file or folder has its own name, with its parent folder's where two are alike; a data set of the hub has the
+    second part of its name there, and a published one its `dataset_name`. A number tells apart those that are still
+    alike.
+    """
+    names = [_name(source, with_folder=False) for source in sources]
+    alike = {name for name, count in Counter(names).items() if count > 1}
+    names = [_name(source, with_folder=name in alike) for source, name in zip(sources, names, strict=True)]
+    counts, seen = Counter(names), Counter[str]()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if counts[name] > 1:
+            names[index] = f"{name}_{seen[name]}"
+    return names
 
 
-def _chat_encoder(
-    settings: SupervisedDataKeys,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    last_turn_only: bool,
-) -> ChatEncoder:
-    return ChatEncoder(
-        tokenizer=tokenizer,
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
-        add_bos=settings.add_bos,
-        add_eos=settings.add_eos,
-        loss_span=settings.loss_span,
-        last_turn_only=last_turn_only,
-    )
+def _name(source: DataSource, *, with_folder: bool) -> str:
+    if not isinstance(source, FileKeys):
+        return source.dataset_name
+    path = Path(source.path)
+    name = f"{path.parent.name}_{path.stem}" if with_folder else path.stem
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)

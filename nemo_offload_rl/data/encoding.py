@@ -1,10 +1,13 @@
 """From messages to token ids, and which of them the assistant wrote.
 
-The chat template alone says what is whose. Where it marks the assistant's text (`{% generation %}`), that is taken; the
-message of a mark is the assistant's that the template has read last.
+The chat template alone tells the authors apart. If it marks the assistant's text (`{% generation %}`), the marks count;
+a mark belongs to the assistant's message that the template has read last.
 Otherwise the conversation is rendered up to each turn of the assistant, with the generation prompt, and up to the
-turn's end: what lies between is the turn. That holds only where the shorter rendering is the beginning of the longer
-one, which is checked; a template that shows a turn differently once others follow is refused.
+turn's end: the text between is the turn. This needs the shorter rendering to be the beginning of the longer one, which
+is checked; a template that shows a turn differently once others follow is refused.
+
+In a rollout of several turns the assistant's own words are never tokenized again, since other tokens may spell the same
+text: `TurnEncoder` makes the tokens between two responses only.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import numpy as np
 
 from nemo_offload_rl.data.records import Example, Message, Tools
 from nemo_offload_rl.data.tools import check_shown
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, first_line
+from nemo_offload_rl.keys.data import SupervisedDataKeys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,13 +58,16 @@ def render(
             )
         )
     except (jinja2.TemplateError, TypeError) as error:
-        raise _template_error(origin, error) from error
+        raise DataError(
+            f"{origin}: the chat template fails ({type(error).__name__}: {first_line(error)}); change the messages, or "
+            "set policy.tokenizer.chat_template"
+        ) from error
 
 
 def missing_bos(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[int]:
-    """The begin token, where the tokenizer has one and the chat template has not written it; what goes before a text.
+    """The begin token to put before a text: [] if the tokenizer has none or the chat template has written it.
 
-    SFT, DPO and the prompts of rollouts all begin by it, so that the same conversation has the same tokens everywhere.
+    SFT, DPO and the prompts of rollouts all ask here, so that the same conversation has the same tokens everywhere.
     """
     bos: Any = tokenizer.bos_token_id
     return [bos] if isinstance(bos, int) and list(token_ids[:1]) != [bos] else []
@@ -73,10 +80,10 @@ class ChatEncoder:
     Attributes:
         tokenizer: A fast Hugging Face tokenizer with a chat template.
         chat_template_kwargs: Extra variables for the chat template.
-        add_bos: Begin with the begin token, where there is one and the template does not write it.
-        add_eos: End with the end-of-sequence token where the template does not write it.
+        add_bos: Begin with the begin token if there is one and the template does not write it.
+        add_eos: End with the end-of-sequence token if the template does not write it.
         last_turn_only: The loss counts the last turn of the assistant only.
-        loss_span: What of a turn it counts, see `data.loss_span`.
+        loss_span: The part of a turn that it counts, see `data.loss_span`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -85,6 +92,25 @@ class ChatEncoder:
     add_eos: bool
     last_turn_only: bool
     loss_span: str = "response"
+
+    @classmethod
+    def of(
+        cls,
+        settings: SupervisedDataKeys,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        *,
+        last_turn_only: bool = False,
+    ) -> ChatEncoder:
+        """The encoder that the keys `data.*` describe."""
+        return cls(
+            tokenizer=tokenizer,
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            add_bos=settings.add_bos,
+            add_eos=settings.add_eos,
+            loss_span=settings.loss_span,
+            last_turn_only=last_turn_only,
+        )
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
@@ -96,17 +122,17 @@ class ChatEncoder:
     def encode(
         self, messages: Sequence[Message], origin: str, *, num_given: int = 0, tools: Tools | None = None
     ) -> Example:
-        """One example.
+        """Tokens of a conversation, with a mask of those that the loss counts.
 
         Args:
             messages: The conversation.
             origin: Where it comes from, for error messages.
             num_given: This many messages at the beginning are not counted, whatever their role.
-            tools: What the assistant may call, for the chat template.
+            tools: Functions that the assistant may call, for the chat template.
 
         Raises:
-            DataError: The template fails, or does not show which tokens are the assistant's, or none is; or it leaves
-                out a tool or a call.
+            DataError: The template fails, leaves out a tool or a call, or does not show which tokens are the
+                assistant's; or no token is.
         """
         if tools is not None:
             with_tools = replace(self, chat_template_kwargs={**self.chat_template_kwargs, "tools": tools})
@@ -160,12 +186,12 @@ class ChatEncoder:
         return [(begin, end) for turn, begin, end in spans if turn in counted]
 
     def _tokenize(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a text, and where in it each begins.
+        """Token ids of a text, and the place in it where each begins.
 
-        A rollout's prompt is tokenized without the response. So that training reads the same tokens, a text is cut
-        where a turn of the assistant begins, if it would not be tokenized up to there as it is by itself: a token may
-        cross the cut, and what follows may decide how white space before it is divided. But where the tokenizer cannot
-        go on in the middle of a text (some put a space before it), the text is tokenized as a whole.
+        A rollout's prompt is tokenized without the response. So that training reads the same tokens, the text is cut
+        where a turn of the assistant begins, if its tokens up to there differ from those of the prompt alone: a token
+        may cross the cut, and later text may decide how white space before it is divided. A tokenizer that cannot go
+        on in the middle of a text (some put a space before it) gets the text as a whole.
         """
         token_ids, offsets = self._tokens(text, 0)
         needed = [cut for cut in cuts if (read := self._tokens(text[:cut], 0)[0]) != token_ids[: len(read)]]
@@ -179,7 +205,7 @@ class ChatEncoder:
         return np.array(token_ids, dtype=np.int32), begins
 
     def _tokens(self, text: str, start: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and from where to where each goes, counted from `start` on."""
+        """Token ids, and where each begins and ends, shifted by `start`."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [(start + begin, start + end) for begin, end in encoded["offset_mapping"]]
 
@@ -207,7 +233,7 @@ class ChatEncoder:
             yield len(before), max(end, len(before))
 
     def _before_first(self, message: Message, origin: str) -> str:
-        """What the template writes before the text of a first message: it cannot render no messages at all."""
+        """The template's text before that of a first message; it cannot render an empty conversation."""
         text = "text of the assistant"
         before, found, _ = self._render([{**message, "content": text}], origin, add_generation_prompt=False).partition(
             text
@@ -256,9 +282,9 @@ class ChatEncoder:
 
 
 class _Watch:
-    """Shows in a rendered text where marks are, each with the number of the message that it is about.
+    """Shows in a rendered text where marks are, each with the number of its message.
 
-    That is the last message of the assistant of which the template has read something else than the role.
+    The message is the assistant's last one of which the template has read more than the role.
     """
 
     def __init__(self) -> None:
@@ -280,7 +306,7 @@ class _Watch:
 
 
 class _Watched(dict[str, Any]):
-    """A message that tells a watch what is read of it."""
+    """A message that tells a watch which of its fields are read."""
 
     def __init__(self, message: Message, index: int, watch: _Watch) -> None:
         super().__init__(message)
@@ -295,9 +321,59 @@ class _Watched(dict[str, Any]):
         return super().get(key, default)
 
 
-def _template_error(origin: str, error: Exception) -> DataError:
-    said = (str(error).splitlines() or ["no more is known"])[0]
-    return DataError(
-        f"{origin}: the chat template fails ({type(error).__name__}: {said}); change the messages, or set "
-        "policy.tokenizer.chat_template"
-    )
+class TurnEncoder:
+    """Turns a message to the policy into the tokens from the end of its response to the beginning of the next.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        chat_template_kwargs: Extra variables for the chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None) -> None:
+        self.tokenizer = tokenizer
+        self._kwargs = dict(chat_template_kwargs or {})
+        self._said = uuid.uuid4().hex  # stands for the assistant's words, and occurs in no text
+
+    def __call__(self, message: str, response: Sequence[int]) -> tuple[int, ...]:
+        """`after` for one user message that follows a response to any question."""
+        asked, told = {"role": "user", "content": "?"}, {"role": "user", "content": message}
+        return self.after([asked], [told], response)
+
+    def after(
+        self,
+        earlier: Sequence[Message],
+        later: Sequence[Message],
+        response: Sequence[int],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids from the end of a response to the beginning of the next.
+
+        Args:
+            earlier: The conversation before the response.
+            later: The messages after it, at least one.
+            response: Its token ids. If the last one is the token with which the template ends a turn, it is not
+                written again.
+            kwargs: Further variables for the chat template, such as `tools`.
+
+        Raises:
+            DataError: The template fails, or does not show the response and the messages after it exactly once.
+        """
+        said = {"role": "assistant", "content": self._said}
+        messages, kwargs = [*earlier, said, *later], {**self._kwargs, **(kwargs or {})}
+        text = render(
+            self.tokenizer, messages, "a message between two turns", add_generation_prompt=True, kwargs=kwargs
+        )
+        _, *rest = text.split(self._said)
+        told = [message["content"] for message in later if message["role"] == "user"]
+        lost = [content for content in told if rest and isinstance(content, str) and content.strip() not in rest[-1]]
+        if len(rest) != 1 or lost:
+            raise DataError(
+                f"the chat template does not show once what the assistant said, and the message {(lost or told)[0]!r} "
+                "after it; set policy.tokenizer.chat_template, or max_rollout_turns of grpo or distillation to 1"
+            )
+        token_ids = list(self.tokenizer.encode(rest[0], add_special_tokens=False))
+        if response and response[-1] in token_ids:
+            end = token_ids.index(response[-1])
+            if not str(self.tokenizer.decode(token_ids[:end])).strip():  # some templates write a space before the end
+                token_ids = token_ids[end + 1 :]
+        return tuple(token_ids)

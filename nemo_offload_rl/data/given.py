@@ -1,4 +1,4 @@
-"""Data sets that a script gives as rows: lists of dictionaries, or anything like them, such as `datasets.Dataset`."""
+"""Data sets that a script gives as rows: lists of dictionaries, or similar iterables such as `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class GivenPairs(GivenRows, BinaryPreferenceConfig):
 def with_given_rows[Data: (DataConfig, SftDataConfig, DpoDataConfig)](
     data: Data, train: Rows | None, validation: Rows | None
 ) -> Data:
-    """The section `data` with rows in the place of its data sets.
+    """The section `data` with rows instead of its data sets; `data.default` applies to them.
 
     Columns are `prompt` and `answer` (may be absent) for GRPO; `messages`, or `prompt` and `completion`, for SFT;
     `prompt` (may be absent), `chosen` and `rejected` for DPO. All other columns reach rewards and processors.
 
     Args:
-        data: The section; `data.default` holds for the rows.
-        train: In place of `data.train`, and then of `data.validation` too; None leaves both.
-        validation: In place of `data.validation`; None leaves it, or with `train` leaves nothing to validate on.
+        data: The section.
+        train: Replaces `data.train` and removes `data.validation`; None leaves both.
+        validation: Replaces `data.validation`; None does not.
     """
     if train is not None:
         data = replace(data, train=_source(data, train, "train_data"), validation=None)

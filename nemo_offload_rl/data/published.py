@@ -1,6 +1,6 @@
-r"""Published data sets that are known by name: where they are, and which fields are question, answer or pair.
+"""Published data sets that are known by name: where they are, and which fields are question, answer or pair.
 
-Names and conversions are NeMo-RL's where it has the set (its nemo_rl/data/datasets), so that its files mean the same.
+Names and conversions are those of NeMo-RL (its nemo_rl/data/datasets) for every set that it has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Source:
 
     Attributes:
         repository: Its name on the hub.
-        split: The split that is read where none is named.
-        columns: Those that are read of the hub.
-        subsets: Its parts, all of which are read.
+        split: The default split.
+        columns: Columns that are read of the hub.
+        subsets: Its parts; all are read.
     """
 
     repository: str
@@ -51,7 +51,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Problems:
-    """Problems with answers: where they are, the fields of both, and what becomes of the answer's text."""
+    """Problems with answers: their place, both fields, and a function that finds the answer in its field's text."""
 
     source: _Source
     input_key: str
@@ -71,13 +71,13 @@ def _problem(repository: str, input_key: str = "problem", output_key: str = "ans
 
 
 def after_hashes(solution: str) -> str | None:
-    """The answer of a solution of GSM8K; None where it has none."""
+    """The answer of a solution of GSM8K, or None."""
     parts = solution.split("####")
     return parts[1].strip() if len(parts) > 1 else None
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""What is in the last `\boxed{...}` of a solution, or follows its `\boxed` up to a `$`; None if there is none."""
+    r"""The content of the last `\boxed{...}` of a solution, or the text from `\boxed` to a `$`; None for neither."""
     start = solution.rfind("\\boxed")
     if start < 0:
         return None
@@ -117,10 +117,10 @@ _PAIRS: Mapping[str, _Source] = {
 
 
 def load_questions(settings: PublishedQuestions) -> Splits[Row]:
-    """Questions with their answers; the same ones are the same row.
+    """Questions with their answers; equal ones share one row.
 
     Raises:
-        DataError: The data cannot be read, or a row is not as it is published; the message names it.
+        DataError: The data cannot be read, or a row has another form than the published ones; the message names it.
     """
     problems, split = _problems_of(settings)
     unique: dict[tuple[str, str], Row] = {}
@@ -138,7 +138,7 @@ def load_questions(settings: PublishedQuestions) -> Splits[Row]:
 
 
 def load_published_conversations(settings: PublishedConversations) -> Splits[Conversation]:
-    """Conversations, those of `max_samples` drawn by the seed. Errors as above."""
+    """Conversations; with `max_samples`, a seeded draw of so many. Errors as in `load_questions`."""
     match settings:
         case SquadConfig():
             rows = [_squad(record) for record in _records(settings, _SQUAD, settings.split)]
@@ -151,7 +151,7 @@ def load_published_conversations(settings: PublishedConversations) -> Splits[Con
 
 
 def load_published_pairs(settings: PublishedPairsConfig) -> Splits[PreferencePair]:
-    """Pairs; those of which neither is better are left out. Errors as above."""
+    """Pairs, without those in which neither response is better. Errors as in `load_questions`."""
     name = settings.dataset_name
     pair_of = _helpsteer3 if name == "HelpSteer3" else _whole_conversations
     pairs = [pair_of(record) for record in _records(settings, _PAIRS[name], settings.split)]
@@ -164,7 +164,7 @@ def load_published_pairs(settings: PublishedPairsConfig) -> Splits[PreferencePai
 
 
 def _problems_of(settings: PublishedQuestions) -> tuple[_Problems, str | None]:
-    """What a section stands for, and the split that it names."""
+    """The problems of a section, and the split that it names."""
     match settings:
         case OpenMathInstruct2Config():
             found = _problem("nvidia/OpenMathInstruct-2", output_key=settings.output_key, split="train_1M")
@@ -199,7 +199,7 @@ def _squad(record: Record) -> Conversation:
 
 
 def _helpsteer3(record: Record) -> PreferencePair | None:
-    """`overall_preference` below 0: the first response is better; 0: neither."""
+    """A pair by `overall_preference`: below 0 the first response is better, at 0 neither (None)."""
     preference = field_of(record, "overall_preference", "path")
     if not isinstance(preference, int | float):
         raise DataError(f"{record.origin}: field 'overall_preference' is {preference!r}; write a number")
@@ -211,7 +211,7 @@ def _helpsteer3(record: Record) -> PreferencePair | None:
 
 
 def _whole_conversations(record: Record) -> PreferencePair | None:
-    """The prompt is what both begin with."""
+    """A pair of conversations whose common beginning is the prompt; None if they are equal."""
     if field_of(record, "chosen", "path") == field_of(record, "rejected", "path"):
         return None
     return binary_pair(record, None, "chosen", "rejected")

@@ -1,26 +1,27 @@
-"""Rows of files on disk or of the hub, whatever their format, each with the place where it stands.
+"""Rows of files on disk or of the Hugging Face hub, whatever their format, each with its place for error messages.
 
-JSONL and JSON are read as they are, Parquet through pyarrow, and folders that `datasets` saved, copies of what is on
-the hub and the hub itself through `datasets`. A folder of files is read in the order of their names.
+JSONL and JSON are read directly, Parquet through pyarrow. The library `datasets` reads folders that it saved, the hub
+(or its local cache without a network), and local copies of the hub's folders. A folder of files is read in the order of
+their names.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.data.hub import is_hub_name, read_table
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, first_line
 
 _BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True)
 class Record:
-    """The fields of one row, and where it stands: "train.jsonl:12" or "train.parquet, row 12"."""
+    """The fields of one row, and its place: "train.jsonl:12" or "train.parquet, row 12"."""
 
     fields: Mapping[str, Any]
     origin: str
@@ -32,23 +33,22 @@ def read_records(
     """All rows of a file, a folder, or a data set of the hub.
 
     Args:
-        path: A .jsonl, .json or .parquet file, a folder of such files, one that `datasets` saved, a copy of what is on
-            the hub, or where there is no such file a name on the hub.
-        split: Of the hub and of a saved `DatasetDict`: the split; of a folder: how the names of the files begin; None
-            for all of a folder, or the only split.
-        subset: Of the hub or a copy of it: the part; None for the only one.
-        columns: Of the hub: the columns that are needed, of a large data set; None for all.
+        path: A .jsonl, .json or .parquet file, a folder of such files, a folder that `datasets` saved, a copy of a
+            folder of the hub, or if there is no such file a name on the hub.
+        split: The split on the hub or of a saved `DatasetDict`, None for the only one; for a folder of files, how
+            their names begin, None for all.
+        subset: The part of a data set of the hub or of a copy; None for the only one.
+        columns: The columns that are read of the hub; None for all.
 
     Raises:
         DataError: Nothing can be read, or a row is no object; the message names file and line.
     """
     if path.is_dir() and not _is_copy_of_hub(path, subset):
-        is_saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
-        records = _read_saved(path, split) if is_saved else _read_files(path, split)
+        records = _read_saved(path, split) if _is_saved(path) else _read_files(path, split)
     elif path.is_dir() or (not path.exists() and is_hub_name(str(path))):
         said = ", ".join(name for name in (subset, split) if name is not None)
         where = f"{path} ({said})" if said else str(path)
-        rows = read_table(str(path), subset, split, columns)
+        rows = _read_hub(str(path), subset, split, columns)
         records = [_table_record(row, f"{where}, row {number}") for number, row in enumerate(rows, start=1)]
     else:
         for name, value in (("split", split), ("subset", subset)):
@@ -61,12 +61,15 @@ def read_records(
 
 
 def _is_copy_of_hub(folder: Path, subset: str | None) -> bool:
-    """Whether a folder has its files in others below it, or has parts."""
+    """Whether a folder has its files in folders below it, or has parts."""
     if subset is not None:
         return True
     files = [path for path in folder.rglob("*") if path.suffix in _READERS and path.is_file()]
-    is_saved = any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
-    return bool(files) and not is_saved and all(path.parent != folder for path in files)
+    return bool(files) and not _is_saved(folder) and all(path.parent != folder for path in files)
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
@@ -106,7 +109,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         rows = parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"data file {path} cannot be read as Parquet ({_first_line(error)}); check that it is whole"
+            f"data file {path} cannot be read as Parquet ({first_line(error)}); check that it is whole"
         ) from error
     for number, row in enumerate(rows, start=1):
         yield _table_record(row, f"{path}, row {number}")
@@ -146,7 +149,7 @@ def _read_saved(folder: Path, split: str | None) -> list[Record]:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data folder {folder} cannot be read by `datasets` ({_first_line(error)}); save it again with save_to_disk"
+            f"data folder {folder} cannot be read by `datasets` ({first_line(error)}); save it again with save_to_disk"
         ) from error
     where = str(folder)
     if isinstance(loaded, datasets.DatasetDict):
@@ -179,7 +182,7 @@ def _table_record(row: Mapping[str, Any], origin: str) -> Record:
 
 
 def _without_fillers(value: Any) -> Any:
-    """Tables give every object of a column every field, None where it had none: these go."""
+    """Drop fields that are None: tables give every object of a column all fields of any."""
     if isinstance(value, Mapping):
         return {key: _without_fillers(entry) for key, entry in value.items() if entry is not None}
     return [_without_fillers(entry) for entry in value] if isinstance(value, list) else value
@@ -202,8 +205,51 @@ def _reason(error: Exception) -> str:
             return error.msg
         case RecursionError():
             return "nested too deeply"
-    return _first_line(error)
+    return first_line(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist may name a data set: `owner/name`, or `name` for a very old one."""
+    return _NAME.fullmatch(path) is not None and not path.endswith((".json", ".jsonl", ".parquet"))
+
+
+def _read_hub(
+    path: str, subset: str | None, split: str | None, columns: Sequence[str] | None
+) -> Iterator[Mapping[str, Any]]:
+    """Rows of a data set of the hub or of a copy; see `read_records`."""
+    import datasets  # heavy: only when it is needed
+    from datasets.exceptions import DatasetsError
+
+    said = f"{path}{f' ({subset})' if subset else ''}"
+    try:
+        # The split is asked for by name, since it is then the only one that is prepared.
+        loaded = datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+        reason = " ".join(str(error).splitlines()[:2]) or "no reason given"
+        raise DataError(
+            f"data set {said} is no file or folder here and cannot be loaded from the hub ({type(error).__name__}: "
+            f"{reason}); correct `path`, `subset` or `split`, connect to the Hugging Face hub once, or set `path` to a "
+            "file or folder with the same columns"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if len(loaded) > 1:
+            known = ", ".join(map(str, loaded))
+            raise DataError(
+                f"data set {said} has the splits {known}, and no split is named; set `split` to one of them"
+            )
+        (loaded,) = loaded.values()
+    assert isinstance(loaded, datasets.Dataset), type(loaded)
+    if columns is not None:
+        if absent := [column for column in columns if column not in loaded.column_names]:
+            raise DataError(
+                f"data set {said} has no column {absent[0]!r} (columns: {', '.join(loaded.column_names)}); set `path` "
+                "to one that has"
+            )
+        loaded = loaded.select_columns(list(columns))
+    for batch in loaded.iter(batch_size=1000):
+        assert isinstance(batch, dict), type(batch)
+        names = list(batch)
+        yield from (dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True))

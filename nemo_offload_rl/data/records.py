@@ -1,19 +1,21 @@
-"""What a data set yields, before and after tokenization."""
+"""Rows of data sets, before and after tokenization."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 
 type Message = dict[str, Any]
-"""`role`, `content`, and whatever else a chat template reads, as `tool_calls`."""
+"""`role`, `content`, and any other field that a chat template reads, such as `tool_calls`."""
 
 type Tools = list[dict[str, Any]]
 """Functions that the assistant may call, each a JSON schema, as chat templates read them."""
+
+_MASKED_TOKENS = 4  # that are kept of a too long row; NeMo-RL keeps as many of each message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +23,12 @@ class Row:
     """One problem as a data set holds it.
 
     Attributes:
-        question: What the user asks, without prompt file or chat template; of `messages` the text of the user's last.
-        answer: The reference answer: what an environment compares with, or what SFT imitates.
+        question: The user's question, without prompt file or chat template; of `messages` the text of the user's last.
+        answer: The reference answer that an environment compares with, or the response that SFT imitates.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
         metadata: Anything else that an environment reads.
-        tools: What the assistant may call, for the chat template; None where there is nothing.
-        messages: The prompt, where the data set writes it as messages; it does not end with the assistant. None where
-            the prompt is `question` alone.
+        tools: For the chat template; None where the assistant has none.
+        messages: The prompt as messages, not ending with the assistant; None where the prompt is `question` alone.
     """
 
     question: str
@@ -49,13 +50,12 @@ class Prompt:
 
     Attributes:
         token_ids: The rendered prompt, chat template included.
-        text: The same as text.
-        reference_answer: What the environment compares responses with.
+        text: The rendered prompt as text.
+        reference_answer: The answer that the environment compares responses with.
         env_name: The environment that scores the responses.
         metadata: The row's metadata.
-        data_set: Where the row comes from, as metrics name it.
-        loss_multiplier: 0 for a prompt that is too long: `token_ids` are its first ones, and no response to it is
-            trained on.
+        data_set: Name of the data set in metrics.
+        loss_multiplier: 0 for a prompt that is too long: it keeps its first tokens, and no response is trained on.
         question: The row's `question`.
         messages: The row's `messages`.
     """
@@ -70,10 +70,19 @@ class Prompt:
     question: str = ""
     messages: tuple[Message, ...] | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    def masked(self, limit: int) -> Self:
+        """A prompt that keeps its place and trains nothing."""
+        return replace(self, token_ids=self.token_ids[: min(_MASKED_TOKENS, limit)], loss_multiplier=0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, some of which are the assistant's, and the tools that it may call; `origin` as in `Row`."""
+    """Messages, at least one of them the assistant's; `tools` and `origin` as in `Row`."""
 
     messages: tuple[Message, ...]
     origin: str
@@ -82,7 +91,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:
-    """A prompt and two ways to go on, the better and the worse; `tools` and `origin` as in `Conversation`."""
+    """A prompt with a better and a worse continuation; `tools` and `origin` as in `Row`."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
@@ -98,14 +107,25 @@ class Example:
     Attributes:
         token_ids: [T] int32.
         token_mask: [T] bool, True for tokens that the loss counts.
-        data_set: As in `Prompt`.
-        loss_multiplier: 0 for a row that is too long, which has its first tokens only and is not trained on.
+        data_set: Name of the data set in metrics.
+        loss_multiplier: 0 for a row that is too long: it keeps its first tokens and is not trained on.
     """
 
     token_ids: np.ndarray
     token_mask: np.ndarray
     data_set: str = ""
     loss_multiplier: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.token_ids)
+
+    def masked(self, limit: int) -> Self:
+        """A sequence that keeps its place and trains nothing."""
+        size = min(_MASKED_TOKENS, limit)
+        kept = {"token_ids": self.token_ids[:size], "token_mask": self.token_mask[:size]}
+        return replace(self, **kept, loss_multiplier=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +137,27 @@ class ExamplePair:
 
     @property
     def data_set(self) -> str:
-        """As in `Prompt`."""
+        """Name of the data set in metrics."""
         return self.chosen.data_set
 
     @property
     def loss_multiplier(self) -> float:
-        """As in `Example`, the same for both responses."""
+        """The same for both sequences."""
         return self.chosen.loss_multiplier
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longer sequence."""
+        return max(self.chosen.num_tokens, self.rejected.num_tokens)
+
+    def masked(self, limit: int) -> Self:
+        """A pair that keeps its place and trains nothing."""
+        return replace(self, chosen=self.chosen.masked(limit), rejected=self.rejected.masked(limit))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of rows of a mixture, and how many of every drawn row come from it, in proportion to the other parts."""
+    """Consecutive rows of a mixture that come from one data set, and the data set's share relative to the others."""
 
     num_items: int
     weight: float
@@ -142,7 +171,7 @@ class Splits[T]:
         train: Rows to train on.
         validation: Rows kept aside; of several data sets one of each in turn, so that the first rows are of all.
         parts: Of a mixture: the runs of `train` that its data sets gave, in order; () where there is no mixture.
-        overlong: Rows for training that are longer than the limit, masked or left out, by data set.
+        overlong: Training rows that are longer than the limit, masked or left out, by data set.
     """
 
     train: tuple[T, ...]
@@ -150,9 +179,13 @@ class Splits[T]:
     parts: tuple[Part, ...] = ()
     overlong: Mapping[str, int] = field(default_factory=dict)
 
+    def map[U](self, change: Callable[[T], U]) -> Splits[U]:
+        """Both parts with every row changed."""
+        return Splits(tuple(map(change, self.train)), tuple(map(change, self.validation)))
+
 
 def digest_of_lengths(rows: Iterable[Prompt | Example | ExamplePair]) -> str:
-    """Tells data sets of as many rows apart, by how many tokens their rows have in order."""
+    """SHA-256 of the token counts of all rows in order; tells data sets with equally many rows apart."""
     lengths: list[int] = []
     for row in rows:
         sequences = (row.chosen, row.rejected) if isinstance(row, ExamplePair) else (row,)

@@ -1,4 +1,4 @@
-"""From the fields of a row to what training takes: a question with its answer, a conversation, or a pair."""
+"""From the fields of a row to a question with its answer, a conversation, or a pair."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
     """Questions with their answers; a seeded share is kept for validation.
 
     Raises:
-        DataError: The data cannot be read, or a row is not what it should be; the message names file and line.
+        DataError: The data cannot be read, or a row has the wrong form; the message names file and line.
     """
     records = _with_whole_numbers(_records(settings), settings.output_key)
     rows = [
@@ -43,9 +44,9 @@ def load_responses(settings: ResponseDatasetConfig) -> Splits[Row]:
 
 
 def _with_whole_numbers(records: list[Record], key: str) -> list[Record]:
-    """Records whose field `key` has 42 for 42.0, where all numbers with a decimal point are whole.
+    """Turn 42.0 into 42 in the field `key`, if all its numbers with a decimal point are whole.
 
-    A table turns whole numbers into these where some cells of the column are empty.
+    Tables turn whole numbers into such numbers where some cells of the column are empty.
     """
     floats = [value for record in records if isinstance(value := record.fields.get(key), float)]
     if not floats or not all(value.is_integer() for value in floats):
@@ -64,14 +65,14 @@ def _with_whole_numbers(records: list[Record], key: str) -> list[Record]:
 
 
 def load_conversations(settings: OpenAIFormatConfig) -> Splits[Conversation]:
-    """Conversations; those that begin with the same question stay on one side of the split. Errors as above."""
+    """Conversations; those with the same opening stay on one side of the split. Errors as in `load_responses`."""
     records = _records(settings)
     rows = [conversation(record, settings.chat_key, settings.tool_key) for record in records]
     return split_by(rows, lambda row: opening(row.messages), size=settings.split_validation_size, seed=settings.seed)
 
 
 def load_pairs(settings: BinaryPreferenceConfig | PreferenceConfig) -> Splits[PreferencePair]:
-    """Pairs; those with the same prompt stay on one side of the split. Errors as above."""
+    """Pairs; those with the same prompt stay on one side of the split. Errors as in `load_responses`."""
     records = _records(settings)
     if isinstance(settings, PreferenceConfig):
         rows = [ranked_pair(record) for record in records]
@@ -100,10 +101,10 @@ def split_by[T](rows: Sequence[T], key: Callable[[T], str], *, size: float, seed
     """Put rows aside for validation; rows with the same key stay together.
 
     Args:
-        rows: All.
-        key: Of a row.
-        size: Below 1 a share of the keys; from 1 on rows, at most, and fewer only where keys have several.
-        seed: Picks them.
+        rows: All rows.
+        key: Groups them.
+        size: Below 1: a share of the keys. From 1 on: a number of rows, or fewer if whole groups do not fit exactly.
+        seed: Picks the keys.
     """
     sizes = Counter(map(key, rows))
     keys = sorted(sizes)
@@ -143,7 +144,7 @@ def response_row(record: Record, input_key: str, output_key: str) -> Row:
 
 
 def _prompt_messages(record: Record, key: str) -> tuple[Message, ...] | None:
-    """The prompt as messages; None where the field holds something else."""
+    """The prompt as messages; None if the field holds something else."""
     value = field_of(record, key, "input_key")
     if not is_message_list(value):
         return None
@@ -159,7 +160,7 @@ def _prompt_messages(record: Record, key: str) -> tuple[Message, ...] | None:
 
 
 def _answer(record: Record, key: str) -> str:
-    """Text or a number as text; of a list with one message of the assistant, its text."""
+    """A field with text, a number or a list of one message of the assistant, as text."""
     value = field_of(record, key, "output_key")
     if not is_message_list(value):
         return text_of(record, key, "output_key")
@@ -178,7 +179,7 @@ def is_message_list(value: Any) -> bool:
 
 
 def conversation(record: Record, chat_key: str, tool_key: str | None) -> Conversation:
-    """Messages of which at least one is the assistant's, and the tools of the row where it has some."""
+    """Messages, at least one of them the assistant's, and the row's tools."""
     messages = _messages(field_of(record, chat_key, "chat_key"), chat_key, record.origin)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
@@ -188,16 +189,16 @@ def conversation(record: Record, chat_key: str, tool_key: str | None) -> Convers
 
 
 def binary_pair(record: Record, prompt_key: str | None, chosen_key: str, rejected_key: str) -> PreferencePair:
-    """A pair from separate fields.
+    """A pair from fields with text or messages.
 
-    Prompts are text or messages, responses too. Responses that repeat the prompt's messages, as published data often
-    has them, are taken without these; without a `prompt_key` the prompt is what both begin with.
+    Responses may repeat the prompt's messages, as in much published data; these are cut off. Without a `prompt_key` the
+    prompt is the common beginning of both.
     """
     chosen = _as_messages(field_of(record, chosen_key, "chosen_key"), chosen_key, "assistant", record.origin)
     rejected = _as_messages(field_of(record, rejected_key, "rejected_key"), rejected_key, "assistant", record.origin)
     if prompt_key is None:
-        shared = _num_shared(chosen, rejected)
-        prompt = chosen[:shared]
+        pairs = zip(chosen, rejected, strict=False)
+        prompt = tuple(message for message, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if not prompt:
             raise DataError(
                 f"{record.origin}: {chosen_key!r} and {rejected_key!r} begin with no common message that could be the "
@@ -241,7 +242,7 @@ def _pair(
 
 
 def field_of(record: Record, key: str, setting: str | None) -> Any:
-    """A field by its name, or one inside of others by their names with dots between; of a list by its index."""
+    """A field by its name, or by a dotted path of names and list indices."""
     if key in record.fields:
         return record.fields[key]
     value: Any = record.fields
@@ -258,7 +259,7 @@ def field_of(record: Record, key: str, setting: str | None) -> Any:
 
 
 def text_of(record: Record, key: str, setting: str) -> str:
-    """A field as `field_of` finds it, text or a number, as text."""
+    """A field with text or a number, as text."""
     value = field_of(record, key, setting)
     if isinstance(value, bool) or not isinstance(value, str | Real) or value != value:
         kind = {"NoneType": "empty (null)", "float": "not a number (NaN)"}.get(type(value).__name__)
@@ -285,15 +286,15 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
             message["content"] = _joined(message["content"], f"{origin}: message {number} of {key!r}")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(
-                f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both (beside "
-                "`tool_calls` there may be no `content`)"
+                f"{origin}: message {number} of {key!r} has no text for `role` or `content`; write both (a message "
+                "with `tool_calls` needs no `content`)"
             )
         messages.append(message)
     return tuple(messages)
 
 
 def _joined(parts: Sequence[Any], where: str) -> str:
-    """The text of a content that is a list of parts, as OpenAI's format writes it."""
+    """The text of a content that is a list of parts, as in OpenAI's format."""
     texts = []
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
@@ -304,13 +305,6 @@ def _joined(parts: Sequence[Any], where: str) -> str:
 
 
 def opening(messages: Sequence[Message]) -> str:
-    """The messages before the assistant's first turn; that turn, where the conversation begins with it."""
+    """The messages before the assistant's first turn, or that turn if the conversation begins with it."""
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     return repr(messages[: max(first, 1)])
-
-
-def _num_shared(left: Sequence[Message], right: Sequence[Message]) -> int:
-    shared = 0
-    while shared < min(len(left), len(right)) and left[shared] == right[shared]:
-        shared += 1
-    return shared

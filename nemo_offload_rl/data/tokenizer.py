@@ -1,4 +1,4 @@
-"""Loading a tokenizer."""
+"""Loads and checks a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_offload_rl.data.records import Example
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, first_line
 from nemo_offload_rl.keys.data import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with a chat template, an end token and a padding token (the end token where it has none).
 
     Raises:
-        DataError: The folder has no tokenizer, or the tokenizer has no chat template or no end token, or the one that
-            is set is no template.
+        DataError: There is no tokenizer, it has no chat template or end token, or the configured template is none.
     """
     from transformers import AutoTokenizer  # heavy
 
@@ -33,7 +32,7 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(settings.name)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(
-            f"no tokenizer can be loaded from {settings.name} ({str(error).splitlines()[0]}); set "
+            f"no tokenizer can be loaded from {settings.name} ({first_line(error)}); set "
             f"policy.tokenizer.name to a folder with tokenizer.json and tokenizer_config.json, or to a model on the hub"
         ) from error
     if (template := template_text(settings.chat_template)) is not None:
@@ -51,23 +50,31 @@ def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
 
 
 def template_text(given: str | None) -> str | None:
-    """What `policy.tokenizer.chat_template` means: a template's text; None for the tokenizer's own."""
+    """The template's text that `policy.tokenizer.chat_template` names; None for the tokenizer's own."""
+    key = "policy.tokenizer.chat_template"
     if given is None or given.lower() == "default":
         return None
-    text, where = given, f"policy.tokenizer.chat_template {given!r}"
-    if given.endswith(".jinja"):
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise DataError(f"{where} cannot be read: {error.strerror}; correct the path or set null") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where} is not UTF-8 text (byte {error.start}); save it as UTF-8 or set null") from error
+    text = read_text_file(given, key) if given.endswith(".jinja") else given
     if "{{" not in text and "{%" not in text:
         raise DataError(
-            f"{where} has no Jinja expression, so every prompt would be that text; write a template with {{{{ }}}}, "
-            "the path of a .jinja file, or `default` for the tokenizer's own"
+            f"{key} {given!r} has no Jinja expression, so every prompt would be that text; write a template with "
+            "{{ }}, the path of a .jinja file, or `default` for the tokenizer's own"
         )
     return text
+
+
+def read_text_file(path: str, key: str) -> str:
+    """The text of the file that a key of the configuration names.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{key} {path} cannot be read: {error.strerror}; correct the path or set null") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key} {path} is not UTF-8 text (byte {error.start}); save it as UTF-8 or set null") from error
 
 
 def check_token_ids(
@@ -75,15 +82,15 @@ def check_token_ids(
 ) -> None:
     """Refuse rows with tokens that the model has no embedding for.
 
-    A tokenizer may know more tokens than its model, as that of Gemma 3 knows images, if rows have none of these.
+    A tokenizer may know more tokens than its model if no row has one of them; that of Gemma 3 knows images.
 
     Args:
-        tokenizer: With which rows were encoded.
+        tokenizer: The one that encoded the rows.
         rows: Token ids of each; read only if the tokenizer is larger than the model.
         vocab_size: Embeddings of the model; None where its config.json leaves them to the model library's default.
 
     Raises:
-        DataError: With the largest such token.
+        DataError: There is such a token; the message names the largest.
     """
     known = 1 + max(tokenizer.get_vocab().values())
     if vocab_size is None or known <= vocab_size:
@@ -99,7 +106,7 @@ def check_token_ids(
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are filled up with; `load_tokenizer` has seen to it that there is one."""
+    """The token that fills rows up, which `load_tokenizer` has made sure of."""
     assert isinstance(tokenizer.pad_token_id, int)
     return tokenizer.pad_token_id
 

@@ -1,7 +1,7 @@
 """Tools that an assistant may call and the calls that it makes, in the form that chat templates read.
 
-The form is the one in which vLLM hands conversations to templates, so that a model is trained on what it will be served
-with: arguments are an object, not JSON text, and a message that only calls tools has the content "".
+vLLM hands conversations to templates in this form, so training and serving render alike: arguments are an object, not
+JSON text, and a message that only calls tools has the content "".
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from typing import Any
 
 from nemo_offload_rl.data.readers import Record
 from nemo_offload_rl.data.records import Message, Tools
-from nemo_offload_rl.errors import DataError
+from nemo_offload_rl.errors import DataError, first_line
 
 
 def tools_of(record: Record, key: str | None) -> Tools | None:
-    """Tool definitions of a row: a list of objects, or that list as JSON text.
-
-    Args:
-        record: The row.
-        key: The field that has them; None reads no field.
-
-    Returns:
-        None where the row has no tools.
+    """Tool definitions in the field `key`: a list of objects, or that list as JSON text; None for no tools.
 
     Raises:
         DataError: The field holds something else.
@@ -42,14 +35,10 @@ def tools_of(record: Record, key: str | None) -> Tools | None:
 
 
 def with_tool_calls(message: Mapping[str, Any], where: str) -> Message:
-    """A message whose `tool_calls`, where it has some, are in the form of the file header.
-
-    Args:
-        message: Without fields that are None.
-        where: The message, for errors.
+    """The message with its `tool_calls`, if any, in the form of the file header; `where` names it in errors.
 
     Raises:
-        DataError: The calls are not what OpenAI's format or a chat template has.
+        DataError: The calls are in neither OpenAI's format nor that of chat templates.
     """
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     if "tool_calls" not in message:
@@ -62,10 +51,10 @@ def with_tool_calls(message: Mapping[str, Any], where: str) -> Message:
 
 
 def check_shown(text: str, messages: Sequence[Message], tools: Tools | None, origin: str) -> None:
-    """A chat template that knows nothing of tools leaves them out without a word.
+    """Refuse a rendered text without a tool or a call: a chat template that knows no tools leaves them out silently.
 
     Raises:
-        DataError: A tool or a call is not in the rendered text.
+        DataError: A tool or a call is missing.
     """
     for tool in tools or ():
         name = _function(tool).get("name")
@@ -97,7 +86,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _function(entry: Mapping[str, Any]) -> Any:
-    """OpenAI's format has name and arguments one level down."""
+    """The object with `name` and `arguments`, one level down in OpenAI's format."""
     return entry.get("function", entry)
 
 
@@ -105,4 +94,4 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} are text that is not JSON ({str(error).splitlines()[0]}); correct it") from error
+        raise DataError(f"{what} are text that is not JSON ({first_line(error)}); correct it") from error

@@ -1,4 +1,4 @@
-"""Mathematical answers, compared in killable processes: as mathematics by the library math-verify, or as DAPO does."""
+"""Mathematical answers: compared as mathematics by the library math-verify, as text by DAPO's rule, or as integers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.environments.dapo_math import compared_answer
 from nemo_offload_rl.environments.grading_pool import GradingPool, graded
-from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
+from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, settled
 
 
@@ -19,7 +18,7 @@ def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, st
     think forever about an answer such as a tower of powers.
 
     Returns:
-        Whether they are equal, and the answer, its formula written in one way; None where there is none.
+        Whether they are equal, and the answer as one formula, None where there is none.
     """
     import math_verify  # heavy (sympy)
 
@@ -28,7 +27,7 @@ def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, st
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify reads: a formula, if it can, and its text.
+    """A formula, if math-verify can read one, and its text.
 
     Of percentages in LaTeX it reads the text alone (math-verify 0.9.0 with latex2sympy2-extended 1.11.0), so they are
     read once more as plain text.
@@ -42,6 +41,57 @@ def _parsed(text: str) -> list[Any]:
         found = [*math_verify.parse(written.replace("\\%", "%"), parsing_timeout=0), *found]
     return found
 
+
+# -- DAPO's rule -------------------------------------------------------------------------------------------------------
+
+# As in DAPO's own code (arXiv 2503.14476; verl/utils/reward_score/math_dapo.py), whose normalization is Minerva's
+# (arXiv 2206.14858, appendix D.1; lm-evaluation-harness, minerva_math).
+_READ_CHARACTERS = 300  # of the end of a response
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
+# The order counts: a removal may make up a later entry.
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
+    r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
+_REWRITTEN = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+    *((rf"(\\{command}\{{)(.*?)(\}})", r"\2") for command in ("text", "textbf", "overline")),
+    (r"(\\boxed\{)(.*)(\})", r"\2"),
+    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+    (r"(sqrt)([^{])", r"sqrt{\2}"),
+)
+
+
+def compared_answer(response_text: str, reference_answer: str) -> tuple[bool, str | None]:
+    """Compare the response's last `Answer:` line with the reference; also returns its answer, None for no line."""
+    answers = _ANSWER.findall(response_text[-_READ_CHARACTERS:])
+    if not answers:
+        return False, None
+    answer = normalized(answers[-1])
+    return answer == normalized(reference_answer), answer
+
+
+def normalized(answer: str) -> str:
+    """The text after the last `=`, without units, filler words, and the ways to write the same in LaTeX."""
+    text = answer.split("=")[-1]
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    for pattern, replacement in _REWRITTEN:
+        text = re.sub(pattern, replacement, text)
+    text = text.replace("$", "")
+    without_commas = text.replace(",", "")
+    return (without_commas if without_commas.isdigit() else text).strip()
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
 
 VERIFIERS: Mapping[str, Callable[[str, str], tuple[bool, str | None]]] = {
     "hf_math_verify": verified_answer,
@@ -57,17 +107,12 @@ class MathEnvironment:
     Args:
         num_workers: Processes that grade; 0 grades in this process, without a time limit.
         timeout_s: Seconds that one response may take.
-        verifier: What decides, a name of `VERIFIERS`.
+        verifier: A name of `VERIFIERS`.
         on_error: The key `env.math.on_error`.
     """
 
     def __init__(
-        self,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        verifier: str = "hf_math_verify",
-        on_error: OnError = None,
+        self, *, num_workers: int, timeout_s: float, verifier: str = "hf_math_verify", on_error: OnError = None
     ) -> None:
         self._verify = VERIFIERS[verifier]
         self._said = _SAID[verifier]
@@ -102,14 +147,8 @@ class MathEnvironment:
         """See `ReferenceChecker`."""
         asked = [reference for reference in dict.fromkeys(references) if not _PLAIN_NUMBER.fullmatch(reference)]
         responses = [
-            Response(
-                prompt_text="",
-                text=self._said.format(reference),
-                truncated=False,
-                reference_answer=reference,
-                metadata={},
-            )
-            for reference in asked
+            Response(prompt_text="", text=self._said.format(one), truncated=False, reference_answer=one, metadata={})
+            for one in asked
         ]
         outcomes = zip(asked, self._outcomes(responses), strict=True)
         found = {reference: isinstance(outcome, Score) and outcome.correct for reference, outcome in outcomes}
@@ -119,6 +158,58 @@ class MathEnvironment:
         """End the grading processes; safe to call twice."""
         if self._pool is not None:
             self._pool.close()
+
+
+class ArithmeticEnvironment:
+    """Reward 1 for the right integer after the response's last `=`, else 0; a response without `=` is all answer.
+
+    A response that was cut before it ended gets 0.
+    """
+
+    compares_text = True
+
+    def step(self, responses: Sequence[Response]) -> list[Score]:
+        """See `Environment`."""
+        return [self._scored(response) for response in responses]
+
+    def match_themselves(self, references: Sequence[str]) -> list[bool]:
+        """See `ReferenceChecker`."""
+        return ["=" not in reference for reference in references]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @staticmethod
+    def _scored(response: Response) -> Score:
+        answer = response.text.rpartition("=")[2].strip()
+        return _score(not response.truncated and answer == response.reference_answer.strip(), answer)
+
+
+class RetryEnvironment:
+    """Sends a message after each wrong answer of another environment while the policy has turns left.
+
+    Args:
+        environment: It scores, and ends the rollout of a right answer.
+        message: The text that follows a wrong answer.
+    """
+
+    def __init__(self, environment: Environment, message: str) -> None:
+        self._environment = environment
+        self._message = message
+
+    def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
+        """See `Environment`."""
+        outcomes = self._environment.step(responses)
+        return [
+            Observation(self._message, otherwise=outcome)
+            if response.may_go_on and isinstance(outcome, Score) and not outcome.correct
+            else outcome
+            for response, outcome in zip(responses, outcomes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """See `Environment`."""
+        self._environment.close()
 
 
 def _score(correct: bool, answer: str | None) -> Score:

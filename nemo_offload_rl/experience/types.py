@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.collate import SampledBatch, SampledSequence, collate_samples
+from nemo_offload_rl.data.batch import SampledBatch, SampledSequence, collate_samples
 from nemo_offload_rl.data.records import Prompt
 from nemo_offload_rl.environments.interfaces import Score, Unscored
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import TokenBatch
-from nemo_offload_rl.data.dynamic_batching import plan_micro_batches, split_to_count
-from nemo_offload_rl.data.grouping import group_lengths, rows_of_groups
-from nemo_offload_rl.data.packing import pack_rows
+from nemo_offload_rl.data.batching import group_lengths, pack_rows, plan_micro_batches, rows_of_groups, split_to_count
 from nemo_offload_rl.keys.worker import PolicySettings
 
 

@@ -119,7 +119,7 @@ class DivergenceScores(NamedTuple):
 class DivergenceLoss(ABC):
     """A `LossFn` on divergences from a teacher: its first argument has them in place of logprobs.
 
-    Its batches are of the class `DistillationBatch`.
+    Its batches are of the class `SampledBatch`.
     """
 
     token_stat: TokenStat | None = None

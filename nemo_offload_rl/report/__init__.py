@@ -5,7 +5,7 @@
 3. `page`: write RUN_DIR/report/index.html, a file with everything inside.
 """
 
-from nemo_offload_rl.report.metrics import Metrics, read_metrics
+from nemo_offload_rl.report.figures import Metrics, read_metrics
 from nemo_offload_rl.report.page import write_report
 
 __all__ = ["Metrics", "read_metrics", "write_report"]

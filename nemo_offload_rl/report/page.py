@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from nemo_offload_rl.report.figures import RESIDENCY, SECTIONS, Lines, Stack, byte_unit, bytes_moved
+from nemo_offload_rl.report.figures import (
+    RESIDENCY,
+    SECTIONS,
+    Lines,
+    Metrics,
+    Stack,
+    byte_unit,
+    bytes_moved,
+    read_metrics,
+)
 from nemo_offload_rl.report.memory import draw_memory, memory_samples
-from nemo_offload_rl.report.metrics import Metrics, read_metrics
 from nemo_offload_rl.report.plot import draw, svg
 from nemo_offload_rl.utils.logger import SAMPLES_FOLDER
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.report.figures import OTHER, Layers, Lines, Stack
-from nemo_offload_rl.report.metrics import Metrics
+from nemo_offload_rl.report.figures import OTHER, Layers, Lines, Metrics, Stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

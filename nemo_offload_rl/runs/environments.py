@@ -10,11 +10,9 @@ from typing import Any
 
 from nemo_offload_rl.data.records import Prompt, Splits
 from nemo_offload_rl.environments.agents import AgentEnvironment, is_agent
-from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.custom import custom_environment
 from nemo_offload_rl.environments.interfaces import Environment, ReferenceChecker
-from nemo_offload_rl.environments.math import MathEnvironment
-from nemo_offload_rl.environments.retry import RetryEnvironment
+from nemo_offload_rl.environments.math import ArithmeticEnvironment, MathEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError, DataError, UserCodeError
 from nemo_offload_rl.keys.data import BUILT_IN, EnvConfig
 from nemo_offload_rl.targets import UserCode

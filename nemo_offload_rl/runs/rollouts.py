@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
 from nemo_offload_rl.algorithms.identity import run_identity
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
-from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_parts import EndpointParts, RolloutParts
 from nemo_offload_rl.algorithms.rollout_trainer import RolloutTrainer
 from nemo_offload_rl.algorithms.user_code import GrpoCode
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
 from nemo_offload_rl.data.datasets import load_prompts
+from nemo_offload_rl.data.encoding import TurnEncoder
 from nemo_offload_rl.data.given import Rows, with_given_rows
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt, Splits, digest_of_lengths
 from nemo_offload_rl.data.tokenizer import check_token_ids, load_tokenizer
-from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.rollouts import Decode, Turns
 from nemo_offload_rl.keys.run_configs import GrpoConfig, RolloutConfig

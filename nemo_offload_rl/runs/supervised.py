@@ -13,12 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
 from nemo_offload_rl.algorithms.identity import Identity, run_identity
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
-from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
 from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, NLLLoss

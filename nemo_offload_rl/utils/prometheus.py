@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.engine import Listening
 from nemo_offload_rl.keys.run import PrometheusConfig
-from nemo_offload_rl.utils.listening import listening
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
+from nemo_offload_rl.utils.sockets import listening
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

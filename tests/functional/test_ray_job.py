@@ -19,7 +19,7 @@ import forked_workers
 import psutil
 import pytest
 
-from nemo_offload_rl.distributed.ports import find_free_port
+from nemo_offload_rl.distributed.virtual_cluster import find_free_port
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")

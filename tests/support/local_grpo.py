@@ -15,9 +15,8 @@ from rich.console import Console
 from tiny_models import make_qwen3, make_tokenizer
 
 from nemo_offload_rl.algorithms.async_grpo import AsyncGrpoTrainer
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.grpo import GrpoTrainer
-from nemo_offload_rl.algorithms.resuming import resume_point
 from nemo_offload_rl.algorithms.rollout_parts import RolloutParts
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Prompt

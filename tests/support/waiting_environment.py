@@ -10,7 +10,7 @@ import threading
 
 from one_process_grpo import run_in_this_process
 
-from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
+from nemo_offload_rl.environments.math import ArithmeticEnvironment
 from nemo_offload_rl.policy.policy import Policy
 
 LIMIT_S = 300

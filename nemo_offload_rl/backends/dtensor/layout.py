@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_offload_rl.backends.dtensor.context_parallel import own_pieces
-from nemo_offload_rl.data.inputs import on_device
+from nemo_offload_rl.data.batch import on_device
 
 
 @dataclass(frozen=True)

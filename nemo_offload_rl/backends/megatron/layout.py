@@ -17,8 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_offload_rl.backends.megatron import parallel
-from nemo_offload_rl.data.batch import TokenBatch
-from nemo_offload_rl.data.inputs import on_device
+from nemo_offload_rl.data.batch import TokenBatch, on_device
 
 
 @dataclass(frozen=True)

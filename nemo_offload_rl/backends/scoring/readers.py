@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_offload_rl.backends.scoring.divergence import TopK, full_divergence, topk_divergence, topk_logprobs
 from nemo_offload_rl.backends.scoring.logprobs import TokenScores, chunked_scores, drawn_scores, measured_loss
-from nemo_offload_rl.data.batch import DistillationBatch, HiddenStatesBatch, LossNorm, TopKBatch, TrainBatch
+from nemo_offload_rl.data.batch import HiddenStatesBatch, LossNorm, SampledBatch, TopKBatch, TrainBatch
 from nemo_offload_rl.protocols.loss import (
     Divergence,
     DivergenceLoss,
@@ -99,7 +99,7 @@ class ReadDivergences:
     """
 
     divergence: Divergence
-    batch: DistillationBatch
+    batch: SampledBatch
     teacher_head: TeacherHead | None
 
     def __call__(self, output_layer: OutputLayer, positions: Positions, head: Head) -> DivergenceScores:
@@ -150,7 +150,7 @@ def reader_for(loss_fn: LossFn, batch: TrainBatch, teacher_head: TeacherHead | N
     """What a loss reads of a micro-batch that is on the device."""
     if not isinstance(loss_fn, DivergenceLoss):
         return ReadScores(loss_fn.token_stat, with_whole=isinstance(loss_fn, ReferenceLoss) and loss_fn.reads_whole)
-    assert isinstance(batch, DistillationBatch), type(batch)
+    assert isinstance(batch, SampledBatch), type(batch)
     return ReadDivergences(loss_fn.divergence, batch, teacher_head)
 
 

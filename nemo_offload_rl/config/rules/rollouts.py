@@ -19,7 +19,7 @@ from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFU
 from nemo_offload_rl.keys.data import BUILT_IN
 from nemo_offload_rl.keys.generation import SERVING_CHAT_KWARGS
 from nemo_offload_rl.keys.master import GrpoMasterConfig, RolloutMasterConfig
-from nemo_offload_rl.utils.listening import is_loopback
+from nemo_offload_rl.utils.sockets import is_loopback
 
 
 def prompts_leave_room_for_a_response(cfg: RolloutMasterConfig) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nemo_offload_rl.algorithms.checkpoints import seconds_of
 from nemo_offload_rl.algorithms.metric_names import (
     DPO_NAMES,
     SFT_NAMES,
@@ -19,7 +20,6 @@ from nemo_offload_rl.algorithms.metric_names import (
     grpo_names,
     metric_problem,
 )
-from nemo_offload_rl.algorithms.save_deadline import seconds_of
 from nemo_offload_rl.backends.dtensor.learning_rate import try_schedule
 from nemo_offload_rl.config.rules.base import spec_of_optimizer
 from nemo_offload_rl.errors import ConfigError

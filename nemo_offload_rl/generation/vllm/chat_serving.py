@@ -20,8 +20,7 @@ from vllm.entrypoints.serve.utils.error_response import create_error_response
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from nemo_offload_rl.data.encoding import missing_bos
-from nemo_offload_rl.data.turns import TurnEncoder
+from nemo_offload_rl.data.encoding import TurnEncoder, missing_bos
 from nemo_offload_rl.generation.served_rollouts import ServedPrompt, ServedRollout
 from nemo_offload_rl.generation.vllm.requests import completion_from_output, sampling_params
 from nemo_offload_rl.keys.generation import SamplingSettings

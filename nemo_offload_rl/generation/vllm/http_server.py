@@ -29,8 +29,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from nemo_offload_rl.data.encoding import TurnEncoder
 from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.data.turns import TurnEncoder
 from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.generation.served_rollouts import ServedCall, ServedRollout
 from nemo_offload_rl.generation.vllm.chat_serving import Call, ChatRequest, RecordedChat, request_problem
@@ -38,7 +38,7 @@ from nemo_offload_rl.generation.vllm.http_limits import BadRequest, HttpLimits, 
 from nemo_offload_rl.generation.vllm.requests import cache_salt
 from nemo_offload_rl.keys.engine import VllmSettings
 from nemo_offload_rl.keys.generation import SamplingSettings
-from nemo_offload_rl.utils.listening import is_loopback
+from nemo_offload_rl.utils.sockets import is_loopback
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

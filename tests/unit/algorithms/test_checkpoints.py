@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper
-from nemo_offload_rl.algorithms.resuming import resume_point
+from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.backends.saving.folders import recover_folders
 from nemo_offload_rl.data.loader import ShuffledLoader
 from nemo_offload_rl.data.records import Part

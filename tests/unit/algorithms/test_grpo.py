@@ -23,8 +23,8 @@ from local_grpo import (
 )
 from tiny_models import save_model_folder
 
-from nemo_offload_rl.algorithms.idle_steps import IdleSteps
 from nemo_offload_rl.algorithms.metric_names import grpo_names
+from nemo_offload_rl.algorithms.metrics import IdleSteps
 from nemo_offload_rl.environments.interfaces import Unscored
 from nemo_offload_rl.errors import AgreementError, CheckpointError, ConfigError, DataError
 

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_offload_rl.algorithms.save_deadline import SaveDeadline, seconds_of
+from nemo_offload_rl.algorithms.checkpoints import SaveDeadline, seconds_of
 
 
 def test_a_deadline_is_days_hours_minutes_and_seconds():

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from tiny_models import EOS_TOKEN, make_tokenizer
 
-from nemo_offload_rl.data.collate import collate_examples, collate_pairs
+from nemo_offload_rl.data.batch import collate_examples, collate_pairs
 from nemo_offload_rl.data.datasets import load_example_pairs, load_examples, load_prompts
 from nemo_offload_rl.data.records import Part
 from nemo_offload_rl.data.tokenizer import example_text, whole_text
@@ -116,7 +116,7 @@ def test_a_missing_prompt_file_and_an_unknown_processor_are_errors():
 def test_a_prompt_longer_than_the_limit_is_an_error_that_names_the_row(tmp_path):
     source = write_jsonl(tmp_path / "d.jsonl")
     assert len(load(source, max_input_seq_length=11).train) == 4
-    with pytest.raises(DataError, match=r"d\.jsonl:1: the prompt has 11 tokens, more than data\.max_inp.*=10"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: the row has 11 tokens, more than data\.max_inp.*=10"):
         load(source, max_input_seq_length=10)
 
 
@@ -130,7 +130,7 @@ def test_a_prompt_longer_than_the_limit_is_masked_or_dropped_and_counted(tmp_pat
     assert [(len(prompt.token_ids), prompt.loss_multiplier) for prompt in prompts[10:]] == (
         [(4, 0.0)] if overlong_rows == "mask" else []
     )
-    assert "1 of 11 prompts of d are longer than data.max_input_seq_length=11 tokens, first " in caplog.text
+    assert "1 of 11 rows of d are longer than data.max_input_seq_length=11 tokens, first " in caplog.text
     with pytest.raises(DataError, match=r"and all others are longer than data\.max_input_seq_length=10 tokens"):
         load(source, max_input_seq_length=10, overlong_rows=overlong_rows)
 
@@ -247,7 +247,7 @@ def replace_all(mixture: SftMixtureConfig) -> SftMixtureConfig:
 def test_a_row_that_is_too_long_is_an_error_or_left_out_as_told(tmp_path, caplog):
     source = write_jsonl(tmp_path / "d.jsonl")
     settings = supervised(source, max_input_seq_length=12)
-    with pytest.raises(DataError, match=r"d\.jsonl:1: the sequence has 13 tokens, more than .*overlong_rows=drop"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: the row has 13 tokens, more than .*overlong_rows=drop"):
         load_sft(settings)
     for way in ("drop", "mask"):
         with pytest.raises(DataError, match=r"this row and all others of d are longer than .*raise the limit"):

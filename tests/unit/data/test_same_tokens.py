@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.data.encoding import ChatEncoder
-from nemo_offload_rl.data.processors import PromptEncoder, PromptTemplates
+from nemo_offload_rl.data.prompts import PromptEncoder, PromptTemplates
 from nemo_offload_rl.data.records import Row
 from nemo_offload_rl.keys.data_source import TaskKeys
 
@@ -85,8 +85,6 @@ def test_what_the_policy_reads_in_a_rollout_is_what_it_is_trained_on(template, k
         task=TASK,
         templates=PromptTemplates(prompt=None, system=None),
         data_set="d",
-        max_input_seq_length=999,
-        overlong_rows="error",
         add_bos=add_bos,
         chat_template_kwargs={},
     ).prompt(Row(question=question, answer="", origin="x"))

@@ -15,8 +15,7 @@ import pytest
 from echo_workers import cpu_cluster
 from forked import Script
 
-from nemo_offload_rl.distributed.ports import find_free_port
-from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session
+from nemo_offload_rl.distributed.virtual_cluster import VirtualCluster, _exit_status, cluster_session, find_free_port
 from nemo_offload_rl.distributed.worker_group import RayWorkerGroup, WorkerSpec
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.generation.vllm.env import vllm_env

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from nemo_offload_rl.distributed.ports import find_free_port
+from nemo_offload_rl.distributed.virtual_cluster import find_free_port
 from nemo_offload_rl.runs.loading import load_grpo_config
 
 ROOT = Path(__file__).parents[3]

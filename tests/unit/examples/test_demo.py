@@ -9,8 +9,8 @@ import pytest
 
 from nemo_offload_rl.data.arithmetic import load_arithmetic
 from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Response
+from nemo_offload_rl.environments.math import ArithmeticEnvironment
 from nemo_offload_rl.keys.data import ArithmeticConfig, TokenizerConfig
 
 TASK = {"processor": "math_hf_data_processor", "env_name": "arithmetic"}

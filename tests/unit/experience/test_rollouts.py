@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from nemo_offload_rl.algorithms.metrics import rollout_metrics
 from nemo_offload_rl.data.records import Prompt
-from nemo_offload_rl.environments.arithmetic import ArithmeticEnvironment
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Turn, Unscored
-from nemo_offload_rl.environments.retry import RetryEnvironment
+from nemo_offload_rl.environments.math import ArithmeticEnvironment, RetryEnvironment
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.experience.pass_at_k import cons_at_k, pass_at_k, powers_of_two
 from nemo_offload_rl.experience.rollouts import Rollouts, Turns

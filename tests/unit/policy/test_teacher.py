@@ -27,7 +27,7 @@ from tiny_models import qwen3_config, save_model_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
+from nemo_offload_rl.algorithms.distillation import DistillationLoss
 from nemo_offload_rl.data.batch import HiddenStatesBatch, TopKBatch, TrainBatch
 from nemo_offload_rl.keys.grpo import DistillationLossConfig
 from nemo_offload_rl.keys.policy import BatchingConfig

@@ -18,9 +18,9 @@ from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.run import PrometheusConfig
 from nemo_offload_rl.utils import prometheus
 from nemo_offload_rl.utils.gpu_memory import GpuUse
-from nemo_offload_rl.utils.listening import TOKEN_VARIABLE
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE, MemorySampler
 from nemo_offload_rl.utils.prometheus import PrometheusSink
+from nemo_offload_rl.utils.sockets import TOKEN_VARIABLE
 
 HERE = PrometheusConfig(host="127.0.0.1", port=0)
 type Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

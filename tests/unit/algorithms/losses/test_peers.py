@@ -18,11 +18,9 @@ from torch import Tensor
 
 from nemo_offload_rl.algorithms.advantages import token_advantages
 from nemo_offload_rl.algorithms.agreement import disagreement, without_disagreement
-from nemo_offload_rl.algorithms.distillation import DistillationTrainer
-from nemo_offload_rl.algorithms.distillation_loss import DistillationLoss
+from nemo_offload_rl.algorithms.distillation import DistillationLoss, DistillationTrainer
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.data.batch import TopKBatch
-from nemo_offload_rl.data.collate import SampledBatch
+from nemo_offload_rl.data.batch import SampledBatch, TopKBatch
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.keys.grpo import DistillationLossConfig
 from nemo_offload_rl.protocols.loss import DivergenceScores

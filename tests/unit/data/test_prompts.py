@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.data.prompt_file import read_prompt_file, read_text_file
+from nemo_offload_rl.data.prompts import read_prompt_file, read_text_file
 from nemo_offload_rl.errors import DataError
 
 QUESTION = "What is {x} {} {{}}?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.utils.listening import TOKEN_VARIABLE, is_loopback, listening
+from nemo_offload_rl.utils.sockets import TOKEN_VARIABLE, is_loopback, listening
 
 TOKEN = "0123456789abcdef"
 
