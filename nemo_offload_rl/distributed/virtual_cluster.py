@@ -373,8 +373,6 @@ def find_free_port(low: int, high: int, given: Collection[int] = ()) -> int:
 
 
 _TIMEOUT_S = 120.0
-
-
 _NODE_LABEL = "ray.io/node-id"
 
 

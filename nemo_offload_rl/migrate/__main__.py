@@ -12,7 +12,7 @@ from nemo_offload_rl.utils.cli import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what becomes of each key, and write our YAML; or count the files of a folder that load."""
+    """Print the outcome of each key, and write our YAML; or count the files of a folder that load."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_offload_rl.migrate",
         description="Turn a YAML file of NeMo-RL (GRPO, SFT, DPO, distillation, evaluation) into one of this package.",
@@ -40,7 +40,7 @@ def _count(folder: Path) -> int:
 def _migrate(file: Path, output: Path | None) -> int:
     from nemo_offload_rl.migrate.count import check
     from nemo_offload_rl.migrate.mapping import migrate_file
-    from nemo_offload_rl.migrate.yaml_file import render_yaml
+    from nemo_offload_rl.migrate.report import render_yaml
 
     if output is not None and output.exists():
         raise ConfigError(f"{output} exists; give the name of a new file")
@@ -50,7 +50,7 @@ def _migrate(file: Path, output: Path | None) -> int:
     check(migration.algorithm, migration.config)
     if output is not None:
         try:
-            output.write_text(render_yaml(migration, file.name), encoding="utf-8")
+            output.write_text(render_yaml(migration.config, migration.report, file.name), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{output} cannot be written: {error.strerror}; give another place") from error
         script = f"examples/run_{migration.algorithm}.py"

@@ -1,9 +1,8 @@
-"""Keys of the algorithm and the tokenizer that mean another thing here, or depend on others: one function each."""
+"""Conversions of keys of the algorithm, the tokenizer, asynchronous GRPO and the teacher."""
 
 from __future__ import annotations
 
-from nemo_offload_rl.migrate.conversion import Conversion
-from nemo_offload_rl.migrate.draft import Draft
+from nemo_offload_rl.migrate.draft import Draft, converts, leaves
 
 PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _METRICS = {
@@ -14,37 +13,42 @@ _METRICS = {
 }
 
 
+@converts("loss_fn.reference_policy_kl_type", algorithms="grpo")
 def _kl(draft: Draft) -> None:
     key = "loss_fn.reference_policy_kl_type"
     kind = draft.get(key, "k3")
     if draft.get("loss_fn.use_kl_in_reward", False):
-        draft.keep(key, key, kind)  # its value alone counts
+        draft.keep(key, kind)  # its value alone counts
     elif kind in ("k1", "k2", "k3"):
-        draft.convert(
-            key, key, f"{kind}w", "the name of the estimate with the gradient of its weight, as it has it there"
-        )
+        draft.convert(key, f"{kind}w", "the name here of the variant that differentiates through the importance weight")
     else:
-        draft.keep(key, key, kind)
+        draft.keep(key, kind)
 
 
+@converts("loss_fn.use_kl_in_reward", algorithms="grpo")
 def _kl_in_reward(draft: Draft) -> None:
     key, clamps = "loss_fn.use_kl_in_reward", ("kl_input_clamp_value", "kl_output_clamp_value")
     given = tuple(draft.get(f"loss_fn.{name}", there) for name, there in zip(clamps, (20.0, 10.0), strict=True))
     if not draft.get(key, False):
-        draft.keep(key, key, False)
+        draft.keep(key, False)
     elif draft.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
         draft.missing(key, "a KL without effect (use_kl_in_reward without reinforce_plus_plus)")
     elif given != (20.0, 10.0):
         draft.missing(key, "clamps of the KL that do not act on the KL in the reward")
     else:
-        draft.keep(key, key, True)
+        draft.keep(key, True)
 
 
+@converts(
+    "grpo.adv_estimator.name grpo.normalize_rewards grpo.use_leave_one_out_baseline "
+    "grpo.adv_estimator.normalize_rewards grpo.adv_estimator.use_leave_one_out_baseline",
+    algorithms="grpo",
+)
 def _baseline(draft: Draft) -> None:
     estimator, known = "grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus")
     name = draft.get(estimator, "grpo")
     if name in known:
-        draft.keep(estimator, estimator, name)
+        draft.keep(estimator, name)
     else:
         draft.missing(estimator, f"advantage estimator {name}")
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
@@ -54,7 +58,7 @@ def _baseline(draft: Draft) -> None:
             if draft.has(outer):
                 draft.ignore(outer, "the estimator's value is what advantages are computed with")
         else:
-            draft.keep(outer, outer, draft.get(outer, True))
+            draft.keep(outer, draft.get(outer, True))
     if draft.get("grpo.use_dynamic_sampling") and draft.get("grpo.use_leave_one_out_baseline", True):
         draft.missing(
             "grpo.use_leave_one_out_baseline",
@@ -62,31 +66,41 @@ def _baseline(draft: Draft) -> None:
         )
 
 
+@converts(algorithms="grpo", reads="grpo.dynamic_sampling_max_gen_batches")
 def _dynamic_sampling(draft: Draft) -> None:
     key = "grpo.dynamic_sampling_max_gen_batches"
     if draft.get("grpo.use_dynamic_sampling") and draft.number(key) is not None:
-        draft.convert(key, key, draft.number(key) + 1, "there the error comes after one batch more")
+        draft.convert(key, draft.number(key) + 1, "there the error comes after one batch more")
 
 
+@converts(
+    "loss_fn.truncated_importance_sampling_ratio loss_fn.truncated_importance_sampling_type "
+    "loss_fn.truncated_importance_sampling_ratio_min",
+    algorithms="grpo",
+)
 def _truncation(draft: Draft) -> None:
     weighted = draft.get("loss_fn.use_importance_sampling_correction", False)
     bounded = weighted and draft.get("loss_fn.truncated_importance_sampling_ratio") is not None
     for name in ("ratio", "type", "ratio_min"):
         key = f"loss_fn.truncated_importance_sampling_{name}"
         if draft.get(key) is not None and not bounded:
-            draft.convert(key, key, None, "there are no weights to truncate")
+            draft.convert(key, None, "there are no weights to truncate")
         else:
-            draft.keep(key, key, draft.get(key))
+            draft.keep(key)
 
 
+@converts(
+    "grpo.val_period sft.val_period dpo.val_period distillation.val_period grpo.max_val_samples "
+    "distillation.max_val_samples"
+)
 def _validation(draft: Draft) -> None:
     section = draft.algorithm
     period = f"{section}.val_period"
     if (given := draft.number(period)) is not None:
         if given < 0:
-            draft.convert(period, period, 0, "0 is never")
+            draft.convert(period, 0, "0 is never")
         else:
-            draft.keep(period, period, given)
+            draft.keep(period, given)
     key = f"{section}.max_val_samples"
     if not draft.samples or not draft.has(key):
         return
@@ -94,21 +108,23 @@ def _validation(draft: Draft) -> None:
     if samples is None or size is None:
         draft.missing(key, "validation on all prompts (max_val_samples null)")
     elif samples % size and samples > size:
-        draft.convert(key, key, samples // size * size, "whole batches of val_batch_size")
+        draft.convert(key, samples // size * size, "whole batches of val_batch_size")
     else:
-        draft.keep(key, key, samples)
+        draft.keep(key, samples)
 
 
+@converts("sft.val_batches dpo.val_batches", algorithms="sft dpo")
 def _val_batches(draft: Draft) -> None:
     key = f"{draft.algorithm}.val_batches"
     if draft.has(key):
         given = draft.number(key, 0)
         if given < 0:
-            draft.convert(key, key, 0, "0 is all")
+            draft.convert(key, 0, "0 is all")
         else:
-            draft.keep(key, key, given)
+            draft.keep(key, given)
 
 
+@converts("checkpointing.metric_name")
 def _metric(draft: Draft) -> None:
     key = "checkpointing.metric_name"
     if not draft.has(key):
@@ -117,25 +133,27 @@ def _metric(draft: Draft) -> None:
     period = draft.number(f"{draft.algorithm}.val_period", 0)
     never = period <= 0 and not draft.get(f"{draft.algorithm}.val_at_end", False)
     if isinstance(name, str) and name.startswith("val:") and never:
-        draft.convert(key, key, None, "nothing is validated, so the newest are kept")
+        draft.convert(key, None, "nothing is validated, so the newest are kept")
     elif isinstance(name, str) and name in _METRICS:
-        draft.convert(key, key, _METRICS[name], "the metric's name here")
+        draft.convert(key, _METRICS[name], "the metric's name here")
     else:
-        draft.keep(key, key, name)
+        draft.keep(key, name)
 
 
+@converts("policy.tokenizer.chat_template")
 def _chat_template(draft: Draft) -> None:
     key = "policy.tokenizer.chat_template"
     if not draft.has(key):
         draft.fill(key, None, "the tokenizer's own template, which is NeMo-RL's default too")
     elif draft.get(key) is None:
-        draft.convert(key, key, PASS_THROUGH, "null is messages put one after the other there")
+        draft.convert(key, PASS_THROUGH, "null is messages put one after the other there")
     else:
-        draft.keep(key, key, draft.get(key))
+        draft.keep(key)
 
 
+@converts("data.add_generation_prompt", algorithms="sft dpo")
 def _loss_span(draft: Draft) -> None:
-    """A message there is what its rendering adds; add_generation_prompt gives what stands before it to the prompt."""
+    """NeMo-RL counts all text that a message adds; `add_generation_prompt` moves the text before it to the prompt."""
     key = "data.add_generation_prompt"
     if draft.algorithm == "sft" and draft.get(key, False):
         draft.rename(key, "data.loss_span", "response_and_end", "the prompt ends where the response begins")
@@ -147,85 +165,113 @@ def _loss_span(draft: Draft) -> None:
         draft.fill("data.loss_span", "message", note)
 
 
-_GRPO = ("grpo",)
-ALGORITHM: tuple[Conversion, ...] = (
-    Conversion(
-        (),
-        "a batch more than `dynamic_sampling_max_gen_batches` is tried",
-        "that number of batches",
-        _dynamic_sampling,
-        _GRPO,
-        ("grpo.dynamic_sampling_max_gen_batches",),
-    ),
-    Conversion(
-        (
-            "grpo.adv_estimator.name",
-            "grpo.normalize_rewards",
-            "grpo.use_leave_one_out_baseline",
-            "grpo.adv_estimator.normalize_rewards",
-            "grpo.adv_estimator.use_leave_one_out_baseline",
-        ),
-        "the estimator's values count for advantages, those of `grpo` for dynamic sampling",
-        "one pair, the estimator's; dynamic sampling drops whole groups only",
-        _baseline,
-        _GRPO,
-    ),
-    Conversion(
-        ("loss_fn.reference_policy_kl_type",),
-        "estimates have a weight, whose gradient counts",
-        "`k1`, `k2` and `k3` have none; those with it are `k1w`, `k2w` and `k3w`",
-        _kl,
-        _GRPO,
-    ),
-    Conversion(
-        ("loss_fn.use_kl_in_reward",),
-        "`reinforce_plus_plus` reads it, with clamps of its own; other estimators then have no KL at all",
-        "the same for `reinforce_plus_plus`, with the clamps of the keys; refused elsewhere",
-        _kl_in_reward,
-        _GRPO,
-    ),
-    Conversion(
-        (
-            "loss_fn.truncated_importance_sampling_ratio",
-            "loss_fn.truncated_importance_sampling_type",
-            "loss_fn.truncated_importance_sampling_ratio_min",
-        ),
-        "are read with `use_importance_sampling_correction` only",
-        "the same; null where it would not be read",
-        _truncation,
-        _GRPO,
-    ),
-    Conversion(
-        (
-            "grpo.val_period",
-            "sft.val_period",
-            "dpo.val_period",
-            "distillation.val_period",
-            "grpo.max_val_samples",
-            "distillation.max_val_samples",
-        ),
-        "a period of 0 or less never validates; of `max_val_samples`, whole batches of `val_batch_size`",
-        "0 never validates; `max_val_samples` is exact",
-        _validation,
-    ),
-    Conversion(("sft.val_batches", "dpo.val_batches"), "0 or less is all", "0 is all", _val_batches, ("sft", "dpo")),
-    Conversion(
-        ("checkpointing.metric_name",),
-        "`val:val_loss`, `val:validation-default_loss`, `val:total_reward/mean`",
-        "`val:loss`, `val:loss`, `val:reward`; null where nothing is validated",
-        _metric,
-    ),
-    Conversion(
-        ("policy.tokenizer.chat_template",),
-        "null: messages put one after the other; left out: the tokenizer's own",
-        "null: the tokenizer's own; messages put one after the other are a template",
-        _chat_template,
-    ),
-    Conversion(
-        ("data.add_generation_prompt",),
-        "false, and always in DPO: what the template writes before a response counts in the loss",
-        "`data.loss_span`: `response_and_end` for true, `message` for false",
-        _loss_span,
-        ("sft", "dpo"),
-    ),
+_TAKEN = ("model_name", "hf_config_overrides", "precision", "logprob_batch_size", "logprob_chunk_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
+
+
+@converts("teacher teacher.*", algorithms="distillation")
+def _teacher(draft: Draft) -> None:
+    for name in _TAKEN:
+        key = f"teacher.{name}"
+        draft.keep(key, draft.get(key, draft.get(f"policy.{name}", {} if name == "hf_config_overrides" else None)))
+    temperature = draft.get("policy.generation.temperature")
+    if draft.get("teacher.generation.temperature", temperature) != temperature:
+        # The policy's temperature divides the teacher's logits here.
+        draft.missing("teacher.generation.temperature", "a teacher with a temperature of its own")
+    on_dtensor = bool(draft.get("teacher.dtensor_cfg.enabled", draft.get("policy.dtensor_cfg.enabled")))
+    if on_dtensor != bool(draft.get("policy.dtensor_cfg.enabled")):
+        draft.missing("teacher.dtensor_cfg.enabled", "a teacher on another backend than the policy's")
+    size = "teacher.dtensor_cfg.tensor_parallel_size"
+    if on_dtensor:
+        draft.keep(size, draft.get(size, draft.get("policy.dtensor_cfg.tensor_parallel_size", 1)))
+    else:
+        draft.fill(size, 1, "the backend is Megatron")
+    for path, _ in leaves(draft.section("teacher"), "teacher"):
+        if path in draft.done:
+            continue
+        if path.removeprefix("teacher.megatron_cfg.") in _SIZES and not on_dtensor:
+            draft.ignore(path, "the teacher is split over devices like the policy: the same numbers, with other memory")
+        else:
+            draft.ignore(path, "a teacher is read only, in batches and by the backend of the policy")
+
+
+_THEIRS = "grpo.async_grpo"
+_SINGLE = "async_rl"
+_NAMES = ("max_trajectory_age_steps", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
+_CORRECTION = "loss_fn.use_importance_sampling_correction"
+_SCHEDULE_ONLY = (
+    "min_groups_for_streaming_train", "max_inflight_prompts", "max_buffered_rollouts", "diagnostics",
+    "stall_watchdog", "generation_fleet_health", "generation_router",
+)  # fmt: skip
+
+
+@converts("grpo.async_grpo grpo.async_grpo.*", algorithms="grpo")
+def _asynchronous(draft: Draft) -> None:
+    section = draft.section(_THEIRS)
+    if not section:
+        if draft.has(_THEIRS):
+            draft.convert(_THEIRS, False, "null is off", f"{_THEIRS}.enabled")
+        return
+    enabled = draft.get(f"{_THEIRS}.enabled", False)
+    draft.keep(f"{_THEIRS}.enabled", enabled)
+    for name in _NAMES:
+        key = f"{_THEIRS}.{name}"
+        if draft.has(key):
+            draft.keep(key)
+    failures = f"{_THEIRS}.max_generation_failures"
+    if enabled and draft.get(failures, 0):
+        draft.missing(failures, "rollouts that may fail (max_generation_failures)")
+    elif draft.has(failures):
+        draft.ignore(failures, "the first failure ends the run, there and here; vllm_cfg.max_restarts is for engines")
+
+
+@converts("async_rl async_rl.*", algorithms="grpo")
+def _single_controller(draft: Draft) -> None:
+    if not draft.has(_SINGLE):
+        return
+    key, sampler = f"{_SINGLE}.sampler", draft.section(f"{_SINGLE}.sampler")
+    if sampler.get("name", "in_order") != "in_order":
+        draft.missing(key, f"rollouts taken as they come (async_rl.sampler {sampler['name']})")
+        return
+    ahead = sampler.get("max_lookahead_versions", 1)
+    if ahead == 0:
+        draft.ignore(_SINGLE, "without lookahead a step trains on rollouts of its own weights, as every step does here")
+        return
+    failures = draft.section(f"{_SINGLE}.rollout_failure")
+    if failures.get("max_skipped_prompts", 0) or failures.get("max_consecutive_dropped_prompts", 0):
+        draft.missing(f"{_SINGLE}.rollout_failure", "steps without the prompts that failed (async_rl.rollout_failure)")
+        return
+    streams = draft.number(f"{_SINGLE}.min_groups_for_streaming_train", 32)
+    prompts, estimator = draft.number("grpo.num_prompts_per_step"), draft.get("grpo.adv_estimator.name", "grpo")
+    if estimator != "grpo" and (prompts is None or streams < prompts):
+        draft.missing(f"{_SINGLE}.min_groups_for_streaming_train", f"advantages of parts of a step ({estimator})")
+        return
+    if not draft.get(_CORRECTION, False):
+        draft.missing(key, f"rollouts of older weights without {_CORRECTION}")
+        return
+    ours = {
+        "enabled": True,
+        "max_trajectory_age_steps": ahead,
+        "in_flight_weight_updates": True,
+        "recompute_kv_cache_after_weight_updates": draft.get(f"{_SINGLE}.{_NAMES[2]}", False),
+    }
+    for name, value in ours.items():
+        draft.fill(f"{_THEIRS}.{name}", value, "what async_rl does")
+    for name in draft.section(_SINGLE):
+        path = f"{_SINGLE}.{name}"
+        if name == "sampler":
+            draft.ignore(path, f"is {_THEIRS} with max_trajectory_age_steps={ahead}")
+        elif name == _NAMES[2]:
+            draft.ignore(path, f"is {_THEIRS}.{name}")
+        elif name == "rollout_failure":
+            draft.ignore(path, "how often and when a failed rollout is tried again; no prompt is left out")
+        elif name in _SCHEDULE_ONLY:
+            draft.ignore(path, "when rollouts begin and are watched, not what is trained")
+        else:
+            draft.missing(path, f"{path}")

@@ -1,4 +1,4 @@
-"""How many files of a folder load, and what stops the others."""
+"""Counts the files of a folder that load, and the reasons that stop the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.mapping import Migration, algorithm_of, migrate
-from nemo_offload_rl.migrate.model_names import is_trained
+from nemo_offload_rl.migrate.policy import is_trained
 from nemo_offload_rl.models.families import DTENSOR, MEGATRON
 from nemo_offload_rl.utils.config import load_config
 
@@ -22,12 +22,12 @@ class Count:
     """The files of a folder that are for GRPO, SFT, DPO, distillation or evaluation.
 
     Attributes:
-        by_algorithm: How many load and how many were tried, by algorithm.
-        loaded: Files that mean here what they mean there and pass every check that needs neither model nor devices.
+        by_algorithm: Number of files that load and number tried, by algorithm.
+        loaded: Files that can be converted and pass every check that needs neither model nor devices.
         trained: Those of `loaded` whose model is known, by name, to be of a family that the backend trains.
-        stopped: Files with what stops each: features that are missing, or else what our checks say.
+        stopped: Files with their missing features, or else the messages of our checks.
         unreadable: Files that cannot be read, with the reason.
-        others: Files that train something else, or are no files of NeMo-RL's.
+        others: Files of other algorithms or other programs.
     """
 
     by_algorithm: dict[str, list[int]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Count:
     others: list[str] = field(default_factory=list)
 
     def add(self, name: str, migration: Migration) -> None:
-        """A file that was migrated."""
+        """Count a file that was migrated."""
         numbers = self.by_algorithm.setdefault(migration.algorithm, [0, 0])
         numbers[1] += 1
         if reasons := list(problems(migration)):
@@ -95,7 +95,7 @@ def count_folder(folder: Path) -> Count:
 
 
 def problems(migration: Migration) -> Iterator[str]:
-    """What stops a migrated configuration: missing features, or where there are none, what our own checks say."""
+    """Missing features of a migrated configuration, or if there are none, the messages of our own checks."""
     if migration.report.missing:
         yield from migration.report.missing
         return

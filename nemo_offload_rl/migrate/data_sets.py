@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate.draft import Draft
+from nemo_offload_rl.migrate.algorithm import PASS_THROUGH
+from nemo_offload_rl.migrate.draft import Draft, converts, leaves
 
 _FILES = (".jsonl", ".json", ".parquet")
 _TASK = ("prompt_file", "system_prompt_file", "processor", "env_name")
@@ -25,9 +26,9 @@ class _DataSet:
 
     Attributes:
         name: Its name here.
-        algorithms: That can read it.
-        keys: Its keys with NeMo-RL's defaults, which null means too.
-        share: Of its rows that it keeps for validation by default; None for one that does not read the key.
+        algorithms: Those that can read it.
+        keys: Its keys with NeMo-RL's defaults.
+        share: The share of rows kept for validation by default; None if the data set does not read that key.
     """
 
     name: str
@@ -75,19 +76,23 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def convert_data(draft: Draft) -> None:
-    """Take over `data` and `env`; a feature that is missing is told once for each key that asks for it."""
+@converts(
+    "data.train data.train.* data.validation data.validation.* data.default data.default.* data.max_input_seq_length "
+    "data.add_bos env.*"
+)
+def _convert_data(draft: Draft) -> None:
+    """Take over `data` and `env`; each key that asks for a missing feature is reported."""
     _lengths(draft)
     default = draft.section("data.default")
     if draft.samples:
         draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
     elif draft.has("data.add_bos"):
-        draft.keep("data.add_bos", "data.add_bos", draft.get("data.add_bos"))
+        draft.keep("data.add_bos")
     _default(draft, default)
     for where in ("train", "validation"):
         section = draft.get(f"data.{where}")
         if section is None:
-            draft.keep(f"data.{where}", f"data.{where}", None)
+            draft.keep(f"data.{where}", None)
         elif isinstance(section, Mapping):
             draft.ours["data"][where] = _data_set(draft, f"data.{where}", {**default, **section}, section)
         else:
@@ -104,9 +109,9 @@ def _lengths(draft: Draft) -> None:
     if given is None:
         draft.missing(key, "prompts of any length (max_input_seq_length null)")
     elif draft.algorithm == "dpo":
-        draft.keep(key, key, given)
+        draft.keep(key, given)
     else:
-        draft.convert(key, key, given - 1, "the longest that is allowed: there, one of that length is too long")
+        draft.convert(key, given - 1, "the longest that is allowed: there, one of that length is too long")
 
 
 def _default(draft: Draft, default: Mapping[str, Any]) -> None:
@@ -116,9 +121,9 @@ def _default(draft: Draft, default: Mapping[str, Any]) -> None:
         if name == "processor":
             _processor(draft, key, value)
         elif name in ("prompt_file", "system_prompt_file") and name in known:
-            draft.convert(key, key, found_file(draft, value), "looked for from the file's folder upwards")
+            draft.convert(key, found_file(draft, value), "looked for from the file's folder upwards")
         elif name in known:
-            draft.keep(key, key, value)
+            draft.keep(key, value)
         elif name in _TASK:
             if name == "prompt_file" and value is not None:
                 draft.missing(key, "prompt_file in DPO")
@@ -133,11 +138,11 @@ def _processor(draft: Draft, key: str, name: Any) -> None:
         media = "images, audio and video" if str(name).startswith("vlm") else f"processor {name}"
         draft.missing(key, "NeMo-Gym" if str(name).startswith("nemo_gym") else media)
     elif draft.algorithm != "dpo":
-        draft.keep(key, key, name)
+        draft.keep(key, name)
 
 
 def found_file(draft: Draft, path: Any) -> Any:
-    """A file beside the configuration or further up, never one of the same name of this package."""
+    """The path of a file in the configuration's folder or one above it, never in this package."""
     if not isinstance(path, str) or Path(path).is_absolute() or draft.folder is None:
         return path
     folder = draft.folder.resolve()
@@ -148,17 +153,17 @@ def found_file(draft: Draft, path: Any) -> Any:
 
 
 def _several(draft: Draft, where: str, default: Mapping[str, Any], sections: Any) -> None:
-    """A list of data sets, which are put one after the other there."""
+    """Convert a list of data sets, which NeMo-RL concatenates, to a mixture."""
     if not isinstance(sections, list) or not all(isinstance(section, Mapping) for section in sections):
         raise ConfigError(f"{where}: given {sections!r}, wanted a mapping or a list of some; correct it")
     pairs = enumerate(cast("list[Mapping[str, Any]]", sections))
     parts = [_data_set(draft, f"{where}.{i}", {**default, **section}, section) for i, section in pairs]
     mixture = {"dataset_name": "mixture", "weights": None, "datasets": parts}
-    draft.convert(where, where, mixture, "a mixture in which every row comes once in an epoch")
+    draft.convert(where, mixture, "a mixture in which every row comes once in an epoch")
 
 
 def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """One data set with our keys: `section` has the values of `data.default`, `own` has not."""
+    """One data set with our keys; `section` is `own` on top of `data.default`."""
     name = str(section.get("dataset_name", "ResponseDataset"))
     kind = _DATA_SETS.get(name)
     if kind is None or draft.algorithm not in kind.algorithms:
@@ -181,7 +186,7 @@ def _data_set(draft: Draft, where: str, section: Mapping[str, Any], own: Mapping
 
 
 def _file(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a data set is read from: a file, a folder, or else the hub."""
+    """Path, subset and split of a data set: a file, a folder, or else on the hub."""
     path, subset, split = str(section["data_path"]), section.get("subset"), section.get("split")
     if path.endswith(_FILES):  # it has one split, which NeMo-RL calls train
         return {"path": path, "subset": subset, "split": None}
@@ -199,23 +204,23 @@ def _held_out(draft: Draft, where: str, section: Mapping[str, Any], default: flo
 
 
 def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
-    """A row for each key that the section itself has."""
+    """Report a key of the section itself."""
     if path in draft.done:
         return
     if key == "data_path":
         draft.rename(path, f"{path.rpartition('.')[0]}.path", value, "")
     elif key in ("prompt_file", "system_prompt_file"):
         values[key] = found_file(draft, value)
-        draft.convert(path, path, values[key], "looked for from the file's folder upwards")
+        draft.convert(path, values[key], "looked for from the file's folder upwards")
     elif key == "env_name" and draft.samples:
         values[key] = value
-        draft.keep(path, path, value)
+        draft.keep(path, value)
     elif key == "processor":
         _processor(draft, path, value)
     elif key in values and values[key] == value:
-        draft.keep(path, path, value)
+        draft.keep(path, value)
     elif key in values:
-        draft.convert(path, path, values[key], _CHANGED[key])
+        draft.convert(path, values[key], _CHANGED[key])
     elif key in _HARMLESS and value in _HARMLESS[key]:
         draft.ignore(path, "off")
     elif key in _NOT_READ:
@@ -225,7 +230,7 @@ def _account(draft: Draft, path: str, key: str, value: Any, values: dict[str, An
 
 
 def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
-    """Those that the data name; other environments of the file are never started."""
+    """Take over the environments that the data name; others of the file are never started."""
     if not draft.samples:
         return
     given = [draft.get(f"data.{where}") for where in ("train", "validation")]
@@ -257,10 +262,89 @@ def _environments(draft: Draft, default: Mapping[str, Any]) -> None:
 def _environment(draft: Draft, where: str, section: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in section.items():
         if key == "num_workers":
-            draft.keep(f"{where}.{key}", f"{where}.{key}", value)
+            draft.keep(f"{where}.{key}", value)
         elif key == "math_verify_impl" and value in _VERIFIERS:
-            draft.keep(f"{where}.{key}", f"{where}.{key}", value or _VERIFIERS[1])
+            draft.keep(f"{where}.{key}", value or _VERIFIERS[1])
         else:
             draft.missing(f"{where}.{key}", f"{key} {value}" if key == "math_verify_impl" else f"env.*.{key}")
     verifier = section.get("math_verify_impl") or _VERIFIERS[1]
     return {"num_workers": section.get("num_workers", 8), "retry_message": None, "math_verify_impl": verifier}
+
+
+# Data sets that NeMo-RL's evaluation reads as its runs do; its others have forms of their own.
+_EVALUATED = ("AIME2024", "AIME2025", "AIME2026")
+_EVALUATION_DEFAULT = {
+    "prompt_file": None,
+    "system_prompt_file": None,
+    "processor": _MATH_PROCESSOR,
+    "env_name": "math",
+}
+
+
+@converts(
+    "generation.top_k generation.num_prompts_per_step generation.colocated.* generation.val_temperature "
+    "generation.val_top_p generation.val_top_k tokenizer.chat_template",
+    algorithms="eval",
+)
+def _evaluation_sampling(draft: Draft) -> None:
+    for key in ("generation.top_k", "generation.num_prompts_per_step"):
+        if draft.get(key) == -1:
+            draft.convert(key, None, "null is all")
+        else:
+            draft.keep(key)
+    for path, _ in leaves(draft.section("generation"), "generation"):
+        if path.startswith(("generation.val_", "generation.colocated")):
+            draft.ignore(path, "an evaluation has no rollouts of training")
+    template = "tokenizer.chat_template"
+    if draft.has(template) and draft.get(template) is None:
+        draft.convert(template, PASS_THROUGH, "null is messages put one after the other there")
+    else:
+        draft.keep(template)
+
+
+@converts(
+    "data.dataset_name data.repeat data.prompt_file data.system_prompt_file data.processor data.env_name",
+    algorithms="eval",
+    reads="data.max_input_seq_length",
+)
+def _evaluation_data(draft: Draft) -> None:
+    name = draft.get("data.dataset_name")
+    data_set = {"dataset_name": name}
+    if name in _EVALUATED:
+        draft.rename("data.dataset_name", "data.validation.dataset_name", name, "")
+        draft.fill("data.validation.repeat", draft.get("data.repeat", 1), "as data.repeat has it")
+        data_set["repeat"] = draft.get("data.repeat", 1)
+    else:
+        draft.missing("data.dataset_name", f"evaluation on {name}")
+    draft.ours["data"]["validation"] = data_set
+    for key, default in _EVALUATION_DEFAULT.items():
+        value = draft.get(f"data.{key}", default)
+        value = found_file(draft, value) if key.endswith("_file") else value
+        draft.ours["data"]["default"][key] = value
+        if draft.has(f"data.{key}"):
+            draft.rename(f"data.{key}", f"data.default.{key}", value, "")
+        else:
+            draft.fill(f"data.default.{key}", value, "the default there")
+    draft.written |= {"data.validation", "data.default"}
+    if draft.has("data.repeat"):
+        draft.ignore("data.repeat", "is with the data set")
+    limit = "data.max_input_seq_length"
+    longest = draft.number("generation.vllm_cfg.max_model_len", 2048) - 1
+    draft.convert(limit, longest, "is not read there: whatever leaves room for a response")
+    draft.fill("data.add_bos", False, "a prompt has the begin token where the chat template writes it")
+    draft.fill("eval.greedy", False, "there is one kind of responses there")
+    draft.fill("eval.max_samples", None, "all prompts")
+
+
+@converts(
+    "env.math.num_workers env.math.verifier_type", algorithms="eval", reads="cluster.num_nodes cluster.gpus_per_node"
+)
+def _evaluation_environment(draft: Draft) -> None:
+    for key in ("cluster.num_nodes", "cluster.gpus_per_node"):
+        draft.keep(key, draft.get(key, 1))
+    section = draft.section("env.math")
+    draft.keep("env.math.num_workers", section.get("num_workers", 8))
+    if section.get("verifier_type", "math") != "math":
+        draft.missing("env.math.verifier_type", f"verifier {section['verifier_type']}")
+    elif "verifier_type" in section:
+        draft.ignore("env.math.verifier_type", "math is the one that is here")

@@ -1,30 +1,31 @@
-"""A configuration on its way from NeMo-RL's keys to ours."""
+"""A configuration on its way from NeMo-RL's keys to ours, and the functions that convert keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate.fills import ABSENT
 from nemo_offload_rl.migrate.report import Outcome, Report
+from nemo_offload_rl.migrate.rules import ABSENT
 
+ALGORITHMS = ("grpo", "sft", "dpo", "distillation", "eval")
 DEFAULT_THERE = "the default there"
 _ABSENT = object()
 
 
 @dataclass
 class Draft:
-    """Their values, ours so far, and what became of each key.
+    """Their values, ours so far, and a report.
 
     Attributes:
         theirs: Their file, inherited and resolved.
-        ours: Our exemplar, with what was taken over.
-        report: What became of each key.
-        algorithm: "grpo", "sft", "dpo", "distillation" or "eval".
-        folder: Where their file lies; None where it is no file.
+        ours: Our exemplar, with the values that were taken over.
+        report: One row for each key.
+        algorithm: One of `ALGORITHMS`.
+        folder: The folder of their file, None if there is no file.
         done: Their keys that have a row.
         written: Our keys that have a value from their file.
     """
@@ -43,26 +44,18 @@ class Draft:
         return self.algorithm in ("grpo", "distillation")
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Their value; where their file leaves the key out, what NeMo-RL takes then, else `default`."""
+        """Their value; for a key that their file leaves out NeMo-RL's default, else `default`."""
         return at(self.theirs, path, ABSENT.get(path, default))
 
     def number(self, path: str, default: float | None = None) -> Any:
-        """Their value where it has to be a number or, with a default of None, null.
-
-        Raises:
-            ConfigError: It is something else.
-        """
+        """Their value, a number or with a default of None null; anything else raises `ConfigError`."""
         value = self.get(path, default)
         if (isinstance(value, int | float) and not isinstance(value, bool)) or (value is None and default is None):
             return value
         raise ConfigError(f"{path}: given {value!r}, wanted a number; correct it in NeMo-RL's file")
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """Their section; an empty one where it is null or left out.
-
-        Raises:
-            ConfigError: It is something else.
-        """
+        """Their section, empty if it is null or left out; anything else raises `ConfigError`."""
         value = self.get(path)
         if value is None:
             return {}
@@ -74,18 +67,18 @@ class Draft:
         """Whether their file has the key."""
         return at(self.theirs, path, _ABSENT) is not _ABSENT
 
-    def keep(self, theirs: str, ours: str, value: Any) -> None:
-        """Take a value over; a row says under which name, or that their file leaves the key out."""
-        self._write(ours, value)
-        if not self.has(theirs):
-            self._row(Outcome.FILLED, "", ours, DEFAULT_THERE)
-            return
-        self._row(Outcome.SAME if theirs == ours else Outcome.RENAMED, theirs, ours, "")
+    def keep(self, path: str, value: Any = _ABSENT) -> None:
+        """Take a key over with its value, or with `value`; a row says if their file leaves the key out."""
+        self._write(path, self.get(path) if value is _ABSENT else value)
+        if self.has(path):
+            self._row(Outcome.SAME, path, path, "")
+        else:
+            self._row(Outcome.FILLED, "", path, DEFAULT_THERE)
 
-    def convert(self, theirs: str, ours: str, value: Any, note: str) -> None:
-        """Take another value over; the note says which and why."""
-        self._write(ours, value)
-        self._row(Outcome.CONVERTED, theirs, ours, note)
+    def convert(self, theirs: str, value: Any, note: str, ours: str = "") -> None:
+        """Take a key over with another value, under the name `ours` if given; the note says why."""
+        self._write(ours or theirs, value)
+        self._row(Outcome.CONVERTED, theirs, ours or theirs, note)
 
     def rename(self, theirs: str, ours: str, value: Any, note: str) -> None:
         """Take a value over under another name or in another unit."""
@@ -102,7 +95,7 @@ class Draft:
         self._row(Outcome.FILLED, "", ours, reason)
 
     def missing(self, theirs: str, feature: str) -> None:
-        """Their file uses something that is not available here."""
+        """Report a feature that is not available here."""
         self._row(Outcome.MISSING, theirs, "", feature)
 
     def _write(self, path: str, value: Any) -> None:
@@ -125,7 +118,7 @@ def at(node: Any, path: str, default: Any = None) -> Any:
 
 
 def put(node: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted key; sections on the way are made."""
+    """Set the value at a dotted key, making sections on the way."""
     *parents, leaf = path.split(".")
     for part in parents:
         if not isinstance(node.get(part), dict):
@@ -135,7 +128,7 @@ def put(node: dict[str, Any], path: str, value: Any) -> None:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of all values that are no section; an empty section is a value."""
+    """Dotted keys and values, except sections; an empty section is a value."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -144,7 +137,40 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern of the rules is about a key."""
+    """Whether a pattern, a key or a section with `.*`, includes a key."""
     if pattern.endswith(".*"):
         return path == pattern[:-2] or path.startswith(pattern[:-1])
     return path == pattern
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A function that takes several keys over; docs/guides/from-nemo-rl.md has a row for each.
+
+    Attributes:
+        keys: Patterns of NeMo-RL's keys that it accounts for.
+        reads: Keys that rules account for and that it looks at too.
+        algorithms: Those that have the keys.
+        apply: Takes the keys over.
+    """
+
+    keys: tuple[str, ...]
+    reads: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    apply: Callable[[Draft], None]
+
+
+CONVERSIONS: list[Conversion] = []
+"""Filled by `converts` when `mapping` imports the modules of conversions."""
+
+
+def converts(
+    keys: str = "", *, reads: str = "", algorithms: str = "grpo sft dpo distillation"
+) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
+    """Register a function as a conversion; see `Conversion`. Names are separated by spaces."""
+
+    def register(apply: Callable[[Draft], None]) -> Callable[[Draft], None]:
+        CONVERSIONS.append(Conversion(tuple(keys.split()), tuple(reads.split()), tuple(algorithms.split()), apply))
+        return apply
+
+    return register

@@ -11,16 +11,25 @@ from typing import Any
 
 from nemo_offload_rl.config.nemo_rl import is_nemo_rl
 from nemo_offload_rl.errors import ConfigError
-from nemo_offload_rl.migrate.conversions import CONVERSIONS
-from nemo_offload_rl.migrate.draft import DEFAULT_THERE, Draft, at, leaves, matches
-from nemo_offload_rl.migrate.features import FEATURES
-from nemo_offload_rl.migrate.fills import ABSENT, FILLS, FOLLOWS
+from nemo_offload_rl.migrate.draft import ALGORITHMS, CONVERSIONS, DEFAULT_THERE, Draft, at, leaves, matches
 from nemo_offload_rl.migrate.report import Outcome, Report
-from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Ignored, Off, Renamed, Rule, Same
+from nemo_offload_rl.migrate.rules import (
+    ABSENT,
+    FEATURES,
+    FILLS,
+    FOLLOWS,
+    IGNORED,
+    RENAMED,
+    SAME,
+    Ignored,
+    Off,
+    Renamed,
+    Rule,
+    Same,
+)
 from nemo_offload_rl.utils.config import EXEMPLARS as FOLDER
 from nemo_offload_rl.utils.config import load_config
 
-ALGORITHMS = ("grpo", "sft", "dpo", "distillation", "eval")
 EXEMPLARS = {
     "grpo": "grpo_math_1B.yaml",
     "sft": "sft.yaml",
@@ -29,7 +38,7 @@ EXEMPLARS = {
     "eval": "eval.yaml",
 }
 
-# Other things that NeMo-RL trains; its files for them may inherit a section of ours.
+# Algorithms that are not here; NeMo-RL's files for them may inherit a section of one that is.
 _OTHER_ALGORITHMS = ("ppo", "rm")
 _SECTIONS = (*ALGORITHMS, "loss_fn", "policy", "data", "env", "logger", "cluster", "checkpointing")
 
@@ -39,9 +48,9 @@ class Migration:
     """A NeMo-RL configuration in our keys.
 
     Attributes:
-        algorithm: "grpo", "sft", "dpo", "distillation" or "eval".
+        algorithm: One of `ALGORITHMS`.
         config: Nested dictionaries with every key of ours; not to be used while something is missing.
-        report: What became of each key.
+        report: One row for each key.
     """
 
     algorithm: str
@@ -49,10 +58,10 @@ class Migration:
     report: Report
 
     def check(self) -> None:
-        """Raise what stops the file.
+        """Refuse a file that uses features which are not available here.
 
         Raises:
-            ConfigError: It uses features that are not available here: one line with each of them and its first key.
+            ConfigError: One line with each feature and its first key.
         """
         if missing := self.report.missing:
             told = "; ".join(f"{feature} ({keys[0]})" for feature, keys in missing.items())
@@ -66,7 +75,7 @@ _ABSENT = object()
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
-    """What a configuration trains: one of `ALGORITHMS`; None for anything else."""
+    """The algorithm of a configuration, one of `ALGORITHMS`; None for any other."""
     if any(name in config for name in _OTHER_ALGORITHMS):
         return None
     found = [name for name in ALGORITHMS if name in config]
@@ -87,7 +96,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
 
     Args:
         config: Nested dictionaries without interpolations.
-        path: Where it was read, for messages and for the prompt files that it names.
+        path: Its file, for messages and to find its prompt files.
 
     Raises:
         ConfigError: It is none of NeMo-RL's for one of `ALGORITHMS`.
@@ -122,7 +131,7 @@ def _exemplar(algorithm: str) -> dict[str, Any]:
 
 
 def _leave_out_what_is_off(draft: Draft) -> None:
-    """Sections of backends and features that are off: nothing reads their values, there or here."""
+    """Ignore sections of backends and features that are off: nothing reads their values, there or here."""
     backends = ("policy.dtensor_cfg", "policy.megatron_cfg")
     off = [name for name in backends if draft.has(name) and not draft.get(f"{name}.enabled")]
     if draft.has("policy.generation") and not draft.samples:
@@ -162,9 +171,9 @@ def _apply_rules(draft: Draft) -> None:
             continue
         match rule_for(path):
             case Same():
-                draft.keep(path, path, value)
+                draft.keep(path, value)
             case Renamed(to, note) if to == path:
-                draft.convert(path, path, value, note)
+                draft.convert(path, value, note)
             case Renamed(to, note, convert):
                 draft.rename(path, to, value if convert is None else convert(draft.number(path, 0)), note)
             case Ignored(reason):
@@ -181,13 +190,13 @@ def _off(draft: Draft, path: str, value: Any, values: Sequence[Any], feature: st
     if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values):
         draft.missing(path, feature.replace("{value}", str(value)))
     elif at(draft.ours, path, _ABSENT) is not _ABSENT:
-        draft.keep(path, path, value)
+        draft.keep(path, value)
     else:
         draft.ignore(path, "the feature is off")
 
 
 def _fill(draft: Draft) -> None:
-    """Keys that only this package has, by a rule where there is one, else as our exemplar sets them."""
+    """Set keys that only this package has: by a rule if there is one, else as in our exemplar."""
     for path, (source, reason) in FOLLOWS.items():
         if path not in draft.written and at(draft.ours, path, _ABSENT) is not _ABSENT:
             draft.fill(path, at(draft.ours, source), reason)

@@ -1,42 +1,49 @@
-"""Keys of devices, engine and training that mean another thing here, or depend on others: one function each."""
+"""Conversions of keys of devices, engine, placement and training, and what is known of a model by its name."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 
 from nemo_offload_rl.generation.vllm.allowed_args import ALLOWED, OWN_KEYS, REFUSED
-from nemo_offload_rl.migrate.conversion import Conversion
-from nemo_offload_rl.migrate.draft import Draft
-from nemo_offload_rl.migrate.model_names import has_expert_biases, has_experts
+from nemo_offload_rl.migrate.draft import Draft, converts
+from nemo_offload_rl.models.families import FAMILIES
 
 _KERNELS = ("moe_backend", "kernel_config", "mm_processor_cache_gb")
 
 
+@converts(
+    "cluster.num_nodes cluster.gpus_per_node policy.generation.colocated.resources "
+    "policy.generation.colocated.resources.*"
+)
 def _cluster(draft: Draft) -> None:
     nodes, gpus = draft.number("cluster.num_nodes", 1), draft.number("cluster.gpus_per_node", 1)
     where = "policy.generation.colocated"
     of_engine = "resources.gpus_per_node", "resources.num_nodes"
     engine_gpus, engine_nodes = (draft.number(f"{where}.{name}") for name in of_engine)
     if not draft.samples or draft.get(f"{where}.enabled", True):
-        draft.keep("cluster.num_nodes", "cluster.num_nodes", nodes)
-        draft.keep("cluster.gpus_per_node", "cluster.gpus_per_node", gpus)
+        draft.keep("cluster.num_nodes", nodes)
+        draft.keep("cluster.gpus_per_node", gpus)
         for name in of_engine:
             if draft.has(f"{where}.{name}"):
-                draft.convert(f"{where}.{name}", f"{where}.{name}", None, "engines share the trainer's devices")
+                draft.convert(f"{where}.{name}", None, "engines share the trainer's devices")
         return
-    note = "the trainer's part of the cluster: engines have theirs beside it"
+    note = "the trainer's part of the cluster, without the devices of engines"
     engine_gpus = gpus if engine_gpus is None and nodes > 1 else engine_gpus
     engine_nodes = 1 if engine_nodes is None and nodes == 1 else engine_nodes
     if engine_gpus is None or engine_nodes is None:
         draft.missing(f"{where}.resources", "engines of their own without a size")
         return
     trainer = (nodes, gpus - engine_gpus) if nodes == 1 else (nodes - engine_nodes, gpus)
-    draft.convert("cluster.num_nodes", "cluster.num_nodes", trainer[0], note)
-    draft.convert("cluster.gpus_per_node", "cluster.gpus_per_node", trainer[1], note)
-    draft.keep(f"{where}.resources.gpus_per_node", f"{where}.resources.gpus_per_node", engine_gpus)
-    draft.keep(f"{where}.resources.num_nodes", f"{where}.resources.num_nodes", engine_nodes)
+    draft.convert("cluster.num_nodes", trainer[0], note)
+    draft.convert("cluster.gpus_per_node", trainer[1], note)
+    draft.keep(f"{where}.resources.gpus_per_node", engine_gpus)
+    draft.keep(f"{where}.resources.num_nodes", engine_nodes)
 
 
+@converts(algorithms="grpo distillation", reads="policy.generation.vllm_cfg.tensor_parallel_size")
 def _engine_size(draft: Draft) -> None:
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
     size = draft.number(key)
@@ -44,6 +51,7 @@ def _engine_size(draft: Draft) -> None:
         draft.missing(key, "an engine over several hosts")
 
 
+@converts("policy.generation.vllm_kwargs.*", algorithms="grpo distillation")
 def _vllm_kwargs(draft: Draft) -> None:
     section = "policy.generation.vllm_kwargs"
     kept = dict(draft.ours["policy"]["generation"]["vllm_kwargs"])
@@ -57,29 +65,35 @@ def _vllm_kwargs(draft: Draft) -> None:
             kept[name] = value
         else:
             draft.missing(key, f"vllm_kwargs.{name}")
-    draft.keep(section, section, kept)
+    draft.keep(section, kept)
 
 
+@converts(
+    "policy.generation.top_p policy.generation.top_k policy.generation.val_top_p policy.generation.val_top_k",
+    algorithms="grpo distillation",
+)
 def _top(draft: Draft) -> None:
     for name in ("top_p", "top_k", "val_top_p", "val_top_k"):
         key = f"policy.generation.{name}"
         if draft.has(key):
             if draft.get(key) == -1:
-                draft.convert(key, key, None, "null is all")
+                draft.convert(key, None, "null is all")
             else:
-                draft.keep(key, key, draft.get(key))
+                draft.keep(key)
 
 
+@converts("policy.megatron_cfg.defer_fp32_logits")
 def _deferred_logits(draft: Draft) -> None:
     key = "policy.megatron_cfg.defer_fp32_logits"
     if not draft.has(key):
         return
     if draft.get(key) and draft.get("policy.logprob_chunk_size") is None:
-        draft.convert(key, key, False, "is about chunks, and logprob_chunk_size is null; the numbers are the same")
+        draft.convert(key, False, "is about chunks, and logprob_chunk_size is null; the numbers are the same")
     else:
-        draft.keep(key, key, draft.get(key))
+        draft.keep(key)
 
 
+@converts("policy.make_sequence_length_divisible_by")
 def _divisible(draft: Draft) -> None:
     key = "policy.make_sequence_length_divisible_by"
     given, megatron = draft.number(key, 1), draft.section("policy.megatron_cfg")
@@ -90,11 +104,15 @@ def _divisible(draft: Draft) -> None:
         if megatron.get("sequence_parallel"):
             pieces *= draft.number("policy.megatron_cfg.tensor_model_parallel_size", 1)
     if int(given) % pieces:
-        draft.convert(key, key, math.lcm(int(given), pieces), "rows are padded to the pieces that devices take")
+        draft.convert(key, math.lcm(int(given), pieces), "rows are padded to a multiple of the parts that devices get")
     else:
-        draft.keep(key, key, given)
+        draft.keep(key, given)
 
 
+@converts(
+    "policy.megatron_cfg.moe_router_load_balancing_type policy.megatron_cfg.moe_aux_loss_coeff "
+    "policy.megatron_cfg.moe_router_bias_update_rate policy.megatron_cfg.moe_router_enable_expert_bias"
+)
 def _routers(draft: Draft) -> None:
     section, model = "policy.megatron_cfg", draft.get("policy.model_name")
     kind, coefficient, rate, biases = (
@@ -111,18 +129,18 @@ def _routers(draft: Draft) -> None:
     given, without_experts = draft.get(kind), has_experts(model) is False
     if given in ("none", None) or without_experts:
         note = "off" if given in ("none", None) else "is about experts, and the model has none"
-        draft.convert(kind, kind, "none", note) if given not in ("none",) else draft.keep(kind, kind, "none")
+        draft.convert(kind, "none", note) if given not in ("none",) else draft.draft.keep(kind, "none")
         if draft.has(coefficient):
             draft.ignore(coefficient, "no auxiliary loss has a weight then")
     elif draft.get(coefficient) is None:
         draft.missing(kind, "an auxiliary loss of routers whose weight is left to the model (moe_aux_loss_coeff)")
     else:
-        draft.keep(kind, kind, given)
-        draft.keep(coefficient, coefficient, draft.get(coefficient))
+        draft.keep(kind, given)
+        draft.keep(coefficient)
     if not draft.number(rate, 0) or without_experts:
-        draft.convert(rate, rate, 0.0, "off, or about experts of a model that has none")
+        draft.convert(rate, 0.0, "off, or about experts of a model that has none")
     elif has_expert_biases(model):
-        draft.keep(rate, rate, draft.get(rate))
+        draft.keep(rate)
     else:
         draft.missing(rate, "updates of expert biases (of a model that is not known to have them)")
     if draft.get(biases) and not has_expert_biases(model):
@@ -131,36 +149,44 @@ def _routers(draft: Draft) -> None:
         draft.ignore(biases, "the model's config.json says whether it has them")
 
 
+@converts("policy.optimizer policy.optimizer.* policy.scheduler policy.scheduler.*")
 def _optimizer(draft: Draft) -> None:
     if not draft.get("policy.dtensor_cfg.enabled", False):
         for key in ("policy.optimizer", "policy.scheduler"):
-            draft.convert(key, key, None, "Megatron has its own, below megatron_cfg")
+            draft.convert(key, None, "Megatron has its own, below megatron_cfg")
         return
     optimizer = draft.section("policy.optimizer")
     if not str(optimizer.get("name", "")).startswith("torch.optim."):
         draft.missing("policy.optimizer.name", f"optimizer {optimizer.get('name')}")
         return
     for key in ("name", "kwargs"):
-        draft.keep(f"policy.optimizer.{key}", f"policy.optimizer.{key}", optimizer.get(key, {}))
+        draft.keep(f"policy.optimizer.{key}", optimizer.get(key, {}))
     entries = draft.get("policy.scheduler")
-    draft.keep("policy.scheduler", "policy.scheduler", entries)
+    draft.keep("policy.scheduler", entries)
 
 
+@converts("policy.megatron_cfg.scheduler.lr_warmup_iters policy.megatron_cfg.scheduler.lr_decay_iters")
 def _megatron_schedule(draft: Draft) -> None:
     section = "policy.megatron_cfg.scheduler"
     if not draft.has(section):
         return
     warmup, decay = draft.number(f"{section}.lr_warmup_iters", 0), draft.number(f"{section}.lr_decay_iters")
-    draft.keep(f"{section}.lr_warmup_iters", f"{section}.lr_warmup_iters", warmup)
+    draft.keep(f"{section}.lr_warmup_iters", warmup)
     if decay is not None:
-        draft.keep(f"{section}.lr_decay_iters", f"{section}.lr_decay_iters", decay)
+        draft.keep(f"{section}.lr_decay_iters", decay)
     elif draft.get(f"{section}.lr_decay_style", "constant") == "constant":
         note = "the rate is constant after the warm-up, so that no decay has a length"
-        draft.convert(f"{section}.lr_decay_iters", f"{section}.lr_decay_iters", max(1000, warmup + 1), note)
+        draft.convert(f"{section}.lr_decay_iters", max(1000, warmup + 1), note)
     else:
         draft.missing(f"{section}.lr_decay_iters", "a decay over the whole run (lr_decay_iters null)")
 
 
+@converts(
+    reads=(
+        "policy.dtensor_cfg.lora_cfg.match_all_linear policy.dtensor_cfg.lora_cfg.target_modules "
+        "policy.megatron_cfg.peft.exclude_modules"
+    )
+)
 def _adapters(draft: Draft) -> None:
     names = draft.get("policy.megatron_cfg.peft.exclude_modules") or []
     if draft.get("policy.megatron_cfg.peft.enabled") and any("*" in str(name) for name in names):
@@ -171,10 +197,11 @@ def _adapters(draft: Draft) -> None:
         return
     # Automodel: all linear layers, the output layer too; or but those that are excluded; or, with no word, "*_proj".
     named = ["*"] if draft.get(every, False) or draft.get(f"{section}.exclude_modules") else ["*_proj"]
-    draft.convert(target, target, named, "the layers that Automodel takes, the output layer among them")
-    draft.convert(every, every, False, "leaves the output layer out here")
+    draft.convert(target, named, "the layers that Automodel takes, the output layer among them")
+    draft.convert(every, False, "leaves the output layer out here")
 
 
+@converts(reads="policy.hf_config_overrides.rope_scaling")
 def _rope(draft: Draft) -> None:
     key, ours = "policy.hf_config_overrides.rope_scaling", "policy.hf_config_overrides.rope_parameters"
     if not draft.has(key):
@@ -185,115 +212,147 @@ def _rope(draft: Draft) -> None:
         draft.missing(key, "rope_scaling without rope_theta, which stays config.json's there")
 
 
+@converts("policy.dtensor_cfg.env_vars policy.dtensor_cfg.env_vars.*")
 def _dtensor_environment(draft: Draft) -> None:
-    section = "policy.dtensor_cfg.env_vars"
+    section, reason = "policy.dtensor_cfg.env_vars", "residency decides here how memory is allocated"
+    _environment(draft, section, ("PYTORCH_CUDA_ALLOC_CONF",), reason, "environment variables of DTensor workers")
+
+
+@converts("policy.generation.vllm_cfg.env_vars policy.generation.vllm_cfg.env_vars.*", algorithms="grpo distillation")
+def _engine_environment(draft: Draft) -> None:
+    section, reason = (
+        "policy.generation.vllm_cfg.env_vars",
+        "transport between processes, or choice of vLLM's kernels",
+    )
+    prefixes = ("NCCL_", "NRL_REFIT_", "VLLM_USE_RAY_", "VLLM_USE_FLASHINFER_MOE_")
+    _environment(draft, section, prefixes, reason, "environment variables of the engine")
+
+
+def _environment(draft: Draft, section: str, prefixes: tuple[str, ...], reason: str, feature: str) -> None:
+    """Ignore variables that begin with one of `prefixes`, and report others as missing."""
     for name in draft.section(section):
-        if name == "PYTORCH_CUDA_ALLOC_CONF":
-            draft.ignore(f"{section}.{name}", "how memory is allocated, which residency decides here")
+        if name.startswith(prefixes):
+            draft.ignore(f"{section}.{name}", reason)
         else:
-            draft.missing(f"{section}.{name}", "environment variables of DTensor workers")
+            draft.missing(f"{section}.{name}", feature)
     if draft.has(section) and not draft.get(section):
         draft.ignore(section, "sets none")
 
 
-_SAMPLING = ("grpo", "distillation")
-POLICY: tuple[Conversion, ...] = (
-    Conversion(
-        (
-            "cluster.num_nodes",
-            "cluster.gpus_per_node",
-            "policy.generation.colocated.resources",
-            "policy.generation.colocated.resources.*",
-        ),
-        "devices of engines of their own are part of `cluster`",
-        "they are beside `cluster`, which becomes smaller",
-        _cluster,
-    ),
-    Conversion(
-        (),
-        "an engine may span hosts",
-        "an engine stays on one host; refused otherwise",
-        _engine_size,
-        _SAMPLING,
-        ("policy.generation.vllm_cfg.tensor_parallel_size",),
-    ),
-    Conversion(
-        ("policy.generation.vllm_kwargs.*",),
-        "any argument of vLLM",
-        "those that change neither model, place nor samples; `kv_cache_memory_bytes` is `vllm_cfg.kv_cache_memory_gib`",
-        _vllm_kwargs,
-        _SAMPLING,
-    ),
-    Conversion(
-        (
-            "policy.generation.top_p",
-            "policy.generation.top_k",
-            "policy.generation.val_top_p",
-            "policy.generation.val_top_k",
-        ),
-        "-1 is all",
-        "null is all",
-        _top,
-        _SAMPLING,
-    ),
-    Conversion(
-        ("policy.megatron_cfg.defer_fp32_logits",),
-        "is needed for `logprob_chunk_size`",
-        "needs it; false without",
-        _deferred_logits,
-    ),
-    Conversion(
-        (
-            "policy.megatron_cfg.moe_router_load_balancing_type",
-            "policy.megatron_cfg.moe_aux_loss_coeff",
-            "policy.megatron_cfg.moe_router_bias_update_rate",
-            "policy.megatron_cfg.moe_router_enable_expert_bias",
-        ),
-        "are set whether the model has experts or not; a weight that is left out is the model's",
-        "are off unless the model has experts, and biases of them; a weight that is left out is refused",
-        _routers,
-    ),
-    Conversion(
-        ("policy.optimizer", "policy.optimizer.*", "policy.scheduler", "policy.scheduler.*"),
-        "one tick of the schedule for each step of the run",
-        "the same",
-        _optimizer,
-    ),
-    Conversion(
-        ("policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"),
-        "steps of the run; a decay of null is as long as the run",
-        "the same; null only where the rate does not decay",
-        _megatron_schedule,
-    ),
-    Conversion(
-        ("policy.make_sequence_length_divisible_by",),
-        "packed rows are padded further, to what sequence and context parallelism cut them into",
-        "the multiple itself holds those pieces",
-        _divisible,
-    ),
-    Conversion(
-        (),
-        "every layer, the output layer too, unless `target_modules` or `exclude_modules` say otherwise",
-        "`match_all_linear` leaves the output layer out, `target_modules` of `*` does not; Megatron's "
-        "`exclude_modules` has no patterns",
-        _adapters,
-        reads=(
-            "policy.dtensor_cfg.lora_cfg.match_all_linear",
-            "policy.dtensor_cfg.lora_cfg.target_modules",
-            "policy.megatron_cfg.peft.exclude_modules",
-        ),
-    ),
-    Conversion(
-        (),
-        "goes into the model's configuration, beside its `rope_theta`",
-        "`rope_parameters`; refused without a `rope_theta`",
-        _rope,
-        reads=("policy.hf_config_overrides.rope_scaling",),
-    ),
-    Conversion(
-        ("policy.dtensor_cfg.env_vars", "policy.dtensor_cfg.env_vars.*"),
-        "variables of the workers",
-        "none; that of the CUDA allocator is left out",
-        _dtensor_environment,
-    ),
+_SAME_NUMBERS = "the same numbers, with other memory"
+
+
+@converts("policy.dtensor_cfg.cpu_offload")
+def _host_held(draft: Draft) -> None:
+    key, ours = "policy.dtensor_cfg.cpu_offload", "policy.dtensor_cfg.offload_optimizer_states"
+    if not draft.get(key):
+        draft.keep(key, False)
+        return
+    note = f"optimizer states are on the host outside of their step; parameters stay on devices: {_SAME_NUMBERS}"
+    draft.convert(key, False, note)
+    draft.fill(ours, True, "in place of cpu_offload")
+
+
+@converts(
+    "policy.dtensor_cfg.sequence_parallel policy.dtensor_cfg.context_parallel_size policy.dtensor_cfg.dp_replicate_size"
 )
+def _splits(draft: Draft) -> None:
+    key = "policy.dtensor_cfg.sequence_parallel"
+    if draft.get(key) and draft.number("policy.dtensor_cfg.tensor_parallel_size", 1) == 1:
+        draft.convert(key, False, "layers are not split, so there is nothing to split the sequence between")
+    else:
+        draft.keep(key, bool(draft.get(key)))
+    pieces, again = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.activation_checkpointing"
+    packs = bool(draft.get("policy.sequence_packing.enabled"))
+    if packs and draft.get("policy.dtensor_cfg.enabled") and draft.number(pieces, 1) > 1:
+        draft.convert(pieces, 1, f"packed rows are not split over devices: {_SAME_NUMBERS}")
+        draft.convert(again, True, "in place of rows that are split")
+    else:
+        draft.keep(pieces, draft.number(pieces, 1))
+    copies = "policy.dtensor_cfg.dp_replicate_size"
+    if draft.has(copies):
+        draft.ignore(copies, f"parameters are split over all devices here, not over groups of them: {_SAME_NUMBERS}")
+
+
+@converts("policy.megatron_cfg.use_fused_linear_logprobs")
+def _fused_logprobs(draft: Draft) -> None:
+    key, ours = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.logprob_chunk_size"
+    if not draft.has(key):
+        return
+    if draft.get(key) and draft.number(ours) is None:
+        size = draft.number("policy.megatron_cfg.fused_linear_logprobs_chunk_size", 256)
+        draft.convert(ours, size, "in place of fused logprobs, which never hold all logits either")
+    draft.ignore(key, "a kernel that computes the same logprobs")
+
+
+@converts(reads="policy.megatron_cfg.moe_token_dispatcher_type")
+def _dispatcher(draft: Draft) -> None:
+    key = "policy.megatron_cfg.moe_token_dispatcher_type"
+    experts = draft.number("policy.megatron_cfg.expert_model_parallel_size", 1)
+    given = draft.get(key)
+    if given == "flex" or (given == "allgather" and experts > 1):
+        draft.convert(key, "alltoall", "how tokens reach their experts, not what these compute")
+    elif draft.has(key):
+        draft.keep(key, given)
+
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Names of published models, and the type in the config.json of each, by their model cards; the first one counts.
+_TYPES = (
+    (r"Qwen3-\d+B-A\d+B|Qwen3-235B", "qwen3_moe"),
+    (r"Qwen3-[\d.]+B", "qwen3"),
+    (r"Qwen2\.5-(Math-)?[\d.]+B|DeepSeek-R1-Distill-Qwen-1\.5B|DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+    (r"Llama-3(\.[1-3])?-(Tulu-3-)?\d+B(?!-Vision)|DeepSeek-R1-Distill-Llama", "llama"),
+    (r"Mistral-(7B|Nemo)", "mistral"),
+    (r"SmolLM3", "smollm3"),
+    (r"gemma-3-1b", "gemma3_text"),
+    (r"gemma-3-\d+b", "gemma3"),
+    (r"gemma-4", "gemma4"),
+    (r"gpt-oss", "gpt_oss"),
+    (r"Moonlight|DeepSeek-V3|deepseek\.md", "deepseek_v3"),
+    (r"Nemotron-(3|Nano|Super)", "nemotron_h"),
+    (r"Qwen3\.5-", "qwen3_5"),
+    (r"GLM-4-\d+B-0414", "glm4"),
+    (r"GLM-4-9B", "glm"),
+    (r"GLM-4\.7-Flash", "glm4_moe_lite"),
+    (r"GLM-4\.[5-9]", "glm4_moe"),
+    (r"GLM-5", "glm_moe_dsa"),
+    (r"MiniMax", "minimax"),
+)
+_WITH_EXPERT_BIASES = ("deepseek_v3", "glm4_moe", "nemotron_h")
+_WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3", "gemma3_text")
+
+
+def model_type(model_name: object) -> str | None:
+    """`model_type` of a local folder's config.json or of a published model; None if it is unknown."""
+    if not isinstance(model_name, str):
+        return None
+    config = Path(model_name).expanduser() / "config.json"
+    if config.is_file():
+        return str(json.loads(config.read_text(encoding="utf-8")).get("model_type"))
+    found = (kind for pattern, kind in _TYPES if re.search(pattern, model_name, re.IGNORECASE))
+    return next(found, None)
+
+
+def has_experts(model_name: object) -> bool | None:
+    """Whether a local folder or a known family has experts; None if that is unknown."""
+    if isinstance(model_name, str) and (config := Path(model_name).expanduser() / "config.json").is_file():
+        values = json.loads(config.read_text(encoding="utf-8"))
+        return any(values.get(key) for key in _EXPERT_KEYS)
+    return False if model_type(model_name) in _WITHOUT_EXPERTS else None
+
+
+def has_expert_biases(model_name: object) -> bool:
+    """Whether a local folder or a published model is known to choose experts with expert biases."""
+    return model_type(model_name) in _WITH_EXPERT_BIASES
+
+
+def is_trained(model_name: object, backend: str) -> bool:
+    """Whether a model is known to be of a family that a backend trains.
+
+    Args:
+        model_name: A folder, or a name of the hub.
+        backend: "dtensor" or "megatron".
+    """
+    family = FAMILIES.get(str(model_type(model_name)))
+    return family is not None and backend in family.trained_by

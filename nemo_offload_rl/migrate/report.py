@@ -1,14 +1,18 @@
-"""What became of each key of a NeMo-RL file, as one table."""
+"""The outcome of each key of a NeMo-RL file, as one table and as comments of our YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+import yaml
 
 
 class Outcome(StrEnum):
-    """What became of a key."""
+    """Outcome of a key."""
 
     SAME = "same"
     RENAMED = "renamed"
@@ -34,10 +38,10 @@ class Row:
     """One key.
 
     Attributes:
-        outcome: What became of it.
+        outcome: See `Outcome`.
         theirs: Its dotted name in NeMo-RL's file, "" for a key that only this package has.
         ours: Its dotted name here, "" for none.
-        note: Why, or what changed. Of what is missing: the feature.
+        note: The reason or the change; for `MISSING` the feature.
     """
 
     outcome: Outcome
@@ -104,3 +108,50 @@ def listed(names: Sequence[str]) -> list[str]:
     if len(names) <= _MAX_LISTED:
         return names
     return [*names[: _MAX_LISTED - 1], f"and {len(names) - _MAX_LISTED + 1} more"]
+
+
+def render_yaml(config: Mapping[str, Any], report: Report, source: str) -> str:
+    """The whole configuration; keys that were converted, renamed or filled in by a rule have a comment.
+
+    Args:
+        config: Our keys.
+        report: Of the migration, with nothing missing.
+        source: The name of NeMo-RL's file, for the first line.
+    """
+    notes = {
+        row.ours: f"{row.theirs} there" if row.outcome is Outcome.RENAMED and not row.note else row.note
+        for row in report.rows
+        if row.outcome in (Outcome.CONVERTED, Outcome.RENAMED, Outcome.FILLED) and not row.note.startswith("as ")
+    }
+    ignored: dict[str, list[str]] = {}
+    for row in report.of(Outcome.IGNORED):
+        ignored.setdefault(row.note, []).append(row.theirs)
+    head = [f"# From NeMo-RL's {source}, by `python -m nemo_offload_rl.migrate`.", "# Left out:"]
+    head += [f"#   {', '.join(listed(keys))}: {reason}" for reason, keys in ignored.items()]
+    return "\n".join([*head, "", *_lines(config, notes)]) + "\n"
+
+
+def _lines(section: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        path = f"{prefix}{key}"
+        comment = f"  # {notes[path]}" if path in notes else ""
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:{comment}"
+            yield from _lines(value, notes, f"{path}.", f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_scalar(value)}{comment}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        # YAML reads 5e-06 as text: its numbers have a point.
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    return yaml.safe_dump(_with_floats(value), default_flow_style=True, width=math.inf).removesuffix("\n...\n").rstrip()
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy without shared lists, which YAML would write as anchors."""
+    if isinstance(value, Mapping):
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list | tuple) else value

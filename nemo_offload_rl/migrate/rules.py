@@ -1,7 +1,7 @@
-"""What each key of a NeMo-RL file becomes: data only. NeMo-RL is read at commit 7ea279abf.
+"""Rules from the keys of a NeMo-RL file (commit 7ea279abf) to ours: data only.
 
-A pattern is a dotted key; `.*` at its end stands for everything below. The most exact pattern holds. What needs the
-values of several keys is in `conversions.py`; a key that no rule names is an error, never dropped.
+A pattern is a dotted key; `.*` at its end stands for everything below. The most exact pattern applies. Conversions that
+need several keys are functions (`draft.converts`); a key that no rule names is an error, never dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Renamed:
 
     Attributes:
         to: Its name here.
-        note: What is different.
+        note: The difference.
         convert: From their number to ours.
     """
 
@@ -43,8 +43,8 @@ class Off:
     """The key is harmless at some values; at any other it turns a feature on that is not available here.
 
     Attributes:
-        values: At which nothing is done.
-        feature: What is missing otherwise; `{value}` stands for the value.
+        values: Harmless values.
+        feature: The missing feature; `{value}` stands for the value.
     """
 
     values: tuple[Any, ...]
@@ -54,6 +54,11 @@ class Off:
 type Rule = Same | Renamed | Ignored | Off
 
 OFF = (False, None)
+
+
+def _in(section: str, names: str) -> tuple[str, ...]:
+    """Patterns of keys of one section."""
+    return tuple(f"{section}.{name}" for name in names.split())
 
 
 def _same(section: str, names: str) -> dict[str, Rule]:
@@ -184,80 +189,58 @@ RENAMED: Mapping[str, Rule] = {
 
 _OTHER_ENGINE = "settings of an engine that is not in use"
 _NOT_READ = "NeMo-RL does not read it either, where the feature is off"
-_TRANSPORT = "how rows and weights travel, not what they are"
+_TRANSPORT = "a setting of transport, which changes no result"
 _MEMORY = "changes memory or speed only"
 _WATCHING = "measures the run and changes nothing in it; residency/* and memory/* are logged here"
 
 IGNORED: Mapping[str, Rule] = {
     **_ignored(
         "settings of a feature that is off",
-        "policy.draft.*",
-        "policy.router_replay.*",
-        "reward_penalties.token_ids",
-        "reward_penalties.token_ids.*",
+        *_in("policy", "draft.* router_replay.*"),
+        *_in("reward_penalties", "token_ids token_ids.*"),
     ),
     **_ignored(
         _OTHER_ENGINE,
-        "policy.generation.mcore_generation_config.*",
-        "policy.generation.sglang_cfg.*",
-        "policy.generation.trtllm_cfg.*",
-        "policy.generation.trtllm_kwargs.*",
-        "policy.generation.dynamo_cfg.*",
+        *_in("policy.generation", "mcore_generation_config.* sglang_cfg.* trtllm_cfg.* trtllm_kwargs.* dynamo_cfg.*"),
         "policy.generation_batch_size",
     ),
     **_ignored(
         _TRANSPORT,
         "data_plane.*",
-        "policy.generation.refit_cfg.*",
-        "policy.generation.real_quant_export_cpu_offload",
-        "policy.generation.port_range_low",
-        "policy.generation.port_range_high",
-        "policy.generation.vllm_cfg.http_refit_api_key_env_var",
-        "policy.generation.vllm_cfg.http_refit_server_port",
-        "policy.generation.vllm_cfg.zmq_refit_server_port",
-        "policy.generation.refit_transport",
-        "policy.megatron_cfg.moe_enable_deepep",
-        "policy.megatron_cfg.moe_flex_dispatcher_backend",
-        "policy.megatron_cfg.moe_hybridep_num_sms",
+        *_in(
+            "policy.generation",
+            "refit_cfg.* real_quant_export_cpu_offload port_range_low port_range_high refit_transport",
+        ),
+        *_in("policy.generation.vllm_cfg", "http_refit_api_key_env_var http_refit_server_port zmq_refit_server_port"),
+        *_in("policy.megatron_cfg", "moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms"),
         "cluster.segment_size",
         "data.num_workers",
         "policy.tokenizer.use_fastokens",
     ),
     **_ignored(
         _WATCHING,
-        "logger.monitor_gpus",
-        "logger.gpu_monitoring.*",
-        "logger.swanlab.*",
-        "logger.tensorboard",
-        "logger.tensorboard.*",
-        "logger.wandb.log_nemo_gym_full_result_tables",
-        "policy.generation.vllm_cfg.use_tqdm",
-        "policy.generation.vllm_cfg.enable_vllm_metrics_logger",
-        "policy.generation.vllm_cfg.vllm_metrics_logger_interval",
-        "policy.megatron_cfg.moe_per_layer_logging",
-        "policy.megatron_cfg.track_moe_metrics",
+        *_in(
+            "logger",
+            "monitor_gpus gpu_monitoring.* swanlab.* tensorboard tensorboard.* wandb.log_nemo_gym_full_result_tables",
+        ),
+        *_in("policy.generation.vllm_cfg", "use_tqdm enable_vllm_metrics_logger vllm_metrics_logger_interval"),
+        *_in("policy.megatron_cfg", "moe_per_layer_logging track_moe_metrics"),
         "grpo.debug_payload_metrics",
     ),
     **_ignored("copies of small tensors share one page-locked buffer here", "policy.use_coalesced_optimizer_offload"),
     **_ignored(
         _MEMORY,
-        "grpo.calculate_advantages_on_gpu",
-        "grpo.deduplicate_multimodal_data",
+        *_in("grpo", "calculate_advantages_on_gpu deduplicate_multimodal_data"),
         "policy.sequence_packing.fuse_loss",
-        "policy.dtensor_cfg.clear_cache_every_n_steps",
-        "policy.dtensor_cfg.lora_cfg.use_triton",
-        "policy.dtensor_cfg.defer_fsdp_grad_sync",
-        "policy.megatron_cfg.attention_backend",
-        "policy.megatron_cfg.use_gloo_process_groups",
-        "policy.megatron_cfg.gradient_accumulation_fusion",
-        "policy.megatron_cfg.moe_grouped_gemm",
-        "policy.megatron_cfg.moe_shared_expert_overlap",
-        "policy.megatron_cfg.force_reconvert_from_hf",
-        "policy.megatron_cfg.peft.a2a_experimental",
-        "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
-        "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
-        "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update",
-        "policy.generation.vllm_cfg.skip_tokenizer_init",
+        *_in("policy.dtensor_cfg", "clear_cache_every_n_steps lora_cfg.use_triton defer_fsdp_grad_sync"),
+        *_in(
+            "policy.megatron_cfg",
+            "attention_backend use_gloo_process_groups gradient_accumulation_fusion "
+            "moe_grouped_gemm moe_shared_expert_overlap force_reconvert_from_hf "
+            "peft.a2a_experimental distributed_data_parallel_config.data_parallel_sharding_strategy "
+            "distributed_data_parallel_config.average_in_collective",
+        ),
+        *_in("policy.generation.vllm_cfg", "reset_encoder_cache_after_weight_update skip_tokenizer_init"),
     ),
     **_ignored(
         "micro-batches add up to the same gradient in whatever order they are packed",
@@ -266,19 +249,16 @@ IGNORED: Mapping[str, Rule] = {
     ),
     **_ignored(
         _NOT_READ,
-        "policy.megatron_cfg.fused_linear_logprobs_chunk_size",
-        "policy.megatron_cfg.cuda_graph_modules",
-        "policy.megatron_cfg.cuda_graph_warmup_steps",
-        "policy.megatron_cfg.mtp_use_repeated_layer",
-        "policy.megatron_cfg.mtp_detach_heads",
-        "policy.megatron_cfg.mtp_loss_scaling_factor",
-        "policy.generation.vllm_cfg.use_deep_gemm",
-        "policy.generation.vllm_cfg.num_last_layers_in_bf16",
-        "policy.generation.vllm_cfg.num_first_layers_in_bf16",
-        "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
-        "policy.megatron_cfg.converter_type",
-        "grpo.stop_at_validation_threshold",
-        "grpo.reward_penalties.*",
+        *_in(
+            "policy.megatron_cfg",
+            "fused_linear_logprobs_chunk_size cuda_graph_modules cuda_graph_warmup_steps "
+            "mtp_use_repeated_layer mtp_detach_heads mtp_loss_scaling_factor converter_type",
+        ),
+        *_in(
+            "policy.generation.vllm_cfg",
+            "use_deep_gemm num_last_layers_in_bf16 num_first_layers_in_bf16 quantization_ignored_layer_kws",
+        ),
+        *_in("grpo", "stop_at_validation_threshold reward_penalties.*"),
     ),
     **_ignored("one implementation is here for both", "policy.dtensor_cfg._v2"),
     **_ignored(
@@ -296,3 +276,130 @@ IGNORED: Mapping[str, Rule] = {
     **_ignored("NeMo-RL reads it in PPO alone", "loss_fn.positive_example_nll_weight"),
     **_ignored("is 1 in any case where no data set names another", "data.num_prompts_per_dataloader"),
 }
+FEATURES: Mapping[str, Rule] = {
+    # Another way to run.
+    **_off("on-policy distillation", "on_policy_distillation", "on_policy_distillation.*"),
+    **_off("generation backend {value}", "policy.generation.backend", values=("vllm",)),
+    **_off("images, audio and video", "policy.is_vlm", "policy.tokenizer.video.*", "policy.tokenizer.audio.*"),
+    **_off("SwanLab", "logger.swanlab_enabled"),
+    # The algorithm.
+    **_off(
+        "penalties for tool calls, thinking and answers",
+        *_in("grpo", "invalid_tool_call_advantage malformed_thinking_advantage"),
+        *_in(
+            "reward_penalties",
+            "penalize_duplicated_reasoning penalize_empty_final_answer penalize_unwanted_tokens "
+            "penalize_malformed_think_tag",
+        ),
+    ),
+    **_off("validation that begins late (val_start_at)", "grpo.val_start_at", values=(-1, 0)),
+    **_off("early stop at a validation metric", "grpo.stop_at_validation_metric"),
+    # The model and its training.
+    **_off("draft models", "policy.draft.enabled"),
+    **_off("router replay", "policy.router_replay.enabled"),
+    **_off("settings of DTensor's expert parallelism", "policy.dtensor_cfg.moe_parallelizer.*", values=()),
+    **_off("custom_parallel_plan", "policy.dtensor_cfg.custom_parallel_plan"),
+    **_off("dropout before an adapter", "policy.dtensor_cfg.lora_cfg.dropout_position", values=("post",)),
+    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.*", values=()),
+    **_off(
+        "Automodel's models (automodel_kwargs)",
+        "policy.dtensor_cfg.automodel_kwargs",
+        values=({}, None),
+    ),
+    **_off(
+        "Automodel's models (automodel_kwargs)",
+        "policy.dtensor_cfg.automodel_kwargs.force_hf",
+        "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel",
+        values=(True, False, None),
+    ),
+    **_off("Automodel's models (automodel_kwargs)", "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"),
+    **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides.*", values=()),
+    **_off("overrides of Megatron's model", "policy.megatron_cfg.model_overrides", values=({}, None)),
+    **_off(
+        "Megatron layers by transformer_impl {value}",
+        "policy.megatron_cfg.transformer_impl",
+        values=("transformer_engine",),
+    ),
+    **_off("frozen parts of the model", "policy.megatron_cfg.freeze_config.*", values=()),
+    **_off("CUDA graphs in training", "policy.megatron_cfg.cuda_graph_impl", values=("none", None)),
+    **_off("multi-token prediction", "policy.megatron_cfg.mtp_num_layers", values=(0, None)),
+    **_off("a fused squared ReLU", "policy.megatron_cfg.use_fused_weighted_squared_relu"),
+    **_off("Megatron's own FSDP", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp"),
+    **_off("parameters in 8 bits", "policy.megatron_cfg.fp8_cfg.fp8_param"),
+    **_off("adapters of another type (lora_dtype)", "policy.megatron_cfg.peft.lora_dtype", values=(None, "None")),
+    # The engine.
+    **_off(
+        "weights of the engine in {value}",
+        "policy.generation.vllm_cfg.precision",
+        values=("float32", "bfloat16", "float16"),
+    ),
+    **_off("engines by {value}", "policy.generation.vllm_cfg.distributed_executor_backend", values=(None, "mp")),
+    **_off("an engine of pipeline stages", "generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "generation.vllm_cfg.expert_parallel_size", values=(1,)),
+    **_off("mxfp8 in the engine", "policy.generation.vllm_cfg.is_mx"),
+    **_off("an engine of pipeline stages", "policy.generation.vllm_cfg.pipeline_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.expert_parallel_size", values=(1,)),
+    **_off("an expert-parallel engine", "policy.generation.vllm_cfg.enable_expert_parallel"),
+    **_off(
+        "the engine's logprobs before temperature (raw_logprobs)",
+        "policy.generation.vllm_cfg.logprobs_mode",
+        values=("processed_logprobs",),
+    ),
+    **_off("an argument of the HTTP server", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.*", values=()),
+    **_off("parsers of the user", "policy.generation.vllm_cfg.reasoning_parser_plugin"),
+    **_off("bad_words", "policy.generation.bad_words", values=([], None)),
+    **_off("several data loaders", "data.use_multiple_dataloader"),
+    **_off("a data loader of the user", "data.custom_dataloader"),
+}
+ABSENT: Mapping[str, Any] = {
+    "grpo.val_period": 10,
+    "grpo.max_val_samples": 256,
+    "grpo.use_leave_one_out_baseline": True,
+    "grpo.normalize_rewards": True,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    "loss_fn.reference_policy_kl_type": "k3",
+    "sft.max_num_steps": 60,
+    "sft.val_period": 10,
+    "sft.val_at_end": False,
+    "dpo.val_period": 25,
+    "dpo.val_at_end": False,
+}
+"""NeMo-RL's defaults of keys that its file may leave out, where they differ from our exemplar or a function asks."""
+
+_WEIGHT_DECAY = "policy.megatron_cfg.optimizer.weight_decay"
+FOLLOWS: Mapping[str, tuple[str, str]] = {
+    "policy.tokenizer.name": ("policy.model_name", "the model's"),
+    "policy.logprob_batch_size": ("policy.train_micro_batch_size", "that of training"),
+    "policy.dynamic_batching.logprob_mb_tokens": ("policy.dynamic_batching.train_mb_tokens", "those of training"),
+    "policy.sequence_packing.logprob_mb_tokens": ("policy.sequence_packing.train_mb_tokens", "those of training"),
+    "policy.generation.val_temperature": ("policy.generation.temperature", "that of rollouts"),
+    "policy.generation.val_top_p": ("policy.generation.top_p", "that of rollouts"),
+    "policy.generation.val_top_k": ("policy.generation.top_k", "that of rollouts"),
+    "policy.generation.vllm_cfg.max_model_len": ("policy.max_total_sequence_length", "the policy's longest sequence"),
+    "policy.generation.vllm_cfg.precision": ("policy.precision", "the policy's"),
+    "policy.megatron_cfg.pipeline_dtype": ("policy.precision", "the policy's"),
+    "policy.megatron_cfg.optimizer.clip_grad": ("policy.max_grad_norm", "the policy's limit"),
+    "policy.megatron_cfg.scheduler.start_weight_decay": (_WEIGHT_DECAY, "the optimizer's"),
+    "policy.megatron_cfg.scheduler.end_weight_decay": (_WEIGHT_DECAY, "the optimizer's"),
+    "dpo.sft_average_log_probs": ("dpo.preference_average_log_probs", "that of the preference term"),
+}
+"""Our key, the key of ours whose value it takes, and the reason."""
+
+
+FILLS: Mapping[str, tuple[Any, str]] = {
+    "grpo.max_token_mult_prob_error": (None, "there is no such limit there"),
+    "distillation.max_token_mult_prob_error": (None, "there is no such limit there"),
+    "policy.sequence_packing.enabled": (False, "off where it is not in the file"),
+    "policy.dynamic_batching.enabled": (False, "off where it is not in the file"),
+    "policy.offload_optimizer_states_for_logprob": (False, "off where it is not in the file"),
+    "policy.megatron_cfg.enabled": (False, "off where it is not in the file"),
+    "policy.dtensor_cfg.enabled": (False, "off where it is not in the file"),
+    "data.add_bos": (True, "the default there"),
+    "data.add_eos": (True, "the default there"),
+    "dpo.label_smoothing": (0.0, "there is none there"),
+    "dpo.precompute_reference_logprobs": (False, "computed in each step there too"),
+    "policy.optimizer.decay_norm_and_bias": (True, "torch's optimizer is given all parameters alike there"),
+    "logger.numbered_runs": (True, "exp_001, exp_002 and so on below log_dir, as there"),
+    "checkpointing.async_save": (False, "off where it is not in the file"),
+}
+"""Our key, its value, and the reason."""

@@ -15,11 +15,11 @@ from supervised_cases import read_metrics, write_model, write_rows
 
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.migrate.__main__ import main
-from nemo_offload_rl.migrate.conversions import CONVERSIONS
 from nemo_offload_rl.migrate.count import count_folder
+from nemo_offload_rl.migrate.draft import CONVERSIONS
 from nemo_offload_rl.migrate.mapping import migrate
+from nemo_offload_rl.migrate.report import render_yaml
 from nemo_offload_rl.migrate.rules import RENAMED, Renamed
-from nemo_offload_rl.migrate.yaml_file import render_yaml
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.runs.supervised import local_policy, run_dpo, run_sft
 
@@ -35,7 +35,7 @@ def write(path: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("make", [grpo_file, sft_file, dpo_file])
 def test_the_yaml_that_is_written_reads_back_as_the_configuration_with_its_notes(make):
     migration = migrate(make())
-    text = render_yaml(migration, "their.yaml")
+    text = render_yaml(migration.config, migration.report, "their.yaml")
     assert yaml.safe_load(text) == migration.config
     assert text.startswith("# From NeMo-RL's their.yaml,")
     assert "  # policy.offload_optimizer_for_logprob there\n" in text
@@ -166,7 +166,8 @@ def test_a_file_of_theirs_is_recognized_where_a_configuration_is_loaded(tmp_path
 def test_the_guide_has_a_row_for_every_conversion_and_every_other_name():
     text = GUIDE.read_text(encoding="utf-8")
     for conversion in CONVERSIONS:
-        assert conversion.guide_row() in text
+        names = dict.fromkeys(key.removesuffix(".*") for key in conversion.keys or conversion.reads)
+        assert f"| {', '.join(f'`{name}`' for name in names)} | " in text
     for theirs, rule in RENAMED.items():
         assert isinstance(rule, Renamed)
         if rule.to != theirs:

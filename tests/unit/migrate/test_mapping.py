@@ -26,14 +26,12 @@ from nemo_offload_rl.keys.master import (
     SftMasterConfig,
 )
 from nemo_offload_rl.migrate import migrate, migrate_file
-from nemo_offload_rl.migrate.conversions import CONVERSIONS
 from nemo_offload_rl.migrate.count import check
-from nemo_offload_rl.migrate.draft import at, leaves, matches, put
-from nemo_offload_rl.migrate.features import FEATURES
+from nemo_offload_rl.migrate.draft import CONVERSIONS, at, leaves, matches, put
 from nemo_offload_rl.migrate.mapping import EXEMPLARS, rule_for
-from nemo_offload_rl.migrate.model_names import is_trained, model_type
+from nemo_offload_rl.migrate.policy import is_trained, model_type
 from nemo_offload_rl.migrate.report import Outcome
-from nemo_offload_rl.migrate.rules import IGNORED, RENAMED, SAME, Off, Renamed, Same
+from nemo_offload_rl.migrate.rules import FEATURES, IGNORED, RENAMED, SAME, Off, Renamed, Same
 from nemo_offload_rl.utils.config import load_config
 
 FILES = {"grpo": grpo_file, "sft": sft_file, "dpo": dpo_file, "distillation": distillation_file, "eval": eval_file}
