@@ -1,7 +1,7 @@
 """Environments that drive rollouts themselves: agents, which talk to the policy as to any model behind OpenAI's API.
 
-An agent is an object with a method `run(task) -> float`, sync or async. It converses at `task.base_url` as often as it
-likes, and returns the reward; prompts, tokens and masks are the engine's to keep.
+An agent is an object with a method `run(task) -> float`, sync or async. It makes any number of calls to
+`task.base_url`, and returns the reward; the engine records prompts, tokens and masks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nemo_offload_rl.data.records import Message
-from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, TimedOut
+from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, MadeOnce, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
 from nemo_offload_rl.targets import UserCode
 
@@ -31,14 +31,14 @@ class AgentTask:
     """One rollout of an agent.
 
     Attributes:
-        base_url: Of an API as OpenAI's, for this rollout alone: what is said there is what is trained on.
-        api_key: What the API is to be given.
+        base_url: An API like OpenAI's for this rollout alone: conversations there are trained on.
+        api_key: Key of the API.
         model: The model's name there.
-        question: The row's prompt; prompt files are not for agents, which write their messages themselves. Of a prompt
-            of messages the text of the user's last.
+        question: The row's prompt without prompt files, since agents write their messages themselves; for a prompt of
+            messages the text of the user's last.
         answer: The reference answer.
         metadata: The row's other columns.
-        messages: The row's prompt as messages: one of the user where the row has text.
+        messages: The row's prompt as messages: one user message if the row has text.
     """
 
     base_url: str
@@ -51,42 +51,28 @@ class AgentTask:
 
 
 def is_agent(parts: Sequence[UserCode]) -> bool:
-    """Whether a user's code is an agent: one class or object with a method `run`, and none called `step`."""
+    """Whether a user's code is an agent: one class or object with a method `run` and without `step`."""
     return len(parts) == 1 and hasattr(parts[0].value, "run") and not hasattr(parts[0].value, "step")
 
 
-@dataclass
-class AgentRuns:
-    """Runs many rollouts of an agent at once, in this process.
+@dataclass(kw_only=True)
+class AgentRuns(MadeOnce):
+    """Runs many rollouts of an agent at once, in this process; `timeout_s` limits each."""
 
-    Args:
-        part: Makes the agent, once in each process.
-        timeout_s: Seconds for one rollout.
-    """
-
-    part: UserCode
     timeout_s: float
-    _made: Any = None
 
     def __call__(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
-        """The outcome of each; there may be none, so that the agent is only made."""
-        if self._made is None:
-            for name in _CHATTY:
-                logging.getLogger(name).setLevel(logging.WARNING)
-            _reach_directly({"localhost", "127.0.0.1", "::1"})  # clients may read it when they are made
-            self._made = self.part.make()
-        _reach_directly({urlsplit(task.base_url).hostname or "" for task in tasks})
+        """The outcome of each; without tasks the agent is only made."""
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        hosts = {urlsplit(task.base_url).hostname or "" for task in tasks}
+        _reach_directly({"localhost", "127.0.0.1", "::1", *hosts})  # clients may read it when they are made
+        self.made()
         if not tasks:
             return []
         # In a thread of its own: a notebook's has an event loop already.
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(asyncio.run, self._together(tasks)).result()
-
-    def close(self) -> None:
-        """Let what was made in this process end, if it can."""
-        made, self._made = self._made, None
-        if made is not None and hasattr(made, "close"):
-            made.close()
 
     async def _together(self, tasks: Sequence[AgentTask]) -> list[Outcome]:
         threads = ThreadPoolExecutor(max_workers=len(tasks), thread_name_prefix="agent")
@@ -96,7 +82,7 @@ class AgentRuns:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _one(self, task: AgentTask, threads: ThreadPoolExecutor) -> Outcome:
-        run = self._made.run
+        run = self.made().run
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 if inspect.iscoroutinefunction(run):
@@ -110,15 +96,12 @@ class AgentRuns:
         except ValueError as error:
             return Failed(f"run returned {value!r:.80}; {error}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"part": self.part, "timeout_s": self.timeout_s, "_made": None}
-
 
 class AgentEnvironment:
     """An agent, its rollouts shared out over processes.
 
     Args:
-        part: See `AgentRuns`.
+        part: The agent, or its class.
         num_workers: Processes; 0 runs all rollouts in this one.
         timeout_s: Seconds for one rollout.
         name: For messages: `env.NAME`.
@@ -135,7 +118,7 @@ class AgentEnvironment:
         if is_class:
             part.check_positional(())
         UserCode(f"{part.label}.run", part.value.run).check_positional(("self", "task") if is_class else ("task",))
-        self._runs = AgentRuns(part, timeout_s)
+        self._runs = AgentRuns(part=part, timeout_s=timeout_s)
         self.name = name
         self.timeout_s = timeout_s
         self.on_error: OnError = on_error
@@ -143,12 +126,7 @@ class AgentEnvironment:
         self._pool: GradingPool | None = None
         if num_workers:
             limit_s = timeout_s + _SLACK_S
-            self._pool = GradingPool(self._runs, num_workers=num_workers, timeout_s=limit_s, warm_up=([],))
-            try:
-                self._pool.wait_until_ready()
-            except BaseException:
-                self._pool.close()
-                raise
+            self._pool = GradingPool(self._runs, num_workers=num_workers, timeout_s=limit_s, warm_up=([],), waits=True)
         else:
             self._runs([])
 
@@ -172,7 +150,7 @@ class AgentEnvironment:
 
 
 def _reach_directly(hosts: Collection[str]) -> None:
-    """Keep HTTP clients of this process from asking a proxy for the engines' hosts, which it may not reach."""
+    """Have HTTP clients of this process reach the engines' hosts without a proxy, which may not reach them."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     known = [name.strip() for name in listed.split(",") if name.strip()]
     added = sorted(set(hosts) - {*known, ""})
@@ -181,7 +159,7 @@ def _reach_directly(hosts: Collection[str]) -> None:
 
 
 def _told(error: Exception) -> str:
-    """What went wrong, and the last line of code that is no library's."""
+    """The error, and its place in the user's code."""
     text = (str(error).splitlines() or [""])[0]
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.environments.grading_pool import GradingPool, Refused, TimedOut, graded
+from nemo_offload_rl.environments.grading_pool import GradingPool, MadeOnce, Refused, TimedOut, graded
 from nemo_offload_rl.environments.interfaces import Environment, Observation, Response, Score, Unscored
 from nemo_offload_rl.environments.outcomes import NO_REWARD, OnError, Outcome, plain_score, settled
 from nemo_offload_rl.errors import UserCodeError, UserError
@@ -28,14 +28,14 @@ _ASYNC_SLACK_S = 5.0  # that a worker has beyond the limit of what it awaits
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The weighted sum of what functions return for a response. The first decides what counts as correct.
+    """The weighted sum of the rewards of functions; the first one decides whether a response is correct.
 
-    A function that returns None does not apply to the response: the others count, the first of them for `correct`.
+    A function that returns None does not apply to the response, and is left out.
 
     Args:
         parts: The functions.
         weights: A factor for each.
-        timeout_s: Seconds for one response, which bind where a function is awaited.
+        timeout_s: Seconds for one response, if functions are awaited.
     """
 
     parts: tuple[UserCode, ...]
@@ -44,7 +44,7 @@ class RewardFunctions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of several functions those that metrics call them by: as they are defined, numbered where two are alike."""
+        """Names of several functions in metrics: as defined, numbered if two are alike; () for a single one."""
         names = [part.name for part in self.parts]
         if len(names) == 1:
             return ()
@@ -53,11 +53,11 @@ class RewardFunctions:
 
     @property
     def num_at_once(self) -> int:
-        """Responses that belong in one call: what is awaited waits together."""
+        """Responses in one call: many if functions are awaited, so that they wait together."""
         return _MOST_AT_ONCE if all(part.is_async for part in self.parts) else 1
 
     def check(self, columns: Collection[str]) -> None:
-        """Check that the functions ask for nothing that rows with these columns do not have.
+        """Refuse functions that ask for more than rows with these columns have.
 
         Raises:
             UserCodeError: One does.
@@ -66,7 +66,7 @@ class RewardFunctions:
             part.check_named((*_GIVEN, *sorted({*columns} - {*_GIVEN})), optional=_ON_DEMAND)
 
     def __call__(self, responses: Sequence[Response]) -> list[Outcome]:
-        """Score each; one that a function fails with is `Refused`, the others are scored."""
+        """Score each; a response with which a function fails is `Refused`."""
         if any(part.is_async for part in self.parts):
             # In a thread of its own: a notebook's has an event loop already.
             with ThreadPoolExecutor(max_workers=1) as pool:
@@ -108,17 +108,13 @@ class RewardFunctions:
         return replace(first, reward=total, parts=parts)
 
 
-@dataclass
-class EnvironmentSteps:
-    """What an environment's `step` returns; a class is made once in each process."""
-
-    part: UserCode
-    _made: Any = None
+class EnvironmentSteps(MadeOnce):
+    """Calls `step` of a user's environment."""
 
     num_at_once = 1
 
     def check(self, columns: Collection[str]) -> None:
-        """Check that it can be made and asked.
+        """Refuse an environment that cannot be made, or whose `step` cannot be called.
 
         Raises:
             UserCodeError: It cannot.
@@ -130,13 +126,12 @@ class EnvironmentSteps:
         UserCode(f"{self.part.label}.step", step).check_positional(arguments)
 
     def __call__(self, responses: Sequence[Response]) -> list[Outcome]:
-        """Step each; they may be none, so that it is only made."""
-        if self._made is None:
-            self._made = self.part.make()
+        """Step each; without responses the environment is only made."""
+        made = self.made()
         if not responses:
             return []
         with self.part.telling():
-            outcomes = self._made.step(list(responses))
+            outcomes = made.step(list(responses))
             outcomes = list(outcomes) if isinstance(outcomes, Iterable) else outcomes
         if not isinstance(outcomes, list):
             raise UserCodeError(
@@ -150,13 +145,6 @@ class EnvironmentSteps:
             )
         return [self._checked(outcome, response) for outcome, response in zip(outcomes, responses, strict=True)]
 
-    def close(self) -> None:
-        """Let what was made in this process end, if it can."""
-        made, self._made = self._made, None
-        if made is not None and hasattr(made, "close"):
-            with self.part.telling():
-                made.close()
-
     def _checked(self, outcome: Any, response: Response) -> Score | Observation | Unscored:
         if isinstance(outcome, Observation):
             if not isinstance(outcome.text, str):
@@ -164,17 +152,14 @@ class EnvironmentSteps:
             return replace(outcome, otherwise=_as_score(self.part, outcome.otherwise, response))
         return _as_score(self.part, outcome, response)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"part": self.part, "_made": None}
-
 
 class CustomEnvironment:
-    """An environment of a user's.
+    """A user's environment or reward functions.
 
     Args:
-        steps: What scores.
-        num_workers: Processes; each has one response at a time, or as many as `steps` wants at once. 0 scores all
-            responses in one call in this process, without a time limit.
+        steps: Scores responses.
+        num_workers: Processes; each has `steps.num_at_once` responses at a time. 0 scores all responses in one call in
+            this process, without a time limit.
         timeout_s: Seconds for one response.
         name: For messages: `env.NAME`.
         on_error: The key `env.NAME.on_error`.
@@ -202,18 +187,13 @@ class CustomEnvironment:
             steps([])
             return
         limit_s = timeout_s + _ASYNC_SLACK_S if steps.num_at_once > 1 else timeout_s
-        self._pool = GradingPool(steps, num_workers=num_workers, timeout_s=limit_s, warm_up=([],))
-        try:
-            self._pool.wait_until_ready()
-        except BaseException:
-            self._pool.close()
-            raise
+        self._pool = GradingPool(steps, num_workers=num_workers, timeout_s=limit_s, warm_up=([],), waits=True)
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
         """See `Environment`.
 
         Raises:
-            UserCodeError: The user's code failed, and `on_error` does not skip that; the message has its place.
+            UserCodeError: The user's code failed, and `on_error` does not skip that.
         """
         return settled(
             responses,
@@ -256,19 +236,19 @@ def custom_environment(
     timeout_s: float,
     on_error: OnError = None,
 ) -> Environment:
-    """The environment `env.NAME` of a user's: one environment, or reward functions.
+    """The environment `env.NAME` from a user's code; further arguments as in `CustomEnvironment`.
 
     Args:
         name: NAME.
         parts: A class or object with a method `step`, or functions.
         weights: Of the functions; None for 1 each.
-        columns: That the rows have whose responses it scores.
-        num_workers: See `CustomEnvironment`.
-        timeout_s: See `CustomEnvironment`.
-        on_error: See `CustomEnvironment`.
+        columns: Columns of the rows whose responses it scores.
+        num_workers: Processes.
+        timeout_s: Seconds for one response.
+        on_error: The key `env.NAME.on_error`.
 
     Raises:
-        UserCodeError: It cannot be made, or asks for what it does not get.
+        UserCodeError: It cannot be made, or asks for something that it does not get.
     """
     steps: RewardFunctions | EnvironmentSteps
     if len(parts) == 1 and (inspect.isclass(parts[0].value) or hasattr(parts[0].value, "step")):

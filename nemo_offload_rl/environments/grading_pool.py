@@ -1,13 +1,13 @@
 """Processes that grade, and are killed when they get stuck.
 
-1. A worker starts, does the warm-up job (imports, mostly), and says that it is ready.
+1. A worker starts, does the warm-up job (imports, mostly), and reports that it is ready.
 2. The pool hands each idle worker one job and notes the deadline.
 3. A worker that answers gets the next job.
 4. A worker past its deadline, or dead, is killed and replaced; its job's outcome is `TimedOut` or `Failed`.
 
 Each worker has a keeper, the process that forked it. Processes that a worker starts fall to its keeper when their
-parents end, even in sessions of their own (PR_SET_CHILD_SUBREAPER). When the worker ends, the pool closes the keeper's
-standard input, or the pool's process ends, the keeper kills all of them. So nothing that a job starts outlives its
+parents end, even in sessions of their own (PR_SET_CHILD_SUBREAPER). The keeper kills all of them when the worker ends,
+the pool closes the keeper's standard input, or the pool's process ends. So no process that a job starts outlives its
 timeout or the run.
 """
 
@@ -33,6 +33,7 @@ from typing import Any
 
 from nemo_offload_rl.environments.sandboxed_process import die_with_parent
 from nemo_offload_rl.errors import UserCodeError, UserError, WorkerDiedError
+from nemo_offload_rl.targets import UserCode
 
 _KEEPER_S = 30.0  # within which a keeper kills what its worker has left, on a busy machine
 _START_TIMEOUT_S = 120.0  # interpreter, imports and warm-up, on a busy machine
@@ -42,16 +43,10 @@ _START = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 
-# What sympy and LaTeX parsers raise about text that is no formula. Anything else is a bug and ends the worker loudly.
+# Errors of sympy and LaTeX parsers about text that is no formula. Any other is a bug and ends the worker loudly.
 _GRADING_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Refused:
-    """The job raised a `UserError`, whose message this is."""
+    """The job raised a `UserError`; `reason` is its message."""
 
-    message: str
+    reason: str
 
 
 @dataclass
@@ -81,9 +76,9 @@ class _Worker:
         process: Its keeper.
         pipe: To the worker.
         is_ready: It has done its warm-up.
-        helpers: Process ids below the keeper after the warm-up: the worker, and what it needs for all jobs.
+        helpers: Process ids below the keeper after the warm-up: the worker, and processes that it needs for all jobs.
         job: Index of the job at hand.
-        deadline: When that must be done, by the monotonic clock.
+        deadline: End of the job's time, by the monotonic clock.
     """
 
     process: subprocess.Popen[bytes]
@@ -98,10 +93,11 @@ class GradingPool:
     """Runs `grade(*job)` for many jobs in worker processes, each with a time limit.
 
     Args:
-        grade: A function or object that can be pickled. Whatever it imports is imported in the workers.
+        grade: A function or object that can be pickled; its modules are imported in the workers.
         num_workers: Processes; they start at once, and stay.
         timeout_s: Seconds for one job.
         warm_up: A job that each worker does first, without this limit; None for none.
+        waits: Return from the constructor only when every worker has done its warm-up; errors as in `map`.
     """
 
     def __init__(
@@ -111,23 +107,21 @@ class GradingPool:
         num_workers: int,
         timeout_s: float,
         warm_up: tuple[Any, ...] | None = None,
+        waits: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
         self._task = pickle.dumps((grade, warm_up))
         self._workers = [self._start_worker() for _ in range(num_workers)]
-
-    def wait_until_ready(self) -> None:
-        """Return when every worker has done its warm-up.
-
-        Raises:
-            UserCodeError: Code from outside of the package failed in the warm-up.
-            WorkerDiedError: A worker process did not start.
-        """
-        for worker in self._workers:
-            self._wait_until_ready(worker)
+        if waits:
+            try:
+                for worker in self._workers:
+                    self._wait_until_ready(worker)
+            except BaseException:
+                self.close()
+                raise
 
     def map(self, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The outcome of each job in order: what `grade` returned, `TimedOut`, `Failed` or `Refused`.
+        """The outcome of each job in order: the result of `grade`, `TimedOut`, `Failed` or `Refused`.
 
         Raises:
             UserCodeError: Code from outside of the package failed in the warm-up of a new worker.
@@ -176,12 +170,12 @@ class GradingPool:
                 f"a grading process ended while it started (exit code {status}); its output says why"
             ) from error
         if refused is not None:
-            raise UserCodeError(refused.message)
+            raise UserCodeError(refused.reason)
         worker.is_ready = True
         worker.helpers = frozenset(_descendants(worker.process.pid))
 
     def _collect(self, outcomes: list[Any]) -> None:
-        """Wait for the first answer, death or deadline, and take all that is there."""
+        """Wait for the first answer, death or deadline, and take every answer that is there."""
         busy = {worker.pipe: index for index, worker in enumerate(self._workers) if worker.job is not None}
         first_deadline = min(self._workers[index].deadline for index in busy.values())
         ready = wait(list(busy), timeout=max(0.0, first_deadline - time.monotonic()))
@@ -193,7 +187,7 @@ class GradingPool:
                 outcome = outcomes[worker.job] = self._receive(worker)
                 worker.job = None
                 if _has_timed_out(outcome) and not worker.helpers.issuperset(_descendants(worker.process.pid)):
-                    self._replace(index)  # what was awaited too long has left a process
+                    self._replace(index)  # the awaited call that was too slow has left a process
             elif now >= worker.deadline:
                 outcomes[worker.job] = TimedOut()
                 self._replace(index)
@@ -235,14 +229,11 @@ def _let_go(worker: _Worker) -> None:
 
 
 def _end(worker: _Worker, *, by_itself: bool = False) -> int:
-    """End a worker with all that it has started.
+    """End a worker with all processes that it has started, and return its exit code.
 
     Args:
         worker: The worker.
         by_itself: Its pipe is closed, so it has ended or ends now.
-
-    Returns:
-        Its exit code.
     """
     for may_end in (True, False) if by_itself else (False,):
         if not may_end:
@@ -261,7 +252,7 @@ def _end(worker: _Worker, *, by_itself: bool = False) -> int:
 
 
 def keep(descriptor: int, pool: int) -> None:
-    """Fork a worker; when it ends, the pool lets it go, or the pool's process ends, kill all that it has started.
+    """Fork a worker, and kill all its processes once it ends, the pool lets it go, or the pool's process ends.
 
     Args:
         descriptor: The worker's end of its pipe.
@@ -337,10 +328,38 @@ def work(descriptor: int) -> None:
 
 
 def graded(grade: Callable[..., Any], job: tuple[Any, ...]) -> Any:
-    """What `grade(*job)` returned, or the `Refused` or `Failed` of what it raised."""
+    """The result of `grade(*job)`; an error of a user becomes `Refused`, one of grading `Failed`."""
     try:
         return grade(*job)
     except UserError as error:
         return Refused(str(error))
     except _GRADING_ERRORS as error:
         return Failed(f"{type(error).__name__}: {error}")
+
+
+@dataclass
+class MadeOnce:
+    """An object of a user's class, made once in each process and not pickled.
+
+    Attributes:
+        part: The class, or the object itself.
+    """
+
+    part: UserCode
+    _made: Any = None
+
+    def made(self) -> Any:
+        """The object, made on the first call."""
+        if self._made is None:
+            self._made = self.part.make()
+        return self._made
+
+    def close(self) -> None:
+        """Close the object of this process if it can be closed."""
+        made, self._made = self._made, None
+        if made is not None and hasattr(made, "close"):
+            with self.part.telling():
+                made.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": None}

@@ -1,4 +1,4 @@
-"""What a rollout knows of an environment."""
+"""The protocol of environments, and the values that they exchange with rollouts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Response:
     """A response to score or to answer.
 
     Attributes:
-        prompt_text: What the policy was shown first.
-        text: Its text in this turn, special tokens left out.
+        prompt_text: The rendered prompt.
+        text: The policy's text in this turn, special tokens left out.
         truncated: The response was cut at a token limit.
         reference_answer: The right answer.
         metadata: The problem's metadata.
@@ -42,13 +42,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """What a rollout is worth.
+    """The score of a rollout.
 
     Attributes:
-        reward: What training uses.
-        correct: Whether the response counts as correct when accuracy is reported.
-        parts: What the reward was made of, by name, before weights: for metrics and for `adv_estimator.name: gdpo`.
-        answer: What was read as the answer of the response, for cons@k; None where nothing was.
+        reward: The reward that training uses.
+        correct: Whether the response counts as correct in accuracy.
+        parts: Parts of the reward by name, before weights: for metrics and for `adv_estimator.name: gdpo`.
+        answer: The answer that was found in the response, for cons@k; None if none was.
     """
 
     reward: float
@@ -59,11 +59,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Unscored:
-    """In place of a score: the rollout is left out of loss, baselines, pass@k and accuracy, and is counted.
+    """Replaces a score: the rollout is left out of loss, baselines, pass@k and accuracy, and is counted.
 
     Attributes:
-        why: `failed` and `timed_out`, scoring or an agent's rollout; `no_reward`, no reward applies to it.
-        reason: What failed, for people; empty where `why` says all.
+        why: `failed` and `timed_out`: scoring, or an agent's rollout; `no_reward`: no reward applies to it.
+        reason: The failure, for people; empty if `why` says all.
     """
 
     why: Literal["failed", "timed_out", "no_reward"]
@@ -75,8 +75,8 @@ class Observation:
     """A message to the policy, which has another turn to answer it.
 
     Attributes:
-        text: What the chat template shows as the user's.
-        otherwise: The rollout's fallback score, where no turn is left, or no room for message and answer.
+        text: Content of the user message.
+        otherwise: The rollout's fallback score if no turn is left, or no room for message and answer.
     """
 
     text: str
@@ -84,12 +84,12 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A verifiable task. It keeps nothing of a rollout: all that it needs is in each `Response`."""
+    """A verifiable task. It keeps no state of a rollout: each `Response` has everything that it needs."""
 
     def step(self, responses: Sequence[Response]) -> Sequence[Score | Observation | Unscored]:
-        """For each response, in their order, what ends the rollout, or a message to the policy.
+        """For each response in order, a score that ends the rollout, or a message to the policy.
 
-        A class of a user's may return None in place of `Unscored("no_reward")`.
+        A user's class may return None instead of `Unscored("no_reward")`.
         """
         ...
 
@@ -99,7 +99,7 @@ class Environment(Protocol):
 
 
 class ReferenceChecker(Protocol):
-    """An environment that compares answers with references, and can say which references no answer equals.
+    """An environment that compares answers with references, and can tell which references no answer equals.
 
     Attributes:
         compares_text: Another spelling of the same number is another answer.
@@ -108,5 +108,5 @@ class ReferenceChecker(Protocol):
     compares_text: bool
 
     def match_themselves(self, references: Sequence[str]) -> list[bool]:
-        """Tell for each reference if a response is correct that gives it as the answer."""
+        """For each reference, whether a response with exactly this answer is correct."""
         ...

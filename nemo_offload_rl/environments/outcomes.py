@@ -1,7 +1,7 @@
-"""Scores of plain values, and failures of scoring: tried again, raised or skipped (`env.NAME.on_error`).
+"""Scores from a user's values, and failures of scoring: tried again, raised or skipped (`env.NAME.on_error`).
 
-A response or rollout that could not be scored becomes `Unscored`. It is not the same as a reward of 0: a failed judge
-says nothing about the response, so such rollouts are left out of loss, baselines and accuracy.
+A response or rollout that could not be scored becomes `Unscored`, not a reward of 0: a failed judge says nothing about
+the response, so such rollouts are left out of loss, baselines and accuracy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_offload_rl.errors import UserCodeError
 logger = logging.getLogger(__name__)
 
 type OnError = Literal["raise", "skip", "retry"] | None
-"""The key `env.NAME.on_error`. None raises exceptions of a user's code, and skips what timed out or died."""
+"""The key `env.NAME.on_error`. None raises exceptions of a user's code, and skips time-outs and dead processes."""
 
 type Outcome = Score | Observation | Unscored | TimedOut | Failed | Refused
 
@@ -32,11 +32,11 @@ NO_REWARD = Unscored("no_reward")
 def plain_score(value: Any) -> Score | Unscored:
     """A user's reward as a `Score` of Python's own types, which can be pickled, compared and written as JSON.
 
-    A number becomes a score that counts as correct from 1 on; scalars of NumPy and torch count as numbers. None means
-    that the reward does not apply to the response.
+    A number, also a scalar of NumPy or torch, becomes a score that counts as correct from 1 on. None means that the
+    reward does not apply to the response.
 
     Raises:
-        ValueError: It is something else, or not finite; the message says what to return.
+        ValueError: The value is anything else, or not finite; the message says what to return.
     """
     if value is None:
         return NO_REWARD
@@ -65,14 +65,14 @@ def settled[Item](
     what: str,
     timeout_s: float,
 ) -> list[Score | Observation | Unscored]:
-    """Score items, again where that failed and `on_error` says so.
+    """Score items with `attempt`, and failed ones again if `on_error` is "retry".
 
     Args:
-        items: What to score.
+        items: Responses or rollouts.
         attempt: Scores items, one outcome for each.
         on_error: See `OnError`.
         name: For messages: `env.NAME`.
-        what: The items, for messages.
+        what: The plural noun for the items in messages.
         timeout_s: The time limit, for messages.
 
     Raises:
@@ -82,21 +82,21 @@ def settled[Item](
     for _ in range(NUM_RETRIES if on_error == "retry" else 0):
         failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, FAILURES)]
         if failed:
-            again = attempt([items[row] for row in failed])
-            outcomes = _replaced(outcomes, failed, again)
+            for row, outcome in zip(failed, attempt([items[row] for row in failed]), strict=True):
+                outcomes[row] = outcome
     return without_failures(outcomes, on_error=on_error, name=name, what=what, timeout_s=timeout_s)
 
 
 def without_failures(
     outcomes: Sequence[Outcome], *, on_error: OnError, name: str, what: str, timeout_s: float
 ) -> list[Score | Observation | Unscored]:
-    """Raise what is to be raised; warn of all other failures, and make them `Unscored`. See `settled`."""
+    """Raise failures as `on_error` says; warn of all others, and make them `Unscored`. Arguments as in `settled`."""
     late = [outcome for outcome in outcomes if isinstance(outcome, TimedOut)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed | Refused)]
     raised = failed if on_error == "raise" else [f for f in failed if isinstance(f, Refused) and on_error is None]
     remedy = f"to go on without such {what}, set {name}.on_error to skip or retry"
     if raised:
-        raise UserCodeError(f"{_reason(raised[0])}; {remedy}")
+        raise UserCodeError(f"{raised[0].reason}; {remedy}")
     told_late = f"{name}: {len(late)} of {len(outcomes)} {what} took longer than {timeout_s:g} s"
     if late and on_error == "raise":
         raise UserCodeError(f"{told_late}; raise {name}.timeout_s, or {remedy}")
@@ -105,7 +105,7 @@ def without_failures(
     if failed:
         logger.warning(
             "%s: %d of %d %s failed and are left out, first: %s",
-            name, len(failed), len(outcomes), what, _reason(failed[0]),
+            name, len(failed), len(outcomes), what, failed[0].reason,
         )  # fmt: skip
     return [_without_failure(outcome) for outcome in outcomes]
 
@@ -114,21 +114,9 @@ def _without_failure(outcome: Outcome) -> Score | Observation | Unscored:
     match outcome:
         case TimedOut():
             return Unscored("timed_out")
-        case Failed() | Refused():
-            return Unscored("failed", _reason(outcome))
+        case Failed(reason) | Refused(reason):
+            return Unscored("failed", reason)
     return outcome
-
-
-def _reason(failure: Failed | Refused) -> str:
-    return failure.message if isinstance(failure, Refused) else failure.reason
-
-
-def _replaced(outcomes: Sequence[Outcome], rows: Sequence[int], others: Sequence[Outcome]) -> list[Outcome]:
-    by_row = dict(zip(rows, others, strict=True))
-    return [by_row.get(row, outcome) for row, outcome in enumerate(outcomes)]
-
-
-# -- values of a user's ------------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> float:
@@ -149,10 +137,8 @@ def _boolean(value: Any) -> bool:
 
 def _answer(value: Any) -> str | None:
     plain = _plain(value)
-    if plain is None or isinstance(plain, str):
-        return plain if plain is None else str(plain)
-    if isinstance(plain, bool | int | float):
-        return str(plain)
+    if plain is None or isinstance(plain, str | bool | int | float):
+        return None if plain is None else str(plain)
     raise ValueError("give its `answer` a text, or None")
 
 

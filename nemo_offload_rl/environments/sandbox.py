@@ -1,12 +1,12 @@
 """Runs Python that a model wrote, without files, network, other processes, or more time and memory than it is given.
 
 It needs no rights and no container: every process may set limits, Landlock and a filter of system calls (seccomp) for
-itself. The filter lists what is allowed, so it is required; the other layers are added where the machine has them
-(`docs/guides/your-own-reward.md` says what each one holds). This protects against what a policy in training comes
-upon, not against somebody who has a flaw of the kernel at hand.
+itself. The filter lists the allowed calls, so it is required; the other layers are added if the machine has them
+(`docs/guides/your-own-reward.md` describes each). This protects against code that a policy in training comes upon, not
+against somebody who exploits a flaw of the kernel.
 
-The code is sent only after the kernel's own record of the process shows that it is confined, so nothing that the code
-does can end as an error of the sandbox.
+The code is sent only after the kernel's own record of the process shows that it is confined, so the code cannot cause
+an error of the sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _told_missing: set[str] = set()
 
 
 class SandboxError(UserError):
-    """This machine cannot confine a process, or a module that the code was to have is missing."""
+    """This machine cannot confine a process, or a module for the code is missing."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class SandboxResult:
     """The end of the code.
 
     Attributes:
-        output: What it printed, the value of a last line that is an expression, and the error that ended it.
-        status: "done"; "failed", it raised an error or left with another status than 0; "killed", it took too much
-            time or memory, or wrote too much. Code can end with either of the first two as it likes, so reward what
-            it printed and not its status.
+        output: Printed text, the value of a last line that is an expression, and the error that ended the code.
+        status: "done"; "failed": it raised an error or exited with a status other than 0; "killed": it took too much
+            time or memory, or wrote too much. Code can choose between the first two, so reward its output, not its
+            status.
     """
 
     output: str
@@ -70,15 +70,15 @@ def run_python(
     """Run code in a process of its own that can only compute.
 
     It cannot open, list or change files, start processes or threads, use the network, or send signals: each raises
-    PermissionError or a relative of it. Of the environment it has what the interpreter's libraries are found by.
+    PermissionError or a subclass. Its environment has only the variables by which the interpreter finds its libraries.
 
     Args:
-        code: Statements. What a last line that is an expression gives is printed.
-        timeout_s: Seconds from the moment the code is sent until its process has ended.
+        code: Statements. The value of a last line that is an expression is printed.
+        timeout_s: Seconds from sending the code until its process has ended.
         memory_mib: Address space of the process. The interpreter takes 30 MiB of it, NumPy 100 MiB, PyTorch 3 GiB.
         max_output_bytes: The process is killed when it prints more.
-        modules: Imported before; it can import nothing else, but for what those have imported. NumPy and the like get
-            one thread. Modules that start threads or processes when they are imported are refused.
+        modules: Imported before; only these, and modules that they have imported, can be imported. NumPy and the like
+            get one thread. Modules that start threads or processes on import are refused.
 
     Raises:
         SandboxError: The machine permits no filter of system calls (another system than Linux on x86-64, or a container
@@ -140,7 +140,7 @@ def _close(file: Any) -> None:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill it, and processes that modules have started, which are in its group."""
+    """Kill the process, and those that modules have started in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -153,7 +153,7 @@ def _send(process: subprocess.Popen[bytes], data: bytes) -> None:
 
 
 def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None:
-    """Return when the process is confined, by what it reports and by the kernel's record of it.
+    """Return when the process is confined, by its own report and by the kernel's record.
 
     Raises:
         SandboxError: It is not.
@@ -183,7 +183,7 @@ def _wait_until_confined(process: subprocess.Popen[bytes], control: int) -> None
         lines = (printed + _rest_of(stdout)).decode(errors="replace").strip().splitlines()
         last = (lines or [f"exit status {status}"])[-1]
         raise SandboxError(f"code of a model cannot be run ({last}); correct `modules`, or raise `memory_mib`")
-    _rest_of(stdout)  # what modules print is none of the code's output
+    _rest_of(stdout)  # printed by modules, not by the code
     told = json.loads(report)
     if "refused" in told:
         raise SandboxError(told["refused"])

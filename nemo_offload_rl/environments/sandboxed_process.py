@@ -4,10 +4,10 @@
 2. It reads its settings and imports the modules that the code may use.
 3. `confine` closes every other file, refuses to go on with a second thread or a child, and has the kernel take away
    files, network, signals, rights and memory. The order of the layers is in `confine`.
-4. It says so on the control pipe. The parent looks at the kernel's record of this process and sends the code.
+4. It reports that on the control pipe. The parent checks the kernel's record of this process and sends the code.
 
-It imports nothing of the package. Numbers of system calls and layouts are those of x86-64: linux/seccomp.h,
-linux/filter.h, linux/landlock.h, linux/capability.h, asm/unistd_64.h.
+It imports nothing of the package: every module here would be within reach of the code. Numbers of system calls and
+layouts are those of x86-64: linux/seccomp.h, linux/filter.h, linux/landlock.h, linux/capability.h, asm/unistd_64.h.
 """
 
 import ast
@@ -61,7 +61,7 @@ class _Program(ctypes.Structure):
 
 
 def confine(memory_bytes: int, cpu_s: int, parent: int) -> list[str]:
-    """Give up for good all that code of a model must not have.
+    """Give up for good every right that code of a model must not have.
 
     Args:
         memory_bytes: Address space of the process.
@@ -103,7 +103,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _check_alone() -> None:
-    """Refuse where a module has started a thread or a process, which would be outside of what binds this one."""
+    """Refuse if a module has started a thread or a process, which would not be confined."""
     tasks = os.listdir("/proc/self/task")
     children = f"/proc/self/task/{tasks[0]}/children"  # not every kernel has it
     if len(tasks) > 1 or (os.path.exists(children) and _text_of(children).strip()):
@@ -235,7 +235,7 @@ def main() -> None:
         sys.stdout.flush()
         status = result
     finally:
-        os._exit(status)  # not through what the code has left to run at the end
+        os._exit(status)  # without running exit handlers of the code
 
 
 if __name__ == "__main__":

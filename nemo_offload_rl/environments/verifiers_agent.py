@@ -13,7 +13,7 @@ from nemo_offload_rl.environments.agents import AgentTask
 from nemo_offload_rl.environments.interfaces import Score
 from nemo_offload_rl.errors import ConfigError
 
-# The policy has said nothing that verifiers can use: that is its fault, and scored.
+# Errors that are the policy's fault, since it said nothing that verifiers can use: the rollout is scored.
 _OF_THE_POLICY = ("EmptyModelResponseError", "OverlongPromptError")
 
 
@@ -21,8 +21,8 @@ class VerifiersAgent:
     """Drives rollouts of one environment.
 
     Args:
-        environment: What `verifiers.load_environment` takes: the name of an environment that is installed.
-        arguments: Of its `load_environment`.
+        environment: Name of an installed environment, for `verifiers.load_environment`.
+        arguments: Arguments of its `load_environment`.
         correct_from: The reward from which a rollout counts as correct.
 
     Raises:
@@ -31,7 +31,7 @@ class VerifiersAgent:
 
     def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None, correct_from: float = 1.0) -> None:
         try:
-            verifiers: Any = import_module("verifiers")  # optional, so that it is not there for every reader of types
+            verifiers: Any = import_module("verifiers")  # optional: type checkers may not find it
         except ImportError as error:
             raise ConfigError(
                 f"the package verifiers cannot be imported ({error}); install this package with its extra `agents`"
@@ -43,10 +43,10 @@ class VerifiersAgent:
         self._correct_from = correct_from
 
     async def run(self, task: AgentTask) -> Any:
-        """One rollout.
+        """One rollout; None if the environment gave no reward.
 
-        A row with a column `example_id` is that row of the environment's own data set; of any other row the question
-        is the user's message, and the answer what the rubric compares with. None where the environment gave no reward.
+        A row with a column `example_id` stands for that row of the environment's own data set. Any other row's question
+        is the user's message, and its answer goes to the rubric.
         """
         from openai import AsyncOpenAI
 

@@ -2,8 +2,8 @@
 
 1. The engine opens a rollout for each sample, with a base URL of its own.
 2. The agents converse there, and return rewards; a rollout that is tried again gets a new URL.
-3. Every conversation of a rollout is taken, as the tokens that it was: what the policy sampled has logprobs and is
-   trained on, once, with the rollout's advantage; what stands between is not.
+3. Every conversation of a rollout is taken with its exact tokens: those that the policy sampled have logprobs and are
+   trained on, once, with the rollout's advantage; others are not.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Endpoint(Protocol):
     """The engines, as agents' rollouts need them."""
 
     def open_rollouts(self, sampling: Sequence[SamplingSettings]) -> list[str]:
-        """A base URL for each rollout, sampled as it says."""
+        """A base URL for each rollout, with its own sampling."""
         ...
 
     def take_rollouts(self, base_urls: Sequence[str]) -> list[list[ServedCall]]:
-        """The calls of each, which are closed."""
+        """Close the rollouts, and return the calls of each."""
         ...
 
 
@@ -50,14 +50,14 @@ def agent_rollouts(
     """Groups of rollouts of prompts whose environments are agents.
 
     Args:
-        prompts: What to do.
+        prompts: The tasks.
         group_size: Rollouts of each.
         environments: By name, those of all prompts.
         endpoint: The engines, awake.
-        sampling: How tokens are drawn; rollout i draws from the seed + i.
+        sampling: Rollout i draws from the seed + i.
         decode: Token ids to text.
-        model: What the engines call the model.
-        api_key: What they ask for.
+        model: Name of the model at the engines.
+        api_key: Key of the engines' API.
 
     Raises:
         UserCodeError: A rollout failed, and the agent's `on_error` does not skip that.
@@ -75,7 +75,7 @@ def agent_rollouts(
             own = [row for row in due if rows[row].env_name == name]
             if own:
                 outcomes |= zip(own, environment.run([tasks[row] for row in own]), strict=True)
-        # Says first that an engine has died, after which no agent can do well.
+        # Raises first if an engine has died, which explains all failures of agents.
         calls |= zip(due, endpoint.take_rollouts(urls), strict=True)
         due = [
             row
@@ -122,7 +122,7 @@ def _task(prompt: Prompt, base_url: str, model: str, api_key: str) -> AgentTask:
 def _rollout(
     prompt: Prompt, calls: Sequence[ServedCall], score: Score | Unscored, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
-    """One sample; without a call no score is the policy's."""
+    """One sample; without a call to the policy it is unscored."""
     found = conversations(calls)
     if not found and isinstance(score, Score):
         score = Unscored("failed", "the agent asked the policy nothing")
@@ -140,7 +140,7 @@ def _rollout(
 
 
 def _conversation(calls: Sequence[tuple[ServedCall, bool]]) -> SideConversation:
-    """One conversation; what another one counts already has no logprobs here."""
+    """One conversation; responses that another conversation counts have no logprobs here."""
     segments: list[Segment] = []
     end: tuple[int, ...] = ()
     for call, is_counted in calls:

@@ -15,12 +15,12 @@ _MOST_SUBSETS = 10_000
 
 
 def powers_of_two(group_size: int) -> list[int]:
-    """2, 4, 8 and so on, as far as a group goes: the k that are reported."""
+    """The k that are reported: 2, 4, 8 and so on up to the group size."""
     return [1 << power for power in range(1, group_size.bit_length())]
 
 
 def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> float | None:
-    """The unbiased estimate, averaged over prompts with at least k scored responses; None where there are none.
+    """The unbiased estimate, averaged over prompts with at least k scored responses; None if no prompt has.
 
     Args:
         num_correct: Correct responses to each prompt.
@@ -37,11 +37,11 @@ def pass_at_k(num_correct: Sequence[int], num_scored: Sequence[int], k: int) -> 
 def cons_at_k(groups: Sequence[Sequence[tuple[str | None, bool]]], k: int) -> float | None:
     """The mean over prompts of the share of subsets of k responses whose most frequent answer is correct.
 
-    Of equally frequent answers the first counts; no answer is one too. Of more than 10,000 subsets as many are drawn.
-    Prompts with fewer than k scored responses are left out; None where all are.
+    Of equally frequent answers the first counts; a missing answer counts as one. If there are more than 10,000 subsets,
+    so many are drawn. Prompts with fewer than k scored responses are left out; None if all are.
 
     Args:
-        groups: Of each prompt answer and correctness of each scored response.
+        groups: For each prompt, answer and correctness of each scored response.
         k: Responses that vote.
     """
     shares = []

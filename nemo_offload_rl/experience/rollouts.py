@@ -1,11 +1,11 @@
 """From prompts to scored rollouts.
 
 1. The engine samples a group of responses to each prompt.
-2. Responses are decoded, and each environment scores or answers those that are its own.
+2. Responses are decoded, and each environment scores or answers its own.
 3. A rollout that was answered goes on: prompt, response and answer are the engine's next prompt, with one sample.
-4. The result keeps token ids and the sampler's logprobs: what the policy said is never tokenized again.
+4. The result keeps token ids and the sampler's logprobs: responses are never tokenized again.
 
-Engine and environments are the caller's to run, so that it can time them, and start an engine again that died.
+The caller runs engine and environments, so that it can time them, and restart an engine that died.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ type Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
 
 type EncodeTurn = Callable[[str, Sequence[int]], Sequence[int]]
-"""An observation, and the tokens of the response that it follows: the tokens between that response and the next."""
+"""From an observation and the tokens of the response before it to the tokens between that response and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """How far rollouts may go.
+    """Limits of rollouts of several turns.
 
     Attributes:
         max_turns: Turns of the policy.
-        max_tokens: Of prompt, responses and observations together.
-        encode: How observations become tokens.
-        stopped: How a rollout ends although another turn could follow; None where it goes on.
+        max_tokens: Tokens of prompt, responses and observations together.
+        encode: Turns observations into tokens.
+        stopped: The score of a rollout that ends although another turn could follow; None if it goes on.
     """
 
     max_turns: int
@@ -60,14 +60,14 @@ class _Open:
 
 
 class Rollouts:
-    """Groups of rollouts, turn by turn: while `under_way`, what the engine says to `prompts` goes to `step`.
+    """Groups of rollouts, turn by turn: while `under_way`, the engine's completions of `prompts` go to `step`.
 
     Args:
-        prompts: What to ask.
+        prompts: The prompts of all groups.
         group_size: Rollouts of each.
-        environments: By name; each prompt says whose it is.
+        environments: By name; each prompt names its own.
         decode: See `Decode`.
-        turns: How far they may go.
+        turns: Their limits.
 
     Raises:
         ConfigError: A prompt names an environment that is not there.
@@ -113,17 +113,13 @@ class Rollouts:
         return self._num_turns + 1 >= self._turns.max_turns
 
     def prompts(self) -> tuple[list[Sequence[int]], int]:
-        """Token ids for the engine, and how many samples of each: in the first turn groups, then one by one."""
+        """Token ids for the engine, and the number of samples of each: a group in the first turn, then one."""
         if self._num_turns == 0:
             return [prompt.token_ids for prompt in self._prompts], self._group_size
         return [[*rollout.prompt.token_ids, *rollout.tokens_after_prompt()] for rollout in self._live], 1
 
     def step(self, groups: Sequence[Sequence[Completion]]) -> None:
-        """End a turn: have the environments score or answer what the engine said.
-
-        Args:
-            groups: The engine's completions of `prompts`.
-        """
+        """End a turn: the environments score or answer the engine's completions of `prompts`."""
         self._num_turns += 1
         completions = [completion for group in groups for completion in group]
         responses = [self._response(*pair) for pair in zip(self._live, completions, strict=True)]
@@ -168,7 +164,7 @@ class Rollouts:
         return [outcomes[row] for row in range(len(responses))]
 
     def _observed(self, rollout: _Open, response: Response, observation: Observation) -> bool:
-        """Whether the observation, and a token of the next response, fit the rollout, which then has it."""
+        """Add the observation if it and a token of the next response fit the limit; tell whether they do."""
         said = rollout.segments[-1].token_ids
         token_ids = tuple(self._turns.encode(observation.text, said))
         num_tokens = len(rollout.prompt.token_ids) + len(rollout.tokens_after_prompt()) + len(token_ids)

@@ -1,4 +1,7 @@
-"""What rollouts produce. Shape suffixes: P prompts, G responses per prompt, B = P * G samples, prompt by prompt."""
+"""Rollouts and batches of them.
+
+Shape suffixes: P prompts, G responses per prompt, B = P * G samples, prompt by prompt.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Segment:
 
     Attributes:
         token_ids: The tokens.
-        logprobs: The sampler's, one per token, for tokens of the policy; None for tokens that an environment wrote.
+        logprobs: The sampler's, one per token, for tokens of the policy; None for tokens of an environment.
     """
 
     token_ids: tuple[int, ...]
@@ -34,7 +37,7 @@ class SideConversation:
 
     Attributes:
         prompt_token_ids: Its first prompt.
-        segments: What followed; what the policy sampled and another conversation counts has no logprobs here.
+        segments: The rest; responses that another conversation counts have no logprobs here.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -46,17 +49,17 @@ class Rollout:
     """One prompt with one sampled response and its score, if it has one.
 
     Attributes:
-        prompt: What was asked.
-        segments: What followed the prompt: the policy's turns, and between them the environment's.
-        response_text: All of them as text, special tokens left out.
-        reward: What training uses; NaN without a score.
-        correct: What accuracy counts; False without a score.
+        prompt: The prompt.
+        segments: The policy's turns, and between them the environment's.
+        response_text: The segments as text, special tokens left out.
+        reward: Reward for training; NaN without a score.
+        correct: Counted by accuracy; False without a score.
         truncated: The last response was cut at a token limit.
-        reward_parts: What the reward was made of, by name.
-        stopped: A function of the user's ended it where it could have gone on.
-        others: Conversations beside that of `prompt` and `segments`.
-        answer: What the environment read as the answer of the last response.
-        unscored: Why there is no score; None where there is one.
+        reward_parts: Parts of the reward, by name.
+        stopped: A user's function ended it before its last turn.
+        others: Further conversations of an agent.
+        answer: The answer that the environment found in the last response.
+        unscored: The reason why there is no score; None if there is one.
     """
 
     prompt: Prompt
@@ -73,7 +76,7 @@ class Rollout:
 
     @staticmethod
     def ended(outcome: Score | Unscored, **said: Any) -> Rollout:
-        """A rollout with its score, or without; `said` are the fields that do not come from the score."""
+        """A rollout with or without a score; `said` has the fields that do not come from it."""
         if isinstance(outcome, Unscored):
             return Rollout(reward=math.nan, correct=False, unscored=outcome, **said)
         return Rollout(
@@ -102,7 +105,7 @@ class Rollout:
         return len(self.prompt.token_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
     def sequences(self, sample_mask: float = 1.0) -> list[SampledSequence]:
-        """Each conversation as one token sequence; only what the policy sampled is counted by the loss."""
+        """Each conversation as one token sequence; the loss counts only tokens that the policy sampled."""
         pairs = [(self.prompt.token_ids, self.segments), *((o.prompt_token_ids, o.segments) for o in self.others)]
         return [_sequence(prompt, segments, sample_mask) for prompt, segments in pairs]
 
@@ -145,7 +148,7 @@ class RolloutBatch:
         return self.rewards().reshape(self.num_prompts, self.group_size)
 
     def reward_parts(self) -> dict[str, Tensor]:
-        """By name, in alphabetical order, [B] float32 of what rewards were made of; NaN where a rollout has none."""
+        """Parts of rewards by name, in alphabetical order, each [B] float32; NaN for a rollout without the part."""
         names = sorted({name for rollout in self.rollouts for name in rollout.reward_parts})
         return {
             name: torch.tensor([rollout.reward_parts.get(name, float("nan")) for rollout in self.rollouts])
@@ -153,7 +156,7 @@ class RolloutBatch:
         }
 
     def constant_groups(self) -> Tensor:
-        """[P] bool: groups whose rewards are all equal, those with fewer than two rewards among them."""
+        """[P] bool: groups whose rewards are all equal; true for fewer than two rewards."""
         rewards_PG = self.rewards_PG()
         highest_P = rewards_PG.nan_to_num(nan=float("-inf")).amax(dim=1)
         return highest_P <= rewards_PG.nan_to_num(nan=float("inf")).amin(dim=1)
@@ -191,10 +194,7 @@ class RolloutBatch:
         return torch.tensor([rollout.num_turns for rollout in self.rollouts], dtype=torch.int64)
 
     def row_owners(self) -> Tensor:
-        """[R] int64, R >= B: the rollout of each row of `collate`.
-
-        First come the conversations of all rollouts, one each, then those that they have beside it.
-        """
+        """[R] int64, R >= B: the rollout of each row of `collate`: one conversation of each, then all others."""
         others = [row for row, rollout in enumerate(self.rollouts) for _ in rollout.others]
         return torch.tensor([*range(len(self)), *others], dtype=torch.int64)
 
@@ -214,7 +214,7 @@ class RolloutBatch:
 
     @staticmethod
     def interleave(first: RolloutBatch, second: RolloutBatch, is_first: Sequence[bool]) -> RolloutBatch:
-        """Groups of two batches, each in its own order; `is_first` says of each place whose group it has."""
+        """Groups of two batches, each in its own order; `is_first` chooses the batch for each place."""
         batch = RolloutBatch.concatenate([first, second])
         places = {True: iter(range(first.num_prompts)), False: iter(range(first.num_prompts, batch.num_prompts))}
         return batch.select_groups([next(places[each]) for each in is_first])

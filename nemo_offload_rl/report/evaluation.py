@@ -1,4 +1,4 @@
-"""The page of an evaluation: what was measured, and responses to look at."""
+"""The page of an evaluation: metrics, and responses to look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from nemo_offload_rl.report.page import STYLE
+from nemo_offload_rl.report.page import render_page
 
 _NUM_SHOWN = 20
 """Prompts whose responses are on the page, of each data set."""
@@ -23,14 +23,12 @@ def evaluation_page(
     """The page as HTML, one file with everything inside.
 
     Args:
-        model: Its name or folder, the title.
+        model: Name or folder of the model, the title.
         data_sets: Columns of the table.
         table: Name and values of each metric.
         records: Responses as in responses.jsonl; those to the first prompts of each data set are shown.
-        config: Resolved.
+        config: The resolved configuration.
     """
-    import jinja2
-
     groups: dict[int, list[Mapping[str, Any]]] = {}
     shown: dict[str, set[int]] = {}
     for record in records:
@@ -38,12 +36,11 @@ def evaluation_page(
         if record["prompt_index"] in places or len(places) < _NUM_SHOWN:
             places.add(record["prompt_index"])
             groups.setdefault(record["prompt_index"], []).append(record)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_PAGE).render(
-        style=STYLE,
-        model=model,
+    return render_page(
+        _BODY,
+        title=model,
+        style="th { text-align: right; padding: .2rem 0 .2rem 1.5rem; }\n"
+        "pre { white-space: pre-wrap; overflow-wrap: anywhere; }",
         data_sets=data_sets,
         table=table,
         groups=[group for _, group in sorted(groups.items())],
@@ -51,21 +48,7 @@ def evaluation_page(
     )
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ model }}</title>
-<style>
-{{ style | safe }}
-th { text-align: right; padding: .2rem 0 .2rem 1.5rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-</style>
-</head>
-<body>
-<h1>{{ model }}</h1>
+_BODY = """\
 <table>
 <tr><td></td>{% for name in data_sets %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for name, values in table %}
@@ -88,6 +71,4 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 {% endfor %}
 <h2>Records</h2>
 <details><summary>Resolved configuration</summary><pre>{{ config }}</pre></details>
-</body>
-</html>
 """

@@ -1,4 +1,4 @@
-"""Which metrics make which figure of the report, and in which order the page shows them."""
+"""Metrics of a run, and the table of the report's figures in the order of the page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Lines:
     """A figure of one line for each metric that the run has; left out where it has no finite value of any.
 
     Attributes:
-        title: What is drawn; unique on the page.
-        unit: What the y axis counts.
+        title: Unique on the page.
+        unit: Unit of the y axis.
         lines: Metrics and their labels.
-        shows: Values that the y axis has, whatever was measured.
+        shows: Values that the y axis always includes.
         is_share: The y axis is in percent.
         absent_with: A metric of runs that do not have this figure.
     """
@@ -38,7 +38,7 @@ class Lines:
     absent_with: str | None = None
 
     def measured(self, metrics: Metrics) -> dict[str, str]:
-        """Those of `lines` that the run has finite values of; empty where the figure is left out."""
+        """Lines of which the run has finite values; empty if the figure is left out."""
         if self.absent_with is not None and metrics.finite(self.absent_with):
             return {}
         return {name: label for name, label in self.lines.items() if metrics.finite(name)}
@@ -46,7 +46,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Layers:
-    """What a figure stacks: values by label, one for each of `steps`."""
+    """Layers of a stacked figure: values by label, one for each of `steps`."""
 
     steps: Sequence[int]
     unit: str
@@ -55,14 +55,14 @@ class Layers:
 
 @dataclass(frozen=True)
 class Stack:
-    """A figure of parts that sum up to a whole; left out where `layers` finds none."""
+    """A figure of parts that sum up to a whole; left out if `layers` finds none."""
 
     title: str
     layers: Callable[[Metrics], Layers | None]
 
 
 def phase_layers(metrics: Metrics) -> Layers | None:
-    """Seconds of each phase in steps of training; what is left of a step is `other`."""
+    """Seconds of each phase in steps of training; the rest of a step is `other`."""
     steps = [step for step, total in zip(*metrics.series("timing/total_s"), strict=True) if math.isfinite(total)]
     # The order of the latest step: the first one has little more than a validation.
     names = Metrics({step: metrics.by_step[step] for step in reversed(steps)}).names("timing/")
@@ -76,7 +76,7 @@ def phase_layers(metrics: Metrics) -> Layers | None:
 
 
 def residency_layers(metrics: Metrics) -> Layers | None:
-    """Bytes by what happened to them, each byte once: `bytes_freed` has those that were copied first too."""
+    """Bytes copied in either direction or dropped, each byte once: `bytes_freed` includes those copied first."""
     steps = [step for step, values in metrics.by_step.items() if any(name in values for name in _MOVES)]
     if not bytes_moved(metrics):
         return None
@@ -89,13 +89,13 @@ def residency_layers(metrics: Metrics) -> Layers | None:
 
 
 def bytes_moved(metrics: Metrics) -> float | None:
-    """Bytes copied or freed in the whole run; None where the run did not measure them."""
+    """Bytes copied or freed in the whole run; None if the run did not measure them."""
     measured = [name for name in _MOVES if metrics.finite(name)]
     return sum(sum(metrics.finite(name)) for name in measured) if measured else None
 
 
 def byte_unit(num_bytes: float) -> tuple[int, str]:
-    """Bytes of the greatest unit that `num_bytes` fills, and its name."""
+    """Size in bytes, and name, of the greatest unit that `num_bytes` fills."""
     return next(((size, unit) for size, unit in _BYTE_UNITS if num_bytes >= size), (1, "bytes"))
 
 

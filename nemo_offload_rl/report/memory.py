@@ -32,9 +32,9 @@ class MemorySample:
 
 
 def read_samples(run_dir: Path) -> list[MemorySample]:
-    """Samples of the GPU that was fullest; empty where none were taken. A line that was cut short is left out.
+    """Samples of the GPU that was fullest, without broken lines and those before the last resume; empty for none.
 
-    A resumed run counts its seconds from 0 again: samples before that are left out.
+    A resumed run counts its seconds from 0 again.
     """
     path = run_dir / MEMORY_FILE
     if not path.is_file():
@@ -62,15 +62,11 @@ def read_samples(run_dir: Path) -> list[MemorySample]:
     ]
 
 
-def last_steps(samples: Sequence[MemorySample], num_steps: int = _STEPS_SHOWN) -> list[MemorySample]:
-    """Samples of the last steps: a longer run would only be a blur."""
-    shown = sorted({sample.step for sample in samples})[-num_steps:]
-    return [sample for sample in samples if sample.step in shown]
-
-
 def memory_samples(run_dir: Path) -> list[MemorySample]:
-    """What the figure shows; empty where too little was sampled to draw it."""
-    samples = last_steps(read_samples(run_dir))
+    """Samples of the last steps, since more would be a blur; empty if there are too few to draw."""
+    samples = read_samples(run_dir)
+    shown = sorted({sample.step for sample in samples})[-_STEPS_SHOWN:]
+    samples = [sample for sample in samples if sample.step in shown]
     return samples if len(samples) > 1 else []
 
 
@@ -78,7 +74,7 @@ def draw_memory(axes: Axes, samples: Sequence[MemorySample]) -> None:
     """GiB by owner over time, on bands of the phases.
 
     Args:
-        axes: Empty; what has a label belongs in the legend.
+        axes: Empty; artists with a label appear in the legend.
         samples: Two or more.
     """
     times = [sample.t_s - samples[0].t_s for sample in samples]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from nemo_offload_rl.report.figures import (
     RESIDENCY,
@@ -51,14 +52,9 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         DataError: The run has no metrics.
     """
-    import jinja2
-
     metrics = read_metrics(run_dir)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    html = environment.from_string(_PAGE).render(
-        style=STYLE,
+    html = render_page(
+        _BODY,
         title=run_dir.resolve().name,
         rows=summary(metrics),
         sections=sections(run_dir, metrics),
@@ -72,6 +68,24 @@ def write_report(run_dir: Path) -> Path:
     page.parent.mkdir(exist_ok=True)
     page.write_text(html, encoding="utf-8")
     return page
+
+
+def render_page(body: str, *, title: str, style: str = "", **values: Any) -> str:
+    """A page of HTML with everything inside.
+
+    Args:
+        body: Template of Jinja with the contents below the title.
+        title: Title and heading.
+        style: CSS after that of every page.
+        values: Variables of the template.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(f"{_HEAD}{body}</body>\n</html>\n")
+    return template.render(title=title, style=f"{_STYLE}\n{style}", **values)
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
@@ -91,7 +105,7 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def sections(run_dir: Path, metrics: Metrics) -> list[Section]:
-    """The parts of the page that have something to show; residency is the last."""
+    """The sections of the page that are not empty; residency is the last."""
     found = [Section(title, _drawn(figures, metrics)) for title, figures in SECTIONS.items()]
     samples = memory_samples(run_dir)
     if samples:
@@ -106,7 +120,7 @@ def sections(run_dir: Path, metrics: Metrics) -> list[Section]:
 
 
 def residency_rows(metrics: Metrics) -> list[tuple[str, str]]:
-    """What the residency manager moved in the whole run, and what of it was waited for."""
+    """Bytes that the residency manager copied in the whole run, and seconds of copies, waited for or hidden."""
     copied = sum(sum(metrics.finite(f"residency/{name}")) for name in ("bytes_out", "bytes_in"))
     divisor, unit = byte_unit(copied)
     rows = [("bytes copied", f"{copied / divisor:.2f} {unit}")]
@@ -157,7 +171,7 @@ _ROWS = (
     _Row("timing/total_s", "seconds per step, median", _median(".2f")),
 )
 
-STYLE = """\
+_STYLE = """\
 :root { color-scheme: light dark; --text: #1b1e23; --page: #ffffff; --line: #e3e5e8; --code: #f5f6f8; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6ea; --page: #16181c; --line: #33373d; --code: #1f2227; }
@@ -176,9 +190,8 @@ svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
 summary { cursor: pointer; padding: .3rem 0; }
 pre { background: var(--code); padding: 1rem; overflow-x: auto; font-size: .85rem; }"""
-"""Of every page, for light and dark mode."""
 
-_PAGE = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -191,6 +204,8 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 <h1>{{ title }}</h1>
+"""
+_BODY = """\
 {% macro table(rows) %}
 <table>
 {% for name, text in rows %}
@@ -223,13 +238,11 @@ _PAGE = """<!doctype html>
 {% endif %}
 <details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
 {% endfor %}
-</body>
-</html>
 """
 
 
 def _last_samples(run_dir: Path) -> str:
-    """What the latest validation showed, with its step."""
+    """Samples of the latest validation, with its step."""
     paths = {int(path.stem.removeprefix("step_")): path for path in (run_dir / SAMPLES_FOLDER).glob("step_*.txt")}
     return f"step {max(paths)}\n{_text_of(paths[max(paths)])}" if paths else ""
 

@@ -1,4 +1,4 @@
-"""Figures as SVG for the page: text and axes have the color of the page's text, so that light and dark mode fit."""
+"""Figures as SVG for the page, with the page's text color for text and axes in light and dark mode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def svg(title: str, draw_on: Callable[[Axes], None]) -> str:
 
     Args:
         title: Unique on the page, so that ids of elements are too.
-        draw_on: Draws; artists with a label are in the legend.
+        draw_on: Draws on the axes; artists with a label appear in the legend.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -77,7 +77,7 @@ def svg(title: str, draw_on: Callable[[Axes], None]) -> str:
 
 
 def _step_axis(axes: Axes, metrics: Metrics) -> None:
-    """The same steps in every figure of a run."""
+    """Show the same range of steps in every figure of a run."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(min(metrics.by_step) - 0.5, max(metrics.by_step) + 0.5)
@@ -126,7 +126,7 @@ def _draw_lines(axes: Axes, figure: Lines, metrics: Metrics) -> None:
 
 
 def _means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most `_MAX_MEANS` points of a long line: middle steps of its parts, means of their finite values or NaN."""
+    """At most `_MAX_MEANS` points: middle steps of parts of the line, and means of their finite values or NaN."""
     parts = _slices(len(steps), _MAX_MEANS)
     finite = [[value for value in values[part] if math.isfinite(value)] for part in parts]
     middles = [steps[part][len(steps[part]) // 2] for part in parts]
@@ -151,6 +151,6 @@ def _draw_stack(axes: Axes, layers: Layers, metrics: Metrics) -> None:
 
 
 def _slices(count: int, most: int) -> list[slice]:
-    """At most `most` neighbouring parts of about the same size, of `count` items."""
+    """At most `most` neighbouring slices of about the same size that cover `count` items."""
     size = math.ceil(count / most)
     return [slice(start, start + size) for start in range(0, count, size)]

@@ -4,7 +4,7 @@ import json
 import re
 
 from nemo_offload_rl.report import write_report
-from nemo_offload_rl.report.memory import last_steps, memory_samples, read_samples
+from nemo_offload_rl.report.memory import memory_samples, read_samples
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
 
@@ -22,7 +22,7 @@ def test_the_fullest_gpu_is_shown_and_a_line_that_was_cut_is_left_out(tmp_path):
 def test_only_the_last_steps_are_drawn(tmp_path):
     gib = {"a": {"engine": 1.0, "other": 0.0}}
     write(tmp_path, [(float(i), i, "training", gib) for i in range(1, 9)])
-    assert {sample.step for sample in last_steps(read_samples(tmp_path))} == {6, 7, 8}
+    assert {sample.step for sample in memory_samples(tmp_path)} == {6, 7, 8}
     write_metrics(tmp_path)
     html = write_report(tmp_path).read_text()
     assert "<figcaption>GPU memory by owner</figcaption>" in html
