@@ -1,7 +1,7 @@
 """Checksums of files: XXH3 with 128 bits, as fast as memory. They find damage by storage, not changes made on purpose.
 
-A checksum is taken of the bytes on their way into the file (`SummedStream`), so that it also covers what the page cache
-and the disk do to them. Files that another library writes are read back (`file_checksums`).
+Bytes are summed on their way into the file (`SummedStream`), so that a checksum also covers damage by page cache and
+disk. Files that another library writes are read back (`file_checksums`).
 """
 
 from __future__ import annotations
@@ -20,40 +20,21 @@ _NUM_THREADS = 4  # xxhash and the reads release the GIL
 
 
 class SummedStream:
-    """A binary file that is only appended to, with the checksum of what was written.
-
-    Args:
-        file: Open for writing, empty.
-    """
+    """An append-only binary file, given open and empty, with a checksum of the written bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._sum = xxhash.xxh3_128()
+        # torch writes through these.
+        self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
 
     def write(self, data: Buffer) -> int:
-        """Write bytes."""
         self._sum.update(data)
         return self._file.write(data)
 
     def checksum(self) -> str:
-        """Checksum of all that was written."""
+        """Checksum of all written bytes."""
         return self._sum.hexdigest()
-
-    def tell(self) -> int:
-        """Bytes written."""
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """Hand the bytes to the system."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Descriptor of the file."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def bytes_checksum(data: Buffer) -> str:
@@ -71,7 +52,6 @@ def file_checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(chunk):
             found.update(chunk[:size])
-            show_progress()
             show_progress()
     return found.hexdigest()
 
@@ -93,12 +73,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def damaged_files(folder: Path, checksums: Mapping[str, str]) -> dict[str, str]:
-    """Files that are not as they were written: what is wrong with each, by its path in `folder`.
-
-    Args:
-        folder: Where they are.
-        checksums: Of each file, when it was written.
-    """
+    """Faults of files that differ from their checksums when they were written, by path in `folder`."""
 
     def fault(name: str) -> str | None:
         try:

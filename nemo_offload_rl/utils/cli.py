@@ -19,7 +19,7 @@ EXIT_USER_ERROR = 2
 _BY_SIGNAL = 128
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ask a run to end. `run_end.py` has it save first."""
+"""Signals that ask a run to end; `run_end.py` saves first."""
 
 _OVERRIDES_HELP = """\
 overrides, applied in order:
@@ -33,7 +33,7 @@ overrides, applied in order:
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What a launch script was asked for."""
+    """Arguments of a launch script."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -45,9 +45,9 @@ def parse_launch_arguments(
     """Parse `--config PATH overrides...`.
 
     Args:
-        description: What the script does, for `--help`.
+        description: Text of `--help`.
         default_config: Configuration to use without `--config`; None makes the option required.
-        argv: Arguments without the program's name; the process's own by default.
+        argv: Arguments without the program's name; None for those of the process.
     """
     parser = argparse.ArgumentParser(
         description=description, epilog=_OVERRIDES_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,7 +67,7 @@ def parse_launch_arguments(
 
 
 class LastLine(str):
-    """A note of an exception that ends a run: where its results are and how to go on."""
+    """A note of the exception that ends a run, printed last: where its results are and how to go on."""
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
@@ -78,7 +78,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     keeps its traceback and status 1. An error's notes of the class `LastLine` come last.
 
     Args:
-        main: The script; what it returns is the exit status, None meaning 0.
+        main: The script; returns the exit status, None for 0.
     """
     try:
         status = main()
@@ -108,14 +108,14 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):
-    """Looks standard error up at each record: a progress bar puts its own stream there while it is shown."""
+    """Looks up standard error for each record: a visible progress bar puts its own stream there."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing is left to tell that standard error is gone or full."""
+        """Stay silent: standard error is gone or full."""
 
 
 def _end_with(reason: str, error: BaseException) -> None:
@@ -127,7 +127,7 @@ def _end_with(reason: str, error: BaseException) -> None:
 
 
 def _flush() -> None:
-    """Flush standard output. Where that fails, Python would do it again and give the process another status."""
+    """Flush standard output; if that fails replace it, or Python would flush again and change the exit status."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,16 +1,14 @@
 """From a YAML file and command-line overrides to a plain resolved dictionary.
 
-1. Read the file and what its `defaults:` name (a path or a list, relative to the file, or the name of one of this
-   package's `EXEMPLARS`), parents first, later wins.
-   A mapping with `_override_: true` replaces the inherited one instead of being merged into it; `_remove_: true` as its
-   only key takes the inherited one away.
+1. Read the file and the files that its `defaults:` name (a path or a list, relative to the file, or the name of one of
+   this package's `EXEMPLARS`), parents first, later wins. A mapping with `_override_: true` replaces the inherited one
+   instead of being merged into it; a mapping with `_remove_: true` as its only key removes the inherited one.
 2. Apply overrides in Hydra's grammar, in order: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`. A value that Hydra can only read
-   in quotes, such as `a=b` or `später`, is text without them.
+   in quotes, such as `a=b` or `später`, is read as text without them.
 3. Resolve OmegaConf interpolations, with the resolvers `add`, `mul`, `div` and `max`. Text that comes from the
-   environment (`oc.env`) remembers how it is written (`FromEnvironment`), so that no record of a run holds a secret.
+   environment (`oc.env`) keeps its interpolation (`FromEnvironment`), so that no record of a run holds a secret.
 
-Everything that can go wrong raises `ConfigError` with one line. What the keys mean is checked afterwards, by
-`nemo_offload_rl.config`.
+Every failure raises `ConfigError` with one line. `nemo_offload_rl.config` checks the meaning of keys afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from nemo_offload_rl.errors import ConfigError
+from nemo_offload_rl.errors import ConfigError, first_line
 from nemo_offload_rl.keys.section import FromEnvironment
 
 EXEMPLARS = Path(__file__).parents[1] / "exemplars"
@@ -45,7 +43,7 @@ _SHORTEST_SECRET = 8  # a shorter value is found in other text by chance
 _is_marking: ContextVar[bool] = ContextVar("is_marking", default=False)
 
 type MissingKeyMessage = Callable[[dict[str, Any], str, Any], str]
-"""From the unresolved configuration, a key that it does not have and the value for it to the hint for the user."""
+"""Makes the hint for the user from the unresolved configuration, a key that it lacks and the value for it."""
 
 
 def load_config(
@@ -56,7 +54,7 @@ def load_config(
     Args:
         path: The YAML file.
         overrides: Hydra overrides, applied in order.
-        missing: What to say of an override of a key that is not there; None knows the keys of the file alone.
+        missing: Makes the message for an override of a missing key; None knows the keys of the file alone.
 
     Returns:
         Nested dictionaries and lists without interpolations.
@@ -77,15 +75,15 @@ def load_config(
 
 
 def load_unresolved(path: str | Path) -> DictConfig:
-    """A file with what its `defaults:` name, interpolations as they are written."""
+    """A file with its `defaults:`, interpolations unresolved."""
     return _load_with_defaults(Path(path), seen=())
 
 
 def nearest_keys(name: str, known: Iterable[str]) -> list[str]:
     """The dotted keys that a misspelt or misplaced `name` may mean, the likeliest first.
 
-    In this order: very like names in the same section, the same name in other sections, like names in the same section,
-    very like names anywhere.
+    In this order: very similar names in the same section, the same name in other sections, similar names in the same
+    section, very similar names anywhere.
     """
     known = list(known)
     parent, _, leaf = name.rpartition(".")
@@ -108,11 +106,11 @@ def nearest_key(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_key_message(name: str, known: Iterable[str], accepts: Callable[[str], bool] = lambda key: True) -> str:
-    """One line that says `name` is unknown and which key is nearest, or which keys its section has.
+    """One line that an unknown dotted key `name` gets: the nearest key, or the keys of its section.
 
     Args:
-        name: The dotted key.
-        known: Every key there is.
+        name: The key.
+        known: All keys.
         accepts: Whether a key may have the value that was given to `name`; others are not suggested.
     """
     known = list(known)
@@ -157,7 +155,7 @@ def _register_resolvers() -> None:
 
 
 def _environment(name: str, *default: Any) -> Any:
-    """OmegaConf's own resolver; while `_marked` asks, an environment variable that is set is what is written."""
+    """OmegaConf's own resolver; while `_marked` runs, a variable that is set stays an interpolation."""
     if _is_marking.get() and name in os.environ:
         return f"${{oc.env:{','.join(str(part) for part in (name, *default))}}}"
     return oc.env(name, *default)
@@ -166,8 +164,8 @@ def _environment(name: str, *default: Any) -> Any:
 def _marked(node: DictConfig | ListConfig, resolved: Any) -> Any:
     """The resolved configuration, with all text that depends on an environment variable as `FromEnvironment`.
 
-    It is the text that resolves otherwise where variables stand for themselves, and text that holds a variable's secret
-    because a shell has put it there.
+    Such text resolves differently while variables stay interpolations, or contains a variable's secret because a shell
+    has put it there.
     """
     if isinstance(resolved, dict):
         return {key: _marked_child(node, key, value) for key, value in resolved.items()}
@@ -180,7 +178,7 @@ def _marked_child(node: Any, key: Any, value: Any) -> Any:
     token = _is_marking.set(True)
     try:
         written = node[key]
-    except OmegaConfBaseException:  # a computation that the text of an interpolation has no part in
+    except OmegaConfBaseException:  # a computation cannot use the text of an interpolation
         written = cast("Any", OmegaConf.to_container(node, resolve=False))[key]
     finally:
         _is_marking.reset(token)
@@ -192,7 +190,7 @@ def _marked_child(node: Any, key: Any, value: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Text in which the values of environment variables that are secrets by their names are interpolations of them."""
+    """Replace values of environment variables that are secrets by their names with interpolations."""
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET.search(name) and value in text:
             text = text.replace(value, f"${{oc.env:{name}}}")
@@ -251,17 +249,14 @@ def _read_yaml(path: Path) -> DictConfig:
         where = f"line {error.problem_mark.line + 1}" if error.problem_mark is not None else "somewhere"
         raise ConfigError(f"{path}: not valid YAML at {where}: {error.problem}; correct that line") from error
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: holds a list or a scalar; a configuration is a mapping of sections")
     return config
 
 
 def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
-    """`over` on top of `base`; mappings of `over` with the replace mark take the place of what `base` has.
-
-    Those with the remove mark take it away.
-    """
+    """`over` merged into `base`; mappings of `over` with a mark replace or remove those of `base`."""
     for key in _marked_paths(over, _REMOVE_MARK):
         for config in (over, base):
             parent_key, _, leaf = key.rpartition(".")
@@ -276,7 +271,7 @@ def _merge(base: DictConfig, over: DictConfig) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, over)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{_first_line(error)}; a section cannot be merged with a plain value") from error
+        raise ConfigError(f"{first_line(error)}; a section cannot be merged with a plain value") from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -310,7 +305,7 @@ def _apply_override(config: DictConfig, text: str, missing: MissingKeyMessage | 
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise ConfigError(f"override {text!r} cannot be applied: {_first_line(error)}") from error
+        raise ConfigError(f"override {text!r} cannot be applied: {first_line(error)}") from error
 
 
 def _parse_override(text: str, config: DictConfig) -> Override:
@@ -322,7 +317,7 @@ def _parse_override(text: str, config: DictConfig) -> Override:
             return parser.parse_override(_quoted(text))
         except HydraException:
             raise ConfigError(
-                f"override {text!r} is not in Hydra's grammar ({_first_line(error)}); write key=value, +key=value or "
+                f"override {text!r} is not in Hydra's grammar ({first_line(error)}); write key=value, +key=value or "
                 "~key"
             ) from error
     if override.is_sweep_override():
@@ -339,7 +334,7 @@ def _parse_override(text: str, config: DictConfig) -> Override:
 
 
 def _quoted(text: str) -> str:
-    """The override with its value in quotes, which the shell takes away; as it is where the value has a structure."""
+    """The override with its value in quotes, as before the shell removed them; unchanged if the value is structured."""
     key, equals, value = text.partition("=")
     if not equals or value.lstrip()[:1] in {"[", "{", "'", '"'}:
         return text
@@ -349,7 +344,7 @@ def _quoted(text: str) -> str:
 
 
 def _raw_value(config: DictConfig, key: str) -> Any:
-    """The value of a key as it is written; None where there is none."""
+    """The unresolved value of a key, or None."""
     node: Any = OmegaConf.to_container(config, resolve=False)
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
@@ -381,7 +376,7 @@ def _has_key(config: DictConfig, key: str) -> bool:
 
 
 def _require_section(config: DictConfig, key: str) -> None:
-    """A plain value on the way to `key` would be lost silently, and a list has no entry that it has not."""
+    """Refuse a key below a plain value, which would be lost silently, or beyond the end of a list."""
     parts = key.split(".")[:-1]
     for end in range(1, len(parts) + 1):
         section = ".".join(parts[:end])
@@ -410,7 +405,7 @@ def _interpolation_message(error: OmegaConfBaseException, config: DictConfig) ->
     if raw == "???":
         return f"{where}: needs a value; set {where}=..."
     given = f" {raw!r}" if isinstance(raw, str) else ""
-    reason = _first_line(error).rpartition("raised while resolving interpolation: ")[2]
+    reason = first_line(error).rpartition("raised while resolving interpolation: ")[2]
     if missing := re.search(r"Interpolation key '(.+)' not found", reason):
         known = flatten_keys(OmegaConf.to_container(config, resolve=False))
         nearest = nearest_key(missing[1], known)
@@ -419,8 +414,3 @@ def _interpolation_message(error: OmegaConfBaseException, config: DictConfig) ->
         if value := os.environ.get(name):
             reason = reason.replace(value, f"${{oc.env:{name}}}")
     return f"{where}: the interpolation{given} cannot be resolved: {reason}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""How much of a GPU's arithmetic a step uses: an estimate from the model's sizes (model FLOPs utilisation).
+"""Model FLOPs utilisation: the share of a GPU's arithmetic that a step uses, estimated from the model's sizes.
 
-Counted are the products with weights and those inside attention, a multiplication and an addition as two; recomputed
-activations are not counted, as usual for this figure (arXiv 2204.02311, appendix B). Of a mixture's experts those
-count that a token goes through. The output layer counts for every token, though prompts need no logits.
+Products with weights and inside attention count, a multiplication and an addition as two; recomputed activations do
+not, as usual for this figure (arXiv 2204.02311, appendix B). Of a mixture's experts only those that a token goes
+through count. The output layer counts for every token, though prompts need no logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_offload_rl.models.shape import ModelShape
 
-# Dense bf16 FLOP/s by a part of the name that the driver gives: data sheets of NVIDIA.
+# Dense bf16 FLOP/s by a part of the GPU's name, from data sheets of NVIDIA.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
 
 _EXPERTS = ".experts."  # in names of their weights
@@ -25,10 +25,10 @@ _EXPERTS = ".experts."  # in names of their weights
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the count needs of a model."""
+    """Sizes of a model for the count."""
 
     num_parameters: int
-    num_active: int  # parameters that a token goes through: all, but for a mixture's other experts
+    num_active: int  # parameters that a token goes through: all except a mixture's other experts
     num_layers: int
     attention_width: int  # heads times their size
     num_in_experts: int = 0  # parameters of a mixture's experts, shared ones aside
@@ -49,7 +49,7 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
         return None
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # which the check of the folder says
+    except (OSError, ValueError):  # the check of the folder reports it
         return None
     if not isinstance(config, dict):
         return None
@@ -60,7 +60,7 @@ def read_model_sizes(model_name: str) -> ModelSizes | None:
     num_dense = num_in_experts = num_active = 0
     try:
         tensors = list(_tensors(files))
-    except (OSError, SafetensorError):  # which the check of the weights says
+    except (OSError, SafetensorError):  # the check of the weights reports it
         return None
     for name, num_elements in tensors:
         if _EXPERTS in name:
@@ -87,7 +87,7 @@ def peak_flops(gpu_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """What a run's GPUs could do at most, beside its model's sizes."""
+    """A model's sizes, and the peak of the GPUs that train it."""
 
     sizes: ModelSizes
     peak_flops: float  # of all GPUs that train, together
@@ -98,6 +98,6 @@ class ModelSpeed:
 
 
 def read_model_speed(model_name: str, gpu_name: str | None, num_gpus: int) -> ModelSpeed | None:
-    """None where the model's sizes or the GPU's peak are not known."""
+    """The speed of a run's model; None if its sizes or the GPU's peak are unknown."""
     sizes, peak = read_model_sizes(model_name), peak_flops(gpu_name) if gpu_name else None
     return None if sizes is None or peak is None else ModelSpeed(sizes, peak * num_gpus)

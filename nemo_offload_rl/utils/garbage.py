@@ -1,7 +1,7 @@
-"""Python's garbage collector in processes with many objects: a full collection holds everything up for a moment.
+"""Python's garbage collector in processes with many objects, where a full collection stops everything for a moment.
 
-It goes through all objects that refer to others: without those of imported libraries still 0.1 s, in a policy worker of
-30 B parameters (docs/measurements/large-models.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
+It visits all objects that refer to others: 0.1 s in a policy worker of 30 B parameters, even without the objects of
+imported libraries (docs/measurements/large-models.md#a-mixture-of-experts-of-30-b-parameters-on-two-gpus).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RARELY = 1000  # collections of the second generation before a full one; 10 by d
 
 
 def freeze_objects() -> None:
-    """Collect garbage, and let no later collection look at what is there now: imported libraries, mostly."""
+    """Collect garbage, and exclude all present objects, mostly of imported libraries, from later collections."""
     gc.collect()
     gc.freeze()
 
@@ -30,7 +30,7 @@ def frozen_objects() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Collect all garbage now, when nobody waits for this process; full collections at other times become rare."""
+    """Collect all garbage at an idle moment, and make full collections at other times rare."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, RARELY)
     gc.collect()

@@ -1,6 +1,6 @@
-"""Who holds a GPU's memory, as the driver library (NVML) says; needs no CUDA context.
+"""Processes that hold a GPU's memory, from the driver library (NVML), without a CUDA context.
 
-Without NVML, or where it names no processes, the answers are empty: nothing here may end a run.
+Without NVML, or if it names no processes, the answers are empty: nothing here may end a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GpuUse:
     by_pid: Mapping[int, int] = field(default_factory=dict)
 
     def by_owner(self, owners: Mapping[int, str]) -> dict[str, int]:
-        """Bytes by owner; a child process counts as its nearest ancestor in `owners`, the rest is `other`."""
+        """Bytes by owner; a process counts for its nearest ancestor in `owners`, all other bytes are `other`."""
         shares: dict[str, int] = dict.fromkeys([*owners.values(), "other"], 0)
         for pid, num_bytes in self.by_pid.items():
             owner = _owner_of(pid, owners)
@@ -50,7 +50,7 @@ def read_gpus() -> dict[str, GpuUse]:
 
 
 def first_gpu_name() -> str | None:
-    """What the first GPU of this host is called, if there is one."""
+    """Name of the first GPU of this host, if there is one."""
     return next((use.name for use in read_gpus().values()), None)
 
 
@@ -78,7 +78,7 @@ def _owner_of(pid: int, owners: Mapping[int, str]) -> str | None:
 
 @functools.cache
 def _nvml() -> Any:
-    """NVML, kept open for the process; None where it is missing."""
+    """NVML, kept open for the process; None if it is missing."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:

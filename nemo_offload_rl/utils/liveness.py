@@ -1,8 +1,8 @@
 """Signs of life of a worker process, which other processes of its host read.
 
 1. A worker calls `show_progress` after each piece of its work: a micro-batch, a tensor, a finished response. This
-   touches the file that its standard error goes to. Whatever is written there counts as progress too, and in Ray's
-   file of its standard output, where loaders show theirs.
+   touches the file of its standard error. Any output to this file counts as progress too, and to Ray's file of its
+   standard output, where loaders show theirs.
 2. After `dump_stacks_on_signal` it writes the Python stacks of its threads there on SIGUSR2, even while its main thread
    is stuck in native code and holds the interpreter's lock.
 3. `examine` reads both.
@@ -38,9 +38,9 @@ class ProcessState:
     """A worker process as its host sees it.
 
     Attributes:
-        stopped_pids: The process and its descendants, as far as a signal or a debugger has stopped them.
+        stopped_pids: The process and its descendants that a signal or a debugger has stopped.
         idle_s: Seconds since its last sign of progress; None if it is gone or shows none.
-        stacks: Python stacks of all threads of the process and of its descendants; "" if they were not asked for.
+        stacks: Python stacks of all threads of the process and of its descendants; "" if not requested.
     """
 
     stopped_pids: tuple[int, ...]
@@ -62,7 +62,7 @@ def dump_stacks_on_signal() -> None:
 def own_stacks() -> str:
     """Python stacks of the threads of this process, without the calling one.
 
-    Unlike a dump by signal they are complete if there are more than 100 threads; but this needs the interpreter's lock.
+    They are complete even for more than 100 threads, unlike a dump by signal, but need the interpreter's lock.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
@@ -78,8 +78,8 @@ def examine(pid: int, stderr_path: str, *, with_stacks: bool) -> ProcessState:
 
     Args:
         pid: The process.
-        stderr_path: The file that its standard error goes to.
-        with_stacks: Also read its stacks, and those of its descendants which can dump them.
+        stderr_path: The file of its standard error.
+        with_stacks: Also read its stacks, and those of descendants that can dump them.
     """
     processes = list(_family(pid))
     stopped = tuple(process.pid for process in processes if _status(process) in _STOPPED)
@@ -109,7 +109,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _dumps(process: psutil.Process) -> bool:
-    """Tell whether the process has a handler for the signal, which would end it otherwise."""
+    """Tell whether the process has a handler for the signal; without one the signal would end it."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except OSError:
@@ -119,7 +119,7 @@ def _dumps(process: psutil.Process) -> bool:
 
 
 def _dump(processes: list[psutil.Process], path: Path) -> str:
-    """What the processes write to their common file when they are asked for their stacks."""
+    """Ask processes for their stacks, and return the text that they write to their common file."""
     try:
         start_bytes = path.stat().st_size
     except OSError:

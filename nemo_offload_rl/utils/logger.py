@@ -1,14 +1,14 @@
 """The records of a run.
 
 1. Opening a `RunLogger` makes the run folder and writes config.yaml (resolved) and run.json (git revision, command,
-   versions, start). TensorBoard, Weights & Biases and MLflow, where they are enabled, get both too; a port for
-   Prometheus is opened.
+   versions, start). TensorBoard, Weights & Biases and MLflow get both too if they are enabled; a port for Prometheus is
+   opened.
 2. `log` collects the metrics of a step; `commit`, or the next step's first `log`, writes them as one line of
-   metrics.jsonl and to the others. `log_samples` writes validation samples as text.
-3. `close` writes what is still open. Used as a context manager this also happens after an error.
+   metrics.jsonl and to the other sinks. `log_samples` writes validation samples as text.
+3. `close` writes the open step, in a `with` block also after an error.
 
-Once a `RunLogger` is open, nothing that it writes to ends the run: a failure is one warning. Lines of metrics that a
-full disk refused are written as soon as there is room again.
+Once a `RunLogger` is open, no failed write ends the run: it costs one warning. Lines of metrics that a full disk
+refused are written as soon as there is room again.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class RunLogger:
     Args:
         settings: The keys `logger.*`; `log_dir` is the run folder, or that of numbered ones, and is made if need be.
         resolved_config: Plain dictionaries, written to config.yaml; without secrets (`schema.as_written`).
-        resume_after: The step that the run goes on after: an existing metrics.jsonl is appended to, and what it has of
-            later steps, which are done again, goes to metrics.1.jsonl and so on; the runs of Weights & Biases and
-            MLflow are gone on with. None starts anew: an older file is renamed likewise.
+        resume_after: The step that the run goes on after. Lines are appended to metrics.jsonl; its lines of later
+            steps, which are done again, go to metrics.1.jsonl and so on. The runs of Weights & Biases and MLflow are
+            continued. None starts anew and renames an older file likewise.
         callbacks: Functions of step and metrics, or `MetricSink`s, that get every metric too.
 
     Raises:
@@ -89,7 +89,7 @@ class RunLogger:
         self._sinks = [*open_sinks(settings, self.run_dir, resolved_config, record, resume_after), *users]
 
     def _next_folder(self) -> Path:
-        """A new folder below the run folder, numbered after the highest; two starts at a time get two."""
+        """A new folder below the run folder with the next number, unique for simultaneous starts too."""
         with self._writing():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             taken = (re.fullmatch(r"exp_(\d+)", path.name) for path in self.run_dir.iterdir())
@@ -123,7 +123,7 @@ class RunLogger:
         step, metrics = self._step, self._metrics
         self._step, self._metrics = None, {}
         not_finite = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if not_finite and not metrics.get(_SKIPPED_UPDATES):  # of skipped updates the policy has warned already
+        if not_finite and not metrics.get(_SKIPPED_UPDATES):  # the policy warns of skipped updates itself
             _LOG.warning("step %d: %s", step, ", ".join(not_finite))
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -133,12 +133,7 @@ class RunLogger:
             sink.write(step, metrics)
 
     def log_samples(self, step: int, lines: Iterable[str]) -> None:
-        """Write validation samples to samples/step_<n>.txt; no lines, no file.
-
-        Args:
-            step: The step of the validation.
-            lines: One sample each.
-        """
+        """Write validation samples, one a line, to samples/step_<n>.txt; without lines no file is made."""
         lines = list(lines)
         if not lines:
             return
@@ -151,12 +146,7 @@ class RunLogger:
             sink.write_samples(step, lines)
 
     def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write rollouts of training to rollouts/step_<n>.jsonl, which a step that is done again writes anew.
-
-        Args:
-            step: The step that they were sampled in.
-            records: One each.
-        """
+        """Write one record for each rollout of a step to rollouts/step_<n>.jsonl, replacing an older file."""
         folder = self.run_dir / ROLLOUTS_FOLDER
         with self._trying():
             folder.mkdir(exist_ok=True)
@@ -180,7 +170,7 @@ class RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The error that ends the run says more than one of a callback at its end.
+        # The error that ends the run matters more than an error of a callback at its end.
         with suppress(UserCodeError) if kind is not None else nullcontext():
             self.close()
 
@@ -196,7 +186,7 @@ class RunLogger:
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """The first write that fails costs a warning."""
+        """Turn the first failed write into a warning, and ignore later ones."""
         try:
             yield
         except OSError as error:
@@ -211,11 +201,7 @@ class RunLogger:
 
 
 class _Lines:
-    """A file that whole lines are appended to; those that could not be written come first in the next `write`.
-
-    Args:
-        path: The file.
-    """
+    """Appends whole lines to a file; those that could not be written come first in the next `write`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -226,16 +212,12 @@ class _Lines:
         return self._file.closed
 
     def write(self, line: str) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: There is no room; nothing of a line stands there.
-        """
+        """Append a line; an `OSError` leaves no part of it in the file."""
         self._waiting.append(line.encode())
         self._write_waiting()
 
     def close(self) -> int:
-        """Try once more, and close; how many lines were lost."""
+        """Try once more, close, and return the number of lost lines."""
         with suppress(OSError), self._file:
             self._write_waiting()
         return len(self._waiting)
@@ -248,7 +230,7 @@ class _Lines:
                 while left:
                     left = left[self._file.write(left) :]
             except OSError:
-                with suppress(OSError):  # of a file that is no ordinary one
+                with suppress(OSError):  # not a regular file
                     os.ftruncate(self._file.fileno(), size)
                 raise
             del self._waiting[0]
@@ -267,12 +249,12 @@ def _name_of_older(path: Path) -> Path:
 
 
 def _set_later_aside(path: Path, last_step: int) -> None:
-    """Move lines of steps after `last_step`, and one that a full disk has cut short, to a file of their own."""
+    """Move lines of steps after `last_step`, and one that a full disk has cut short, to another file."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
     kept = [line for line in lines if _step_of(line) <= last_step]
     if len(kept) == len(lines):
         return
-    # First, so that nothing is lost where the process dies in between.
+    # First, so that no line is lost if the process dies in between.
     _name_of_older(path).write_text("".join(line for line in lines if _step_of(line) > last_step), encoding="utf-8")
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(kept), encoding="utf-8")
@@ -307,7 +289,7 @@ def _run_record() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the folder of this package, or None where it is no checkout."""
+    """Output of git in the folder of this package, or None if it is no checkout."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False

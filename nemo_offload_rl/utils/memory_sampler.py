@@ -1,7 +1,7 @@
-"""Memory by owner while a run goes on: of GPUs several times a second, of the host at the end of a step.
+"""Samples of memory by owner during a run: of GPUs several times a second, of the host at the end of a step.
 
-GPU memory is read by a thread of the driver. Each sample is a line of memory.jsonl in the run folder, and the highest
-values of a step are metrics. Only the driver's host is seen, and only GPUs on which a known process lives.
+A thread of the driver reads GPU memory. Each sample is a line of memory.jsonl in the run folder, and the highest values
+of a step are metrics. Only GPUs of the driver's host that a known process uses are sampled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MemorySampler:
         owners: Process id to owner, such as `policy` or `engine`.
         path: The file to append to.
         period_s: Seconds between samples.
-        read: Where readings come from; a test may give its own.
+        read: Reads all GPUs.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class MemorySampler:
         self._phase = phase
 
     def set_owners(self, owners: Mapping[int, str]) -> None:
-        """Other processes from now on."""
+        """Replace the processes from now on."""
         self._owners = dict(owners)
         self._host = HostMemory(owners)
 
     def drain(self, next_step: int) -> dict[str, float]:
         """Highest GiB of any GPU since the last call, as `<phase>_<owner>_gib`, and `peak_gib` of all owners.
 
-        Also `host_<owner>_gib`, what the owner's processes and their children keep in main memory now; the process of
-        the caller is `driver`.
+        Also `host_<owner>_gib`, the main memory of the owner's processes and their children now; the calling process
+        is `driver`.
         """
         with self._lock:
             highest, self._highest = self._highest, {}
@@ -108,7 +108,7 @@ class MemorySampler:
                 logger.warning("%s gets no more samples: %s; metrics have the highest of each step", self._path, error)
 
     def _sample(self, now_s: float) -> str:
-        """The line of a sample, whose highest values have been taken note of."""
+        """Take a sample, note its highest values, and return its line."""
         phase = self._phase() or "between"
         uses = {uuid: use.by_owner(self._owners) for uuid, use in self._read().items()}
         ours = {uuid: use for uuid, use in uses.items() if any(use[owner] for owner in use if owner != OTHER)}
@@ -126,12 +126,12 @@ class MemorySampler:
 
 
 class HostMemory:
-    """Resident bytes by owner on this host; a page that two processes share counts in both.
+    """Resident bytes by owner on this host; a page that two processes share counts for both.
 
-    Looking for child processes takes milliseconds on a busy host, so it is done every `_SEARCH_PERIOD_S` only.
+    The search for child processes takes milliseconds on a busy host, so it runs every `_SEARCH_PERIOD_S` only.
 
     Args:
-        owners: Process id to owner; children count as their parent's, except the driver's, which are the workers.
+        owners: Process id to owner; children count for their parent, except those of the driver, the workers.
     """
 
     def __init__(self, owners: Mapping[int, str]) -> None:
@@ -140,7 +140,7 @@ class HostMemory:
         self._searched_s = -math.inf
 
     def read(self) -> dict[str, int]:
-        """Bytes by owner, now; an owner without a process that lives is left out."""
+        """Bytes by owner now, without owners that have no live process."""
         if time.monotonic() - self._searched_s > _SEARCH_PERIOD_S:
             self._processes = list(self._search())
             self._searched_s = time.monotonic()

@@ -1,4 +1,7 @@
-"""Where else a run's metrics go: TensorBoard, Weights & Biases, MLflow, Prometheus; each imported only when enabled."""
+"""Further receivers of a run's metrics: TensorBoard, Weights & Biases, MLflow, Prometheus, a user's code.
+
+Each library is imported only when its receiver is enabled.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from typing import Any, Protocol
 
 import yaml
 
-from nemo_offload_rl.errors import ConfigError, UserCodeError
+from nemo_offload_rl.errors import ConfigError, UserCodeError, first_line
 from nemo_offload_rl.keys.run import LoggerConfig, MlflowConfig, WandbConfig
 from nemo_offload_rl.targets import UserCode
-from nemo_offload_rl.utils.prometheus import PrometheusSink
+from nemo_offload_rl.utils.prometheus import PrometheusSink, not_installed
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _MLFLOW_PARAMETERS_AT_ONCE = 100  # what its interface takes in one call
 
 
 class MetricSink(Protocol):
-    """Somewhere else that metrics go."""
+    """A further receiver of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of one step."""
@@ -39,16 +42,16 @@ class MetricSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is buffered and let go."""
+        """Write everything that is buffered, and end."""
         ...
 
 
 class LossySink:
-    """Another sink, whose failure costs a warning and the rest of the run there. metrics.jsonl has all of it too.
+    """A sink that a failure disconnects with a warning; metrics.jsonl has all metrics too.
 
     Args:
         name: For the warning.
-        sink: Code that this package does not know, which may raise anything.
+        sink: May raise anything.
         abandon: Called after a failure; may fail too.
     """
 
@@ -58,15 +61,13 @@ class LossySink:
         self._abandon = abandon
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `MetricSink`."""
         self._try(lambda sink: sink.write(step, metrics))
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """See `MetricSink`."""
         self._try(lambda sink: sink.write_samples(step, lines))
 
     def close(self) -> None:
-        """See `MetricSink`; one that has failed is left alone, since its end may wait for minutes."""
+        """Close the sink unless it has failed: its end may then wait for minutes."""
         self._try(lambda sink: sink.close())
 
     def _try(self, call: Callable[[MetricSink], None]) -> None:
@@ -76,9 +77,7 @@ class LossySink:
             call(self._sink)
         except Exception as error:
             self._sink = None
-            _LOG.warning(
-                "%s is lost and gets nothing more of this run, which goes on: %s", self._name, _first_line(error)
-            )
+            _LOG.warning("%s is lost and gets no more of this run, which goes on: %s", self._name, _reason(error))
             with suppress(Exception):
                 self._abandon()
 
@@ -86,7 +85,7 @@ class LossySink:
 class TensorBoardSink:
     """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record.
 
-    TensorBoard hides what an earlier start wrote of the steps after `resume_after`, which are done again.
+    TensorBoard hides events of an earlier start about steps after `resume_after`, which are done again.
     """
 
     def __init__(
@@ -104,16 +103,13 @@ class TensorBoardSink:
             self._writer._get_file_writer().add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar for each metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Write the samples as one text."""
         self._writer.add_text("validation/samples", _as_block("\n".join(lines)), step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -136,12 +132,10 @@ class WandbSink:
             import wandb
             from wandb.errors import Error as WandbError
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                "logger.wandb_enabled is true, but wandb is not installed; pip install wandb, or set it to false"
-            ) from error
+            raise not_installed("wandb", "wandb") from error
         mode: Any = settings.mode
         id_file = run_dir / WANDB_ID_FILE
-        known_id = id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
+        known_id = _known_id(id_file, resume)
         try:
             self._run = wandb.init(
                 project=settings.project,
@@ -158,7 +152,7 @@ class WandbSink:
             )
         except WandbError as error:
             raise ConfigError(
-                f"Weights & Biases did not start ({_first_line(error)}); run `wandb login`, or set "
+                f"Weights & Biases did not start ({_reason(error)}); run `wandb login`, or set "
                 "logger.wandb.mode=offline"
             ) from error
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
@@ -166,18 +160,15 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step."""
         self._run.log({"step": step, **metrics})
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Log a table with a row for each sample."""
         import wandb
 
         table = wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
         self._run.log({"step": step, "validation/samples": table})
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
     @staticmethod
@@ -191,8 +182,8 @@ class WandbSink:
 class MlflowSink:
     """Writes to MLflow: metrics, samples, and the configuration as parameters and, with the run record, as files.
 
-    The id of the run is kept in `run_dir`, so that a resumed run is the same run there; its
-    parameters stay those that it began with, as MLflow wants it, and config.yaml becomes the present one.
+    The id of the run is kept in `run_dir`, so that a resumed run is the same run there. MLflow keeps its first
+    parameters; config.yaml becomes the present one.
     """
 
     def __init__(
@@ -208,16 +199,14 @@ class MlflowSink:
             from mlflow.entities import Metric, Param
             from mlflow.exceptions import MlflowException
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                "logger.mlflow_enabled is true, but mlflow is not installed; pip install mlflow-skinny (mlflow, to "
-                "write into a database of this machine), or set it to false"
-            ) from error
+            packages = "mlflow-skinny (mlflow, to write into a database of this machine)"
+            raise not_installed("mlflow", "mlflow", packages) from error
         self._new_metric = Metric
         _LOG.info("opening an MLflow run at %s", _without_password(settings.tracking_uri))
         parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
         tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
         id_file = run_dir / MLFLOW_ID_FILE
-        known_id = id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
+        known_id = _known_id(id_file, resume)
         try:
             self._client = MlflowClient(tracking_uri=settings.tracking_uri)
             if known_id is not None and self._is_there(known_id):
@@ -234,13 +223,13 @@ class MlflowSink:
         except (MlflowException, OSError, ImportError) as error:  # the last where artifacts need another client
             raise ConfigError(
                 f"MLflow did not start at logger.mlflow.tracking_uri {_without_password(settings.tracking_uri)} "
-                f"({_first_line(error)}); start its server, correct the address, or set "
+                f"({_reason(error)}); start its server, correct the address, or set "
                 "logger.mlflow_enabled to false"
             ) from error
         id_file.write_text(f"{self._run_id}\n", encoding="utf-8")
 
     def _is_there(self, run_id: str) -> bool:
-        """Whether the server still has a run; another server, or one that was emptied, has not."""
+        """Whether the server still has a run; another server, or an emptied one, has not."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -251,22 +240,19 @@ class MlflowSink:
             return False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step."""
         now_ms = int(time.time() * 1000)
         entries = [self._new_metric(name, value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=entries)
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Write the samples as a text file of the run."""
         self._client.log_text(self._run_id, "\n".join(lines) + "\n", f"samples/step_{step}.txt")
 
     def close(self) -> None:
-        """Finish the run."""
         self._client.set_terminated(self._run_id)
 
 
 class UserSink:
-    """Code of a user's: a function of step and metrics, or an object with `write`, and `write_samples` and `close`.
+    """A user's function of step and metrics, or object with `write`, and optionally `write_samples` and `close`.
 
     Args:
         code: The function, object or class.
@@ -287,7 +273,6 @@ class UserSink:
             code.check_positional(("step", "metrics"))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand a copy over."""
         if self._has_write:
             with self._code.telling():
                 self._object.write(step, dict(metrics))
@@ -295,20 +280,18 @@ class UserSink:
             self._code.call(step, dict(metrics))
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Hand them over, if they are wanted."""
         if hasattr(self._object, "write_samples"):
             with self._code.telling():
                 self._object.write_samples(step, list(lines))
 
     def close(self) -> None:
-        """Let it end, if it can."""
         if hasattr(self._object, "close"):
             with self._code.telling():
                 self._object.close()
 
 
 def user_sinks(settings: LoggerConfig, callbacks: Sequence[Any] = ()) -> list[MetricSink]:
-    """Those of `logger.sinks`, and objects that Python code gave, whose errors end the run.
+    """Sinks of `logger.sinks`, and callbacks of Python code, whose errors end the run.
 
     Raises:
         UserCodeError: One cannot be used.
@@ -329,11 +312,11 @@ def open_sinks(
     record: Mapping[str, Any],
     resume_after: int | None,
 ) -> list[MetricSink]:
-    """Open those that are enabled.
+    """Open the sinks that are enabled.
 
     Args:
         settings: The keys `logger.*`.
-        run_dir: The run folder, for those that write files.
+        run_dir: The run folder.
         resolved_config: Plain dictionaries.
         record: Git revision, command and versions, as in run.json.
         resume_after: Go on after this step, with the runs of Weights & Biases and MLflow whose ids `run_dir` holds;
@@ -348,23 +331,28 @@ def open_sinks(
         board = TensorBoardSink(run_dir / "tensorboard", resolved_config, record, resume_after)
         sinks.append(LossySink("TensorBoard", board))
     if settings.wandb_enabled:
-        if settings.wandb is None:
-            raise ConfigError("logger.wandb_enabled is true, but the section logger.wandb is gone; keep it")
-        wandb = WandbSink(settings.wandb, run_dir, resolved_config, record, resume)
+        wandb = WandbSink(_section(settings.wandb, "wandb"), run_dir, resolved_config, record, resume)
         sinks.append(LossySink("Weights & Biases", wandb, WandbSink.abandon))
     if settings.mlflow_enabled:
-        if settings.mlflow is None:
-            raise ConfigError("logger.mlflow_enabled is true, but the section logger.mlflow is gone; keep it")
-        sinks.append(LossySink("MLflow", MlflowSink(settings.mlflow, run_dir, resolved_config, record, resume)))
+        mlflow = MlflowSink(_section(settings.mlflow, "mlflow"), run_dir, resolved_config, record, resume)
+        sinks.append(LossySink("MLflow", mlflow))
     if settings.prometheus_enabled:
-        if settings.prometheus is None:
-            raise ConfigError("logger.prometheus_enabled is true, but the section logger.prometheus is gone; keep it")
-        sinks.append(LossySink("Prometheus", PrometheusSink(settings.prometheus, run_dir)))
+        sinks.append(LossySink("Prometheus", PrometheusSink(_section(settings.prometheus, "prometheus"), run_dir)))
     return sinks
 
 
+def _section[Section](section: Section | None, name: str) -> Section:
+    if section is None:
+        raise ConfigError(f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it")
+    return section
+
+
+def _known_id(id_file: Path, resume: bool) -> str | None:
+    return id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
+
+
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Dotted names and values of a nested configuration; what is no plain value as text."""
+    """Dotted names and values of a nested configuration; lists and null as JSON."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -373,7 +361,7 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | f
 
 
 def _as_block(text: str) -> str:
-    """Text as TensorBoard's Markdown shows it: as it is."""
+    """Text as a block of Markdown, which TensorBoard shows verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -382,6 +370,5 @@ def _without_password(text: str) -> str:
     return re.sub(r"(\w://)[^/\s]+@", r"\1...@", text)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return _without_password(lines[0]) if lines else type(error).__name__
+def _reason(error: BaseException) -> str:
+    return _without_password(first_line(error))

@@ -1,6 +1,6 @@
 """Progress of a run for a person: a bar on a terminal, one line for each step elsewhere.
 
-A stream that is gone or full ends the display with a warning, and not the run.
+A stream that is gone or full ends the display with a warning; the run goes on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RunProgress:
     Args:
         num_steps: Steps of the run in all.
         first_step: Steps that are done already (a resumed run).
-        console: Where to write; standard output by default.
-        clock: Seconds from any fixed point; a test may give its own.
+        console: Receives the output; standard output by default.
+        clock: Seconds from any fixed point.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class RunProgress:
 
         Args:
             step: Its number, from 1.
-            figures: What to show of it, by name; after them stand those of the last validation.
-            seconds: What the step's `PhaseTimer.drain` gave.
+            figures: Values to show, by name; those of the last validation follow.
+            seconds: From the step's `PhaseTimer.drain`.
         """
         parts = [f"{name} {value}" for name, value in figures.items()]
         text = "  ".join([*parts, self._about_validation] if self._about_validation else parts)
@@ -89,7 +89,7 @@ class RunProgress:
         self._show(lambda: bar.update(self._task, completed=step, figures=text))
 
     def validated(self, step: int, figures: Mapping[str, str]) -> None:
-        """Show the figures of a validation with its step, 0 for one before training, until the next one."""
+        """Show the figures of a validation until the next one; its step is 0 before training."""
         listed = ", ".join(f"{name} {value}" for name, value in figures.items())
         self._about_validation = f"held-out {listed} (step {step})" if listed else ""
         if step == 0 and listed:
@@ -129,7 +129,7 @@ class RunProgress:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the caller: Rich would end the process."""
+        """Raise instead of ending the process, as Rich would."""
         raise BrokenPipeError("the reader of standard output has ended")
 
 

@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus, over HTTP at `/metrics` while the run goes on.
 
-Metrics of steps are those of the last step that was logged. GPU memory is the last line of memory.jsonl, which the
-driver writes several times a second, so that a scrape within a long step shows what is there then.
+Metrics of steps are those of the last logged step. GPU memory is the last line of memory.jsonl, which the driver writes
+several times a second, so that a scrape within a long step shows the memory at that moment.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class PrometheusSink:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                "logger.prometheus_enabled is true, but prometheus_client is not installed; pip install "
-                "prometheus-client, or set it to false"
-            ) from error
+            raise not_installed("prometheus", "prometheus_client", "prometheus-client") from error
         where = listening(settings.host, settings.port, key="logger.prometheus.host")
         self._figures = _Figures(run_dir / MEMORY_FILE)
         registry = CollectorRegistry(auto_describe=False)
@@ -67,19 +64,25 @@ class PrometheusSink:
         _LOG.info("metrics for Prometheus: http://%s:%d/metrics", settings.host, self.port)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of this step from now on."""
         self._figures.take(step, metrics)
 
     def write_samples(self, step: int, lines: Sequence[str]) -> None:
-        """Samples are no numbers."""
+        """Ignore samples, which are text."""
 
     def close(self) -> None:
-        """Close the port."""
         self._server.close()
 
 
+def not_installed(section: str, module: str, package: str | None = None) -> ConfigError:
+    """The error for an enabled sink whose library is missing."""
+    return ConfigError(
+        f"logger.{section}_enabled is true, but {module} is not installed; pip install {package or module}, or set it "
+        "to false"
+    )
+
+
 class _Figures:
-    """What a scrape gives: a collector of prometheus_client."""
+    """The values of a scrape, as a collector of prometheus_client."""
 
     def __init__(self, memory_file: Path) -> None:
         self._memory_file = memory_file
@@ -134,7 +137,7 @@ class _Figures:
         yield from (host, phases, rates, others)
 
     def _memory(self) -> Mapping[str, Mapping[str, float]]:
-        """GiB by owner of each GPU, from the last whole line that this run wrote; nothing where there is none."""
+        """GiB by owner of each GPU, from the last whole line that this run wrote; {} if there is none."""
         try:
             with self._memory_file.open("rb") as file:
                 end = file.seek(0, 2)
@@ -152,8 +155,8 @@ class _Server:
     """Answers GET requests on one thread; a client that is slow or idle costs no thread and is closed.
 
     Args:
-        where: The address, and who is admitted.
-        answer: The body at `/metrics`.
+        where: The address and the token.
+        answer: Makes the body at `/metrics`.
         kind: Its content type.
 
     Raises:
@@ -173,7 +176,7 @@ class _Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port and what is open."""
+        """Close the port and all connections."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -200,7 +203,7 @@ class _Server:
         task.add_done_callback(lambda task: self._open.pop(task).close())
 
     async def _converse(self, connection: socket.socket) -> None:
-        """Answer one request and close."""
+        """Answer one request and close the connection."""
         reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_HEAD_BYTES)
         try:
             with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):

@@ -1,6 +1,6 @@
-"""Who may talk to the ports that a run opens: this machine alone, or whoever bears the token.
+"""Ports that a run opens, for this machine alone or with a token, and folders of Unix sockets.
 
-Every port is opened with `listening`, and every request that comes is asked for `Listening.admits`.
+Every port is opened with `listening`, and every request is checked with `Listening.admits`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MIN_TOKEN_LENGTH = 16
 
 
 def listening(host: str, port: int, *, key: str) -> Listening:
-    """Where a port is opened. The token is the environment variable `NEMO_OFFLOAD_RL_TOKEN`, never a key of the YAML.
+    """Address and token of a port; the token is the environment variable `NEMO_OFFLOAD_RL_TOKEN`, never a YAML key.
 
-    On a loopback address a token is asked for only where the variable is set.
+    On a loopback address a token is required only if the variable is set.
 
     Args:
         host: An address of this machine, or `0.0.0.0` or `::` for all of them.
@@ -43,7 +43,7 @@ def listening(host: str, port: int, *, key: str) -> Listening:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own, which no other reaches; other names than `localhost` are not."""
+    """Whether no other machine reaches an address; of names, only `localhost` counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -54,10 +54,10 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 def short_folder(folder: str, longest_name: str) -> str:
-    """Return `folder`, or `/tmp` if the path of a socket in `folder` would be too long.
+    """Return `folder`, or `/tmp` if the path of a socket would exceed the kernel's limit.
 
     Args:
-        folder: Where sockets go by default, such as TMPDIR.
+        folder: Folder of sockets, such as TMPDIR.
         longest_name: The longest path of a socket below it.
     """
     fits = len(os.fsencode(os.path.join(folder, longest_name))) <= MAX_SOCKET_PATH_BYTES

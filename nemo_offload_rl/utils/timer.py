@@ -12,11 +12,11 @@ TOTAL = "total"
 class PhaseTimer:
     """Seconds spent in each phase since the last `drain`.
 
-    A phase entered several times adds up. A phase entered inside another is recorded as `outer/inner`; only outer
-    phases count in `shares`, so that shares never add up to more than one.
+    A phase entered several times adds up. A phase inside another is recorded as `outer/inner`; only outer phases count
+    in `shares`, so that shares never add up to more than one.
 
     Args:
-        clock: Seconds from any fixed point; a test may give its own.
+        clock: Seconds from any fixed point.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,7 +38,7 @@ class PhaseTimer:
             self._open.pop()
 
     def current(self) -> str:
-        """The outer phase that is open, or an empty text; another thread may ask."""
+        """The outer phase that is open, "" for none; other threads may call it."""
         return next(iter(self._open), "")
 
     def seconds(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class PhaseTimer:
         return {**self._seconds, TOTAL: self._clock() - self._began}
 
     def drain(self) -> dict[str, float]:
-        """What `seconds` says, and begin anew."""
+        """Return `seconds`, and begin anew."""
         seconds = self.seconds()
         self._seconds = {}
         self._began = self._clock()
@@ -54,16 +54,12 @@ class PhaseTimer:
 
 
 def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase under the names that metrics have: `<phase>_s`, to be logged with the prefix `timing`."""
+    """Seconds by phase as metrics `<phase>_s`, to be logged with the prefix `timing`."""
     return {f"{name}_s": value for name, value in seconds.items()}
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each outer phase's share of `total`, 0 to 1, and `other` for what no phase covers.
-
-    Args:
-        seconds: What `PhaseTimer.seconds` gave.
-    """
+    """Each outer phase's share of `total`, 0 to 1, and `other` for the rest, from `PhaseTimer.seconds`."""
     total = seconds[TOTAL]
     if total <= 0:
         return {}

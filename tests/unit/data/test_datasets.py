@@ -131,7 +131,7 @@ def test_a_prompt_longer_than_the_limit_is_masked_or_dropped_and_counted(tmp_pat
         [(4, 0.0)] if overlong_rows == "mask" else []
     )
     assert "1 of 11 rows of d are longer than data.max_input_seq_length=11 tokens, first " in caplog.text
-    with pytest.raises(DataError, match=r"and all others are longer than data\.max_input_seq_length=10 tokens"):
+    with pytest.raises(DataError, match=r"and all others of d are longer than data\.max_input_seq_length=10 tokens"):
         load(source, max_input_seq_length=10, overlong_rows=overlong_rows)
 
 

@@ -274,7 +274,7 @@ def test_a_sink_that_fails_gets_nothing_more_and_one_of_python_code_ends_the_run
         for step in (1, 2):
             logger.log(step, {"loss": 0.5})
             logger.commit()
-    assert caplog.text.count("logger.sinks.0.target is lost and gets nothing more of this run, which goes on") == 1
+    assert caplog.text.count("logger.sinks.0.target is lost and gets no more of this run, which goes on") == 1
     assert len(lines(tmp_path / "run")) == 2
     sink = _Sink()
     with (
@@ -301,7 +301,7 @@ def test_the_end_of_weights_and_biases_own_process_costs_a_warning(
             logger.commit()
     assert helpers
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    assert caplog.text.count("Weights & Biases is lost and gets nothing more of this run, which goes on: ") == 1
+    assert caplog.text.count("Weights & Biases is lost and gets no more of this run, which goes on: ") == 1
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "prometheus"])
