@@ -1,11 +1,11 @@
 """AdamW with moments of 16 bits, for the DTensor backend's fp32 parameters; `policy.optimizer.name` may name it.
 
-The arithmetic is torch's in float32. What is kept of a moment is rounded up or down by chance, in proportion to what is
-lost either way, so that its mean is right. Rounded to the nearest, a second moment could not shrink: with a beta of
-0.999 a step takes a thousandth off it, and bfloat16 has no values that near.
+The arithmetic is torch's in float32. Stored moments are rounded up or down at random, with probabilities that keep
+their mean (stochastic rounding). Rounded to nearest, a second moment could not shrink: with a beta of 0.999 a step
+takes a thousandth off it, and bfloat16 has no values that close.
 
-Chance is a hash of the moments' own bits and the count of the step. So an element's update needs nothing but the
-element, and is the same bit by bit however parameters are sharded, streamed or resumed.
+The random bits are a hash of the moments' own bits and the step count. So an element's update depends on the element
+alone, and is the same bit by bit however parameters are sharded, streamed or resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from nemo_offload_rl.residency import local_tensor
 
-# Elements that are updated at once: a step takes about 24 bytes of each beside the states.
+# Elements that are updated at once; a step takes about 24 bytes for each in addition to the states.
 PIECE_ELEMENTS = 1 << 23
 MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,9 +33,9 @@ class AdamW(Optimizer):
     """See the module. With both types float32 it is `torch.optim.AdamW` bit by bit.
 
     Args:
-        params: As of any torch optimizer; float32, DTensors too.
+        params: As for any torch optimizer; float32, DTensors too.
         lr: Learning rate.
-        betas: Of the moments' running averages.
+        betas: Decay rates of the moments' running averages.
         eps: Added to the denominator.
         weight_decay: Decoupled from the gradient.
         exp_avg_dtype: Type of the first moment: float32 or bfloat16.
@@ -102,8 +102,8 @@ class AdamW(Optimizer):
         exp_avg_sq: Tensor,
     ) -> None:
         """Tensors are [N]; `count` steps came before."""
-        first, second = exp_avg.float(), exp_avg_sq.float()  # themselves where they are kept as such
-        # The fused kernel reads the count on the device. torch counts it up.
+        first, second = exp_avg.float(), exp_avg_sq.float()  # the same tensors if they are float32
+        # The fused kernel reads the count on the device. torch increments it.
         count_device = parameter.device if self._fused else torch.device("cpu")
         adamw(
             [parameter],
@@ -139,8 +139,8 @@ def round_by_chance_(values: Tensor, chance: Tensor) -> None:
         chance: [N] int32, whose lower 16 bits are evenly distributed.
     """
     bits, is_nan = values.view(torch.int32), values.isnan()
-    # What is lost carries into what is kept with a probability in proportion to it; the sign is a bit apart. From the
-    # largest value of bfloat16 on there is nothing to carry into.
+    # The lost bits carry into the kept ones with a probability in proportion to them; the sign is a separate bit. From
+    # the largest value of bfloat16 on there is nothing to carry into.
     carried = (chance & ((1 << _LOST_BITS) - 1)).masked_fill_(values.abs() >= _LARGEST, 0)
     bits.add_(carried).bitwise_and_(-1 << _LOST_BITS)
     values.masked_fill_(is_nan, torch.nan)
@@ -159,7 +159,7 @@ def hashed(first: Tensor, second: Tensor, count: int) -> Tensor:
 
 
 def _shifted(values: Tensor, num_bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, filling with zeros."""
     return (values >> num_bits).bitwise_and_((1 << (32 - num_bits)) - 1)
 
 

@@ -1,7 +1,7 @@
 """Code from outside of the package: found, imported, checked, called, and carried to other processes.
 
 A configuration names it `package.module.Name`, `package.module:Name` or `path/to/file.py:name`; a script may give the
-object itself. Whatever it is for, its way is the same:
+object itself. All such code goes the same way:
 
 1. `with_whole_paths` makes paths absolute while the configuration is read.
 2. `UserCode.named` imports it in the driver, before Ray starts; its signature is checked against what it will be given.
@@ -38,13 +38,13 @@ _user_folders: set[str] = set()  # of files that were named as targets
 
 @dataclass(frozen=True)
 class UserCode:
-    """A function, class or object of a user's.
+    """A user's function, class or object.
 
     Attributes:
-        key: Where it was given, for messages: a dotted key such as `env.mine.target`, or an argument.
-        value: What it is.
+        key: Its place in the configuration, for messages: a dotted key such as `env.mine.target`, or an argument.
+        value: The object.
         target: The text that names it; None for an object that Python code gave.
-        kwargs: Keyword arguments that it gets in addition.
+        kwargs: Additional keyword arguments for its calls.
         is_by_value: Pickled whole, for processes that cannot import it.
     """
 
@@ -56,10 +56,10 @@ class UserCode:
 
     @staticmethod
     def named(key: str, target: str, kwargs: Mapping[str, Any] | None = None) -> UserCode:
-        """Import what `target` names.
+        """Import the object that `target` names.
 
         Raises:
-            UserCodeError: There is no such thing, or its import failed.
+            UserCodeError: There is none, or its import failed.
         """
         return UserCode(key, _load(key, target), target, dict(kwargs or {}))
 
@@ -97,22 +97,26 @@ class UserCode:
         """Check that a function can be called with `given`, by name.
 
         Args:
-            given: All names; it gets those that it has parameters for, and all of them with `**`.
-            optional: Further names, which it gets where it has a parameter of that name.
+            given: Names of arguments; it gets those that it has parameters for, and all of them with `**`.
+            optional: Further names, which need a parameter of that name.
 
         Raises:
-            UserCodeError: It is no function, asks for something else, or does not take one of its kwargs.
+            UserCodeError: It is no function, asks for another argument, or does not take one of its kwargs.
         """
         self._check_callable()
         asked, takes_all = self._parameters
         names = {*given, *optional, *self.kwargs}
-        missing = [name for name, is_required in asked.items() if is_required and name not in names]
-        missing += [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-        if missing:
-            raise UserCodeError(
-                f"{self.label} ({self.place}): it asks for {_listed(missing)}, but is given, by name, "
-                f"{_listed([*given, *optional])}; take it out, give it a default, or set kwargs"
+        where = f"{self.label} ({self.place})"
+        if by_place := [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+            raise UserCodeError(f"{where}: parameter {by_place[0]} is positional-only, but gets its name; drop the /")
+        if missing := [name for name, is_required in asked.items() if is_required and name not in names]:
+            near = get_close_matches(missing[0], names, n=1)
+            fix = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"remove it, give it a default, or set kwargs; arguments are {_listed([*given, *optional])}"
             )
+            raise UserCodeError(f"{where}: unknown parameter {_listed(missing)}; {fix}")
         self._check_kwargs(asked, takes_all)
 
     def check_positional(self, given: Collection[str]) -> None:
@@ -134,7 +138,7 @@ class UserCode:
 
     @property
     def name(self) -> str:
-        """As it is called where it is defined."""
+        """The name of its definition."""
         return str(getattr(self.value, "__name__", type(self.value).__name__))
 
     @property
@@ -152,14 +156,14 @@ class UserCode:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call gives something to await."""
+        """Whether a call returns an awaitable."""
         method = inspect.getattr_static(type(self.value), "__call__", None)
         return inspect.iscoroutinefunction(self.value) or inspect.iscoroutinefunction(method)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def make(self) -> Any:
-        """The object: of a class an instance with `kwargs`, anything else as it is.
+        """An instance of a class, made with `kwargs`; any other object itself.
 
         Raises:
             UserCodeError: Its constructor failed.
@@ -179,7 +183,7 @@ class UserCode:
             return self.value(*arguments, **self.kwargs)
 
     def call_named(self, given: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> Any:
-        """Call it with those of `given` that it has parameters for; see `check_named`.
+        """Call it by name; arguments as in `check_named`.
 
         Raises:
             UserCodeError: It failed.
@@ -192,7 +196,7 @@ class UserCode:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What the block raises becomes a `UserCodeError` with the place in the user's code."""
+        """Turn errors of the block into a `UserCodeError` with the place in the user's code."""
         with _telling(self.label):
             yield
 
@@ -205,7 +209,7 @@ class UserCode:
 
     @cached_property
     def _parameters(self) -> tuple[dict[str, bool], bool]:
-        """Parameters by name, and whether each must be given; and whether it takes any other."""
+        """Whether each parameter is required, by name; and whether any other argument is accepted."""
         kinds = inspect.Parameter
         parameters = self._signature.parameters.values()
         by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
@@ -226,19 +230,19 @@ class UserCode:
 
 
 def is_target(text: str) -> bool:
-    """Whether a text names code from outside, not something of this package by its plain name."""
+    """Whether a text names code from outside, not a plain name of this package."""
     return "." in text or ":" in text
 
 
 def with_whole_paths(node: Any, folder: Path, key: str = "") -> Any:
-    """A configuration whose targets that are files have absolute paths.
+    """A configuration with absolute paths in targets that name files.
 
     A relative path is looked for in the working directory, as the paths of data are, and then in `folder`.
 
     Args:
         node: Nested dictionaries and lists.
-        folder: Of the configuration file.
-        key: Where `node` is.
+        folder: Folder of the configuration file.
+        key: Dotted key of `node`.
 
     Raises:
         ConfigError: There is no such file.
@@ -270,7 +274,7 @@ def _from_bytes(key: str, pickled: bytes, target: str | None, kwargs: Mapping[st
 
 @cache
 def _unpickled(pickled: bytes) -> Any:
-    """Each thing once in a process, so that what it keeps is kept from call to call."""
+    """Unpickle each object once in a process, so that it keeps its state from call to call."""
     import pickle
 
     return pickle.loads(pickled)
@@ -315,7 +319,7 @@ def _import_module(label: str, name: str) -> ModuleType:
 
 
 def _import_file(label: str, path: Path) -> ModuleType:
-    """The module of a file: under its plain name where that is free, so that other files can import it too."""
+    """The module of a file: under its plain name if that is free, so that other files can import it too."""
     if not path.is_file():
         raise UserCodeError(f"{label}: there is no file {path}; correct the path")
     _search(str(path.parent))
@@ -347,7 +351,7 @@ def _is_found_by_name(path: Path) -> bool:
 
 
 def _search(folder: str) -> None:
-    """Have modules beside the user's found too, after all others."""
+    """Let imports find modules next to the user's, after all others."""
     _user_folders.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -355,7 +359,7 @@ def _search(folder: str) -> None:
 
 
 def _user_modules() -> list[ModuleType]:
-    """Imported modules that lie in a folder of a target, and in no library's."""
+    """Imported modules in folders of targets, without those of libraries."""
     found = []
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
@@ -380,7 +384,7 @@ def _telling(label: str) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """What went wrong, and where in the user's code."""
+    """The error, and its place in the user's code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}; correct that line"
     text = (str(error).splitlines() or [""])[0]

@@ -45,19 +45,19 @@ class WorkerLocation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returned, and what this package has warned of in its process since the call before."""
+    """The result of a call, and warnings of this package in its process since the call before."""
 
     value: Any
     warnings: list[str]
 
 
 class HostedWorker:
-    """What runs inside the actor's process. Its constructor cannot fail, so that errors of `build` keep their type."""
+    """The object in the actor's process; its constructor cannot fail, so that errors of `build` keep their type."""
 
     def __init__(self) -> None:
         self._worker: Any = None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; how a run ends is the driver's to decide
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the driver decides how a run ends
         set_up_logging()  # into the process's own log file
         dump_stacks_on_signal()
         self._warnings = _Warnings()
@@ -73,7 +73,7 @@ class HostedWorker:
         )
 
     def load(self, function: str, kwargs: Mapping[str, Any]) -> None:
-        """Import what the worker will need, before it is built."""
+        """Import the worker's libraries before it is built."""
         import_factory(function)(**kwargs)
 
     def build(self, factory: str, kwargs: Mapping[str, Any]) -> Outcome:
@@ -95,11 +95,11 @@ class HostedWorker:
         return Outcome(value, self._warnings.drain())
 
     def stacks(self) -> str:
-        """Python stacks of the other threads of this process; for workers that run several calls at a time."""
+        """Python stacks of the other threads, for workers that run several calls at a time."""
         return own_stacks()
 
     def close(self) -> None:
-        """Let the worker end what it owns."""
+        """Shut the worker down."""
         worker, self._worker = self._worker, None
         shutdown = getattr(worker, "shutdown", None)
         if shutdown is not None:

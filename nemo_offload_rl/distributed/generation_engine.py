@@ -27,7 +27,7 @@ class RayGenerationEngine:
     The engines start while the constructor returns; `wait_until_ready` or the first call waits for them.
 
     Args:
-        cluster: Where the engines live; its end is theirs.
+        cluster: Slots of the engines, which end with the cluster.
         settings: The engines; engine i has `seed` + i.
         env_vars: Added to what vLLM needs in its environment; these win.
 
@@ -61,16 +61,16 @@ class RayGenerationEngine:
 
     @property
     def group(self) -> RayWorkerGroup:
-        """The engines' processes; others after a restart."""
+        """The engines' processes; replaced by a restart."""
         return self._group
 
     def restart(self) -> None:
-        """End what is left of the engines and start them in the same slots; they know nothing of what was."""
+        """End the engines and start new ones in the same slots, without any state of the old ones."""
         self._group.shutdown()
         self._group = RayWorkerGroup(self._cluster, self._spec)
 
     def wait_until_ready(self) -> None:
-        """Wait until every engine has started; raises what kept it from starting."""
+        """Wait until every engine has started, or raise its error."""
         self._group.wait_until_ready()
 
     def generate(
@@ -119,7 +119,7 @@ class RayGenerationEngine:
         self._group.run_each("join_refit_group", [(address, rank) for rank in ranks])
 
     def name_processes(self, names: Mapping[int, str]) -> None:
-        """Who is who among the processes that share the devices, for messages."""
+        """Name the processes that share the devices, for messages."""
         self._group.run_all("name_processes", dict(names))
 
     def wait_for_room(self, tags: Sequence[str], beside_bytes: int = 0) -> bool:

@@ -40,33 +40,24 @@ class LocalWorkerGroup:
         return 1
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` and return its result in a list."""
         return [getattr(self._worker, method)(*args, **kwargs)]
 
     def run_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` with the one element of `per_rank_args`."""
         (args,) = per_rank_args
         return self.run_all(method, *args)
 
-    def start_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` now; `join` returns the result."""
-        return self.run_all(method, *args, **kwargs)
+    start_all = run_all
 
     def join(self, handle: list[Any]) -> list[Any]:
-        """What `start_all` returned."""
         return handle
 
     def settle(self, timeout_s: float) -> bool:
-        """No call is under way."""
         return True
 
     def pids(self) -> list[int]:
-        """This process."""
         return [os.getpid()]
 
-    def local_pids(self) -> list[int]:
-        """This process."""
-        return self.pids()
+    local_pids = pids
 
     def shutdown(self) -> None:
         """Shut the worker down; safe to call twice."""

@@ -25,11 +25,11 @@ def start_policy(
     """One policy worker in every slot of the cluster, behind the driver's facade. The workers start while this returns.
 
     Args:
-        cluster: Where the workers live; its end is theirs.
+        cluster: Slots of the workers, which end with the cluster.
         settings: The policy.
         keep_reference: Keep the initial parameters for reference logprobs.
-        teacher: A frozen model of its own in each worker.
-        wait: Called while the workers import their libraries; they take no memory of a device before it has returned.
+        teacher: A separate frozen model in each worker.
+        wait: Called while the workers import their libraries; they allocate device memory only after it returns.
     """
     world_size = cluster.world_size
     on_gpu = cluster.settings.device_type == "cuda"
@@ -61,11 +61,11 @@ def start_policy(
 
 
 def policy_env_vars(settings: PolicySettings, cpu_workers_per_node: int | None) -> dict[str, str]:
-    """What the environment of a policy worker has, before anything is imported there.
+    """Environment variables of a policy worker, set before any import.
 
     Args:
         settings: The policy.
-        cpu_workers_per_node: How many workers share a host's CPUs; None for workers with a GPU each.
+        cpu_workers_per_node: Workers that share a host's CPUs; None for workers with a GPU each.
     """
     env_vars: dict[str, str] = {}
     if cpu_workers_per_node is not None:

@@ -1,4 +1,4 @@
-"""Joins a running Ray cluster or starts one on this machine, and watches the daemons without which it does not work."""
+"""Joins a running Ray cluster or starts one on this machine, and watches the daemons that it cannot work without."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Daemons:
                     self._processes.append((process.name(), process))
 
     def ended(self) -> str | None:
-        """Name the first daemon that has ended, the cause before its consequences; None while all run."""
+        """Name of the first daemon that has ended, the cause before its consequences; None while all run."""
         for name, process in self._processes:
             if not _runs(process):
                 return f"Ray's {name} (process {process.pid})"
@@ -67,7 +67,7 @@ class Daemons:
         return None
 
     def error(self) -> WorkerDiedError | None:
-        """The error that explains all others, if a daemon has ended."""
+        """The error that explains all others if a daemon has ended."""
         ended = self.ended()
         if ended is None:
             return None
@@ -77,7 +77,7 @@ class Daemons:
         )
 
     def check(self) -> None:
-        """Raise `error` once, so that the run can still save; looks at the daemons now and then."""
+        """Look at the daemons now and then; raise `error` only once, so that the run can still save."""
         now_s = time.monotonic()
         if self._is_told or now_s - self._checked_s < self._period_s:
             return
@@ -104,7 +104,7 @@ def start_ray(settings: ClusterConfig, log_to_driver: bool) -> list[psutil.Proce
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Ray 2.60 announces a change of this default; workers without GPUs must not see any.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    # Tells at every start that the local cluster is protected by a token.
+    # It reports at every start that the local cluster is protected by a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if "RAY_ADDRESS" in os.environ:
@@ -158,7 +158,7 @@ def _check_answers(address: str) -> None:
 
 
 def _write_token() -> None:
-    """Make the token of local clusters before Ray does, which would let every user of the machine read it."""
+    """Make the token of local clusters before Ray does, whose file every user of the machine could read."""
     path = Path.home() / _TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -173,7 +173,7 @@ def _write_token() -> None:
 
 
 def _temp_folder() -> str | None:
-    """Where Ray has its sessions; None for its own choice, unless that is too long for the path of a socket."""
+    """The folder of Ray's sessions; None for Ray's own choice, unless that is too long for the path of a socket."""
     chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     folder = short_folder(chosen, _LONGEST_SOCKET)
     if folder == chosen:
@@ -198,7 +198,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _listens(address: str) -> bool:
-    """Tell whether something listens there, or its host is slow to answer."""
+    """Tell whether something listens at an address, or its host is slow to answer."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_GCS_TIMEOUT_S).close()

@@ -1,7 +1,9 @@
 """Slots for workers: one bundle of its host's placement group for each device, shared by the worker groups in turn.
 
 1. `cluster_session` joins the cluster of RAY_ADDRESS, or starts Ray on this machine.
-2. `VirtualCluster` reserves a bundle {CPU: 1, and GPU: 1 if there are GPUs} for each device, host by host.
+2. `VirtualCluster` reserves a bundle {CPU: 1, and GPU: 1 if there are GPUs} for each device, in one placement group for
+   each host. Ray itself might put the bundles of two hosts onto one that is large enough, or spread one host's over
+   several.
 3. Worker groups place rank i into bundle i, each with an equal share of the bundle.
 4. When the `with` block ends, however it ends, every worker is killed and Ray is shut down.
 """
@@ -55,15 +57,15 @@ class VirtualCluster:
     """Reserved slots, and the worker groups that live in them.
 
     Args:
-        settings: How many devices on how many hosts.
-        num_colocated_groups: How many worker groups share each slot.
+        settings: The numbers of devices and hosts.
+        num_colocated_groups: Worker groups that share each slot.
         started: Ray's processes that this process has started; None if it has joined a cluster.
 
     Attributes:
-        daemons: Ray's processes, as far as the run needs them.
+        daemons: Ray's processes that the run needs.
 
     Raises:
-        ConfigError: The cluster has fewer devices than asked for.
+        ConfigError: The cluster has fewer devices than requested.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class VirtualCluster:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """The worker groups of the whole run, those in slots beside these among them."""
+        """The worker groups of the whole run, also those in further slots."""
         return self._run_groups
 
     @property
@@ -93,10 +95,7 @@ class VirtualCluster:
         return slot % self.settings.workers_per_node
 
     def actor_options(self, slot: int, env_vars: dict[str, str], num_slots: int = 1) -> dict[str, Any]:
-        """Ray options of a worker in `slot`; with GPUs it sees only its slot's one, as `cuda:0`.
-
-        A worker of several slots lives in the first of them and sees the GPUs of all.
-        """
+        """Ray options of a worker in `slot`; it sees only its slot's GPU, as `cuda:0`, or those of all its slots."""
         if num_slots > 1 and self.settings.device_type == "cuda":
             # Ray would show it the GPU of its own bundle alone.
             env_vars = {
@@ -126,7 +125,7 @@ class VirtualCluster:
         if self._slots[0].node_id == ray.get_runtime_context().get_node_id():
             address, port = ray.util.get_node_ip_address(), find_free_port(*search)
         else:
-            # Beside the slot, not in it: a worker may have all of it.
+            # On the slot's host, not in the slot, all of which a worker may have.
             there = NodeAffinitySchedulingStrategy(self._slots[0].node_id, soft=False)
             find = ray.remote(lambda: (ray.util.get_node_ip_address(), find_free_port(*search)))
             address, port = _answer_of_host(find.options(num_cpus=0, scheduling_strategy=there).remote())
@@ -134,7 +133,7 @@ class VirtualCluster:
         return address, port
 
     def register(self, group: Group) -> None:
-        """Admit a worker group; it is shut down when the cluster ends, latest group first.
+        """Admit a worker group, to be shut down with the cluster, latest group first.
 
         Raises:
             RuntimeError: All shares of the slots are taken; Ray would let the group wait forever.
@@ -151,7 +150,7 @@ class VirtualCluster:
             self._run_groups.remove(group)
 
     def beside(self, settings: ClusterConfig) -> VirtualCluster:
-        """More slots of the same Ray cluster, each for one worker group; they end with this cluster."""
+        """Further slots of the same Ray cluster, each for one worker group; they end with this cluster."""
         other = VirtualCluster(settings, num_colocated_groups=1)
         other._run_groups, other.daemons = self._run_groups, self.daemons
         self._beside.append(other)
@@ -172,17 +171,17 @@ def cluster_session(
 ) -> Iterator[VirtualCluster]:
     """A cluster for the `with` block; afterwards no worker is left, whatever happened inside.
 
-    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A Ray that was
-    started here, with its workers, hears none of the four: a terminal and batch systems send them to all processes of a
-    job, and its end is the driver's to decide. Ray is left running if it ran before.
+    SIGTERM, SIGHUP and SIGUSR1 end the block like Ctrl-C does, with exit status 128 + their number. A Ray that is
+    started here and its workers ignore all four, which a terminal or a batch system sends to all processes of a job:
+    the driver decides when they end. A Ray that ran before is left running.
 
     Args:
-        settings: How many devices on how many hosts.
-        num_colocated_groups: How many worker groups share each device.
+        settings: The numbers of devices and hosts.
+        num_colocated_groups: Worker groups that share each device.
         log_to_driver: Show the workers' output in this process; it is in Ray's session folder in any case.
 
     Raises:
-        ConfigError: The cluster has fewer devices than asked for, or the environment asks for expandable segments.
+        ConfigError: The cluster has fewer devices than requested, or the environment asks for expandable segments.
     """
     if settings.device_type == "cuda":
         _refuse_expandable_segments()
@@ -232,7 +231,7 @@ def _refuse_expandable_segments() -> None:
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Signals of `STOP_SIGNALS` wait for the end of the block; processes and threads made in it never hear them."""
+    """Delay signals of `STOP_SIGNALS` to the end of the block; processes and threads made in it never get them."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -269,10 +268,10 @@ def _signals_as_exit() -> Iterator[None]:
 
 
 def _shut_ray_down(daemons: list[psutil.Process]) -> None:
-    """Shut Ray down. It asks its daemons in turn with SIGTERM, which they do not hear, and kills each a second later.
+    """Shut Ray down, killing all its processes as soon as the first daemon has ended.
 
-    Here the first one that has ended takes along the others and what they have started, such as the raylet's agents,
-    which would notice its end by themselves, but after a while.
+    Ray alone sends SIGTERM, which its daemons ignore here, to one daemon after the other, and kills each a second
+    later; processes that they have started, such as the raylet's agents, end even later.
     """
     processes = list(daemons)
     for daemon in daemons:
@@ -291,18 +290,18 @@ def _shut_ray_down(daemons: list[psutil.Process]) -> None:
 
 
 def _any_ended(daemons: list[psutil.Process]) -> bool:
-    """Tell whether one of Ray's daemons has been killed; others then wait for each other for minutes."""
+    """Tell whether one of Ray's daemons has been killed; the others then wait for each other for minutes."""
     ended, _ = psutil.wait_procs(daemons, timeout=_DAEMON_END_S)
     return bool(ended)
 
 
 def _end_without_ray(status: int) -> None:
-    """Kill what is left of the local cluster. Without its daemons each call of Ray waits a minute for them.
+    """Kill the rest of the local cluster, without whose daemons each call of Ray waits a minute for them.
 
     Ray's library crashes at the end of a process that did not call `ray.shutdown`, so that end is cut short.
 
     Args:
-        status: Of this process, once it ends.
+        status: Exit status of this process.
     """
     atexit.register(_exit_at_once, status)
     processes = psutil.Process().children(recursive=True)
@@ -329,7 +328,7 @@ def _exit_status(error: BaseException | None) -> int:
 
 @contextmanager
 def _deaf_to_stop_signals() -> Iterator[None]:
-    """Cleaning up takes seconds; a second Ctrl-C in it would leave workers behind."""
+    """Ignore `STOP_SIGNALS` while cleaning up for seconds: a second Ctrl-C would leave workers behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -342,15 +341,10 @@ def _deaf_to_stop_signals() -> Iterator[None]:
 
 
 def find_free_port(low: int, high: int, given: Collection[int] = ()) -> int:
-    """A port from `low` to `high`, both included, that nothing on this host listens on.
+    """A port from `low` to `high`, both included and without those `given`, that nothing on this host listens on.
 
-    The search starts anywhere in the range: jobs that start on one host at the same moment seldom meet, although a
-    port is listened on only seconds after it was found.
-
-    Args:
-        low: First port of the range.
-        high: Last port of the range.
-        given: Ports to leave out.
+    The search starts at a random place: jobs that start on one host at the same moment seldom get the same port,
+    although it is listened on only seconds after it was found.
 
     Raises:
         ConfigError: All are taken.
@@ -389,7 +383,7 @@ def reserve_slots(settings: ClusterConfig) -> list[Slot]:
     """A slot for each device, host by host, the driver's host first.
 
     Raises:
-        ConfigError: The cluster does not have that many hosts with that many devices, or they are taken.
+        ConfigError: The cluster has too few hosts with enough devices, or they are taken.
     """
     _check_resources(settings)
     deadline_s = time.monotonic() + _TIMEOUT_S
@@ -425,7 +419,7 @@ def release_groups(groups: Iterable[PlacementGroup]) -> None:
 
 
 def _host_group(settings: ClusterConfig, taken: Sequence[str]) -> PlacementGroup:
-    """All devices of one host that is not taken."""
+    """Reserve all devices of one host that is not taken."""
     bundles = [dict.fromkeys(_resource_names(settings), 1.0)] * settings.workers_per_node
     if not taken:
         return placement_group(bundles, strategy="STRICT_PACK")

@@ -2,12 +2,12 @@
 
 1. While a caller waits for workers it calls `CallWatch.tick` about once a second.
 2. After `cluster.call_warning_s`, and after each doubling of that time, a warning names the workers that have not
-   answered. A call that took longer before is given twice its longest time first.
-3. After `cluster.call_timeout_s` the workers are examined on their hosts. A worker that has shown progress since then
-   (see `utils/liveness.py`) puts the end off; otherwise the Python stacks of all workers are logged, and
-   `WorkerHungError` is raised.
+   answered. A call that has taken longer before gets twice its longest time first.
+3. After `cluster.call_timeout_s` the workers are examined on their hosts. Recent progress of a worker (see
+   `utils/liveness.py`) postpones the end; otherwise the Python stacks of all workers are logged, and `WorkerHungError`
+   is raised.
 
-Only seconds in which this process ran are counted, so that a job which was suspended for hours goes on.
+Only seconds in which this process ran count, so that a job that was suspended for hours goes on.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _NUM_NAMED = 4
 
 
 class Workers(Protocol):
-    """The workers of a group, as far as watching needs them."""
+    """The workers of a group."""
 
     def label(self, rank: int) -> str:
         """Name and number, such as "policy worker 1"."""
         ...
 
     def locations(self) -> Mapping[int, WorkerLocation]:
-        """Where the workers run, by rank; without those that have not started yet."""
+        """Locations by rank, without workers that have not started yet."""
         ...
 
     def own_stacks(self) -> Mapping[int, str]:
-        """The stacks that workers which run several calls at a time give of themselves, by rank."""
+        """Stacks by rank, from workers that can run this call while they run another."""
         ...
 
     @property
@@ -61,12 +61,12 @@ class Workers(Protocol):
 
 @dataclass
 class CallTimes:
-    """How long calls of one group take, and how long they may take.
+    """Time limits of a group's calls, and the longest time that a call of each method has taken.
 
     Attributes:
         warning_s: `cluster.call_warning_s`.
         timeout_s: `cluster.call_timeout_s`.
-        longest_s: The longest time that a call of each method has taken, by method.
+        longest_s: By method.
     """
 
     warning_s: float
@@ -75,7 +75,7 @@ class CallTimes:
 
     @classmethod
     def of(cls, settings: ClusterConfig) -> CallTimes:
-        """Limits of the configuration, and no experience yet."""
+        """The configured limits, before any call."""
         return cls(settings.call_warning_s, settings.call_timeout_s, {})
 
 
@@ -103,10 +103,10 @@ class CallWatch:
     """The time of one call.
 
     Args:
-        workers: Whom the call is made of.
+        workers: The workers that are called.
         everyone: All groups of the run, whose stacks are logged at the end.
         method: The call.
-        times: Of the group.
+        times: Limits of the group.
     """
 
     def __init__(self, workers: Workers, everyone: Sequence[Workers], method: str, times: CallTimes) -> None:
@@ -186,14 +186,10 @@ class CallWatch:
 
 
 def examine_workers(groups: Iterable[Workers], *, with_stacks: bool) -> dict[str, ProcessState | None]:
-    """Look at the workers on their hosts.
-
-    Args:
-        groups: Of the run.
-        with_stacks: See `examine`.
+    """Examine workers on their hosts.
 
     Returns:
-        By label; None for a worker that has not started, or whose host does not answer.
+        States by label; None for a worker that has not started, or whose host does not answer.
     """
     found: dict[str, ProcessState | None] = {}
     by_host: dict[str, dict[str, WorkerLocation]] = {}

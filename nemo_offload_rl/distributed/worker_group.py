@@ -40,24 +40,24 @@ _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 10.0
 _LAST_WORDS_LINES = 40
 _NAMES_SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b|Fatal Python error")
-# What a rank says when a peer has left in the middle of a collective; gloo has no type of its own for it.
+# The error of a rank whose peer has left in the middle of a collective; gloo has no type of its own for it.
 _LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a group consists of.
+    """Specification of a group.
 
     Attributes:
         name: For messages, such as "policy" or "vllm".
         factory: `"package.module:Class"`, imported in the worker's process.
-        libraries: `"package.module:function"`, called with `kwargs` in the process as soon as it runs, to import what
-            the class needs: it may have to wait for `build`. What it raises is not told; the class meets it again.
+        libraries: `"package.module:function"`, called with `kwargs` as soon as the process runs, to import modules of
+            the class before `build`. Its errors are dropped, since the class meets them again.
         kwargs: Arguments of the class, the same for every rank.
         per_rank_kwargs: More arguments, by rank; empty for none.
-        env_vars: Set in the worker's process before anything is imported; they win over the rendezvous variables.
+        env_vars: Set in the worker's process before any import; they win over the rendezvous variables.
         num_workers: Ranks; None for as many as the slots allow.
-        slots_per_worker: Neighbouring slots that one worker spans, whose GPUs it sees.
+        slots_per_worker: Neighbouring slots of one worker, whose GPUs it sees.
         max_concurrency: Calls that one worker runs at a time, each in a thread.
     """
 
@@ -87,9 +87,9 @@ class RayWorkerGroup:
     the devices of its slots only, so LOCAL_RANK is 0 there; on CPU LOCAL_RANK counts the workers of a host.
 
     Args:
-        cluster: Where the workers live; its end is theirs.
-        spec: What they are.
-        builds: Build the workers at once; else `build` says when.
+        cluster: Slots of the workers, which end with the cluster.
+        spec: See `WorkerSpec`.
+        builds: Build the workers at once; otherwise on `build`.
     """
 
     def __init__(self, cluster: VirtualCluster, spec: WorkerSpec, *, builds: bool = True) -> None:
@@ -143,7 +143,7 @@ class RayWorkerGroup:
         return len(self._actors)
 
     def has_raised(self, error: BaseException) -> bool:
-        """Whether a call raised this very object: so an error can be told from another group's."""
+        """Whether a call of this group raised this very object, which tells it from another group's."""
         return any(error is each for each in self._raised)
 
     def wait_until_ready(self) -> None:
@@ -151,7 +151,7 @@ class RayWorkerGroup:
 
         Raises:
             WorkerDiedError: A process ended.
-            Exception: What a worker's constructor raised.
+            Exception: The error of a worker's constructor.
         """
         if not self._actors:
             raise RuntimeError(f"The {self._spec.name} workers were shut down")
@@ -200,18 +200,18 @@ class RayWorkerGroup:
     def start_all(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
         """See `WorkerGroup`.
 
-        Arguments travel with the call, those above Ray's limit of 100 kB by the object store. A `ray.put` once for all
+        Arguments travel with the call; Ray puts those above 100 kB into its object store. A `ray.put` once for all
         ranks makes a small call take nearly twice as long (benchmarks/call_latency.py).
         """
         self.wait_until_ready()
         return PendingCall(method, tuple(actor.call.remote(method, (args, kwargs)) for actor in self._actors))
 
     def join(self, handle: PendingCall) -> list[Any]:
-        """See `WorkerGroup`. What workers warned of meanwhile is logged here."""
+        """See `WorkerGroup`; also logs warnings of the workers."""
         return self._values(dict(enumerate(self._collect(handle))))
 
     def settle(self, timeout_s: float) -> bool:
-        """See `WorkerGroup`; False too if a worker has died."""
+        """See `WorkerGroup`; also False if a worker has died."""
         refs = [ref for call in self._unfinished for ref in call.refs]
         _, running = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         if not running:
@@ -236,7 +236,7 @@ class RayWorkerGroup:
             process.kill()
 
     def _values(self, outcomes: Mapping[int, Outcome]) -> list[Any]:
-        """What the calls returned, by rank; a warning of several ranks is logged once."""
+        """Log warnings, once for all ranks, and return the results by rank."""
         ranks_of: dict[str, list[int]] = {}
         for rank, outcome in outcomes.items():
             for message in outcome.warnings:
@@ -260,7 +260,7 @@ class RayWorkerGroup:
         return CallWatch(self, self._cluster.groups, method, self._times)
 
     def _tick(self, watch: CallWatch, ranks: Sequence[int]) -> None:
-        """About once a second while ranks have not answered."""
+        """Check daemons and workers, about once a second while ranks have not answered."""
         self._cluster.daemons.check()
         try:
             watch.tick(ranks)
@@ -311,7 +311,7 @@ class RayWorkerGroup:
         return [results[rank] for rank in range(len(call.refs))]
 
     def _show_last_words(self, rank: int) -> None:
-        """Log the end of what a dead worker wrote to standard error: a crash in native code says its reason there."""
+        """Log the end of a dead worker's standard error, which has the reason of a crash in native code."""
         location = self._local_locations().get(rank)
         if location is None:
             return
@@ -319,7 +319,7 @@ class RayWorkerGroup:
             lines = Path(location.stderr_path).read_text(errors="replace").splitlines()
         except OSError:
             return
-        # A stack of native code may be longer than what is shown; what it is of comes before it.
+        # A stack of native code may be longer than the lines shown; its reason comes before it.
         reasons = [line for line in lines[:-_LAST_WORDS_LINES] if _NAMES_SIGNAL.search(line)]
         if lines := reasons[-1:] + lines[-_LAST_WORDS_LINES:]:
             logger.error("the last words of %s, from %s:\n%s", self.label(rank), location.stderr_path, "\n".join(lines))
@@ -335,7 +335,7 @@ class RayWorkerGroup:
         return found
 
     def own_stacks(self) -> dict[int, str]:
-        """The Python stacks that workers which run several calls at a time give of themselves, by rank."""
+        """Python stacks by rank, from workers that can run this call while they run another."""
         if self._spec.max_concurrency == 1:
             return {}
         refs = [actor.stacks.remote() for actor in self._actors]
@@ -348,7 +348,7 @@ class RayWorkerGroup:
         return found
 
     def _local_locations(self) -> dict[int, WorkerLocation]:
-        """Those of the driver's host: process ids and paths of other hosts mean nothing here."""
+        """Locations on the driver's host; process ids and paths of other hosts have no meaning here."""
         here = ray.get_runtime_context().get_node_id()
         return {rank: location for rank, location in self.locations().items() if location.node_id == here}
 
@@ -374,16 +374,16 @@ def _best_explanation(errors: list[BaseException]) -> BaseException:
 
 
 def original_error(error: RayError, worker: str, method: str) -> BaseException:
-    """What to raise in the driver.
+    """The exception that the driver raises for an error of Ray.
 
     Args:
-        error: What Ray raised for one call.
+        error: Ray's exception for one call.
         worker: Name and rank, for the message.
         method: The call.
 
     Returns:
-        The exception that the worker raised, with the remote traceback as a note, as a `UserError` if it is a lack of
-        the device's memory; `WorkerDiedError` if its process ended; otherwise `error` itself.
+        The worker's own exception, with the remote traceback as a note, as a `UserError` if the device lacks memory;
+        `WorkerDiedError` with Ray's cause if its process ended; otherwise `error` itself.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -414,7 +414,7 @@ def original_error(error: RayError, worker: str, method: str) -> BaseException:
 
 
 def _one_line_cause(text: str) -> str:
-    """Ray's several lines as one line that ends in the cause, without the ids that mean nothing to a reader."""
+    """Ray's several lines as one that ends in the cause, without ids."""
     exit_detail = re.search(r"Worker exit detail: (.*?)(?= If the process was killed by the kernel|$)", text, re.DOTALL)
     if exit_detail:
         pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)

@@ -157,7 +157,7 @@ def test_several_functions_are_added_with_their_weights_and_the_first_says_what_
 
 def test_a_column_that_not_all_rows_have_is_told_before_anything_is_scored():
     with pytest.raises(
-        UserCodeError, match="it asks for colour, but is given, by name, prompt, response, answer, level, tags"
+        UserCodeError, match=r"unknown parameter colour; .* arguments are prompt, response, answer, level, tags"
     ):
         open_one(lambda response, colour: 0.0)
 
