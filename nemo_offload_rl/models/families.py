@@ -1,8 +1,8 @@
-"""The families of models that are trained: one record each, with what cannot be asked of `transformers`.
+"""The families of models that are trained: one record each, with facts that `transformers` cannot tell.
 
-A model itself says where its layers, its embedding and its head are, and how tensor parallelism splits them; its
-config.json says its sizes (`shape.py`). The records say who trains a family, and what needs care. Rules read them
-before Ray starts.
+A model itself tells where its layers, its embedding and its head are, and how tensor parallelism splits them; its
+config.json has its sizes (`shape.py`). The records tell which backends train a family, and which settings they refuse.
+Rules read them before Ray starts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Refusal:
     Attributes:
         key: Its name.
         accepted: Values that are trained; None stands for a config.json without the key too.
-        reason: What follows the value in the message.
-        refused: The only values that are not trained, in place of `accepted`.
+        reason: The text after the value in the message.
+        refused: Instead of `accepted`: the only values that are not trained.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Refusal:
     refused: tuple[object, ...] = ()
 
     def problem(self, config: ModelConfig) -> str | None:
-        """Why the model is refused, or None."""
+        """The reason to refuse a model, or None."""
         value = config.get(self.key)
         if value not in self.refused if self.refused else value in self.accepted:
             return None
@@ -48,24 +48,24 @@ class ModelFamily:
     """One architecture.
 
     Attributes:
-        model_type: As config.json names it.
-        title: What people call its models, for docs/reference/models.md.
+        model_type: Its name in config.json.
+        title: Common name of its models, for docs/reference/models.md.
         trained_by: Backends whose logprobs, gradients and exports are tested against Hugging Face.
-        titles: In place of `title` for a backend that refuses some of its models.
-        has_window: Whether a model of the family has layers that attend to the last tokens only.
+        titles: Replaces `title` for a backend that refuses some of its models.
+        has_window: Whether a model has layers that attend to the last tokens only.
         windows_trained_by: Those of `trained_by` that compute such layers.
-        logits_divisor: Key of config.json with what the output layer's logits are divided by; None for nothing.
+        logits_divisor: Key of config.json with the divisor of the output layer's logits; None for none.
         has_expert_bias: Whether a bias of each expert takes part in choosing experts.
         activations: Values of `activation_key` that the Megatron backend and the engine compute; empty for all.
-        activation_key: Key of config.json with the function inside of MLPs.
-        unsplit_by: Those of `trained_by` that keep each layer whole, without tensor parallelism.
-        rotates_part: Whether partial_rotary_factor has the first part of each head rotated only.
+        activation_key: Key of config.json with the activation function of MLPs.
+        unsplit_by: Those of `trained_by` without tensor parallelism.
+        rotates_part: Whether partial_rotary_factor restricts rotation to the first part of each head.
         ropes_by_layer_type: Whether `rope_parameters` can have settings for each type of layers.
-        scales_full_layers_only: Whether layers with a window have plain rotary embeddings, whatever the settings say.
-        logits_factor: Key of config.json with what they are multiplied by; None for nothing.
-        logits_softcap: Key of config.json with c where they become c tanh(logits / c); None for nothing.
+        scales_full_layers_only: Whether layers with a window always have plain rotary embeddings.
+        logits_factor: Key of config.json with the factor of the logits; None for none.
+        logits_softcap: Key of config.json with c of c tanh(logits / c); None for none.
         attention_softcap: The same for attention scores before the softmax.
-        has_sinks: Whether the softmax of attention scores has a learned score more for each head.
+        has_sinks: Whether the softmax of attention scores has one more, learned score for each head.
         tells_attention_bounds: Whether transformers' model tells its attention where the rows of a packed row begin.
         refused: By backend, settings with which it does not train the family.
     """
@@ -307,29 +307,26 @@ FAMILIES: Mapping[str, ModelFamily] = {
 """By model type."""
 
 
+def family_of(config: ModelConfig) -> ModelFamily | None:
+    """The family of a config.json, None for an unknown one."""
+    return FAMILIES.get(str(config.get("model_type")))
+
+
 def refused_settings(family: ModelFamily, backend: str) -> list[str]:
-    """What a backend refuses of a family that it trains, in a few words each."""
+    """Settings that a backend refuses of a family that it trains, in a few words each."""
     refuses = family.has_window is not windows.nowhere and backend not in family.windows_trained_by
     keys = [f"`{refusal.key}`" for refusal in family.refused.get(backend, ())]
     return (["sliding windows"] if refuses else []) + keys
 
 
 def unsupported_family(config: ModelConfig, backend: str) -> str | None:
-    """Why a backend does not train models of this type, or None.
-
-    Args:
-        config: The contents of a config.json.
-        backend: `DTENSOR` or `MEGATRON`.
-    """
-    family = FAMILIES.get(str(config.get("model_type")))
+    """The reason why a backend does not train models of this type, or None."""
+    family = family_of(config)
     if family is not None and backend in family.trained_by:
         return None
     text = config.get("text_config")
-    if (
-        isinstance(text, Mapping)
-        and (inner := FAMILIES.get(str(text.get("model_type"))))
-        and backend in inner.trained_by
-    ):
+    inner = family_of(text) if isinstance(text, Mapping) else None
+    if inner is not None and backend in inner.trained_by:
         return (
             f"model_type {config.get('model_type')}, which reads more than text, and that backend trains the language "
             f"model alone, a folder of model_type {inner.model_type}"
@@ -339,10 +336,10 @@ def unsupported_family(config: ModelConfig, backend: str) -> str | None:
 
 
 def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
-    """Which setting of a family that is trained a backend refuses, and why, or None."""
+    """The setting that a backend refuses, with the reason, or None; the family is one that it trains."""
     if config.get("quantization_config"):
         return "quantization_config, and that backend reads no quantized weights"
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if family is None:
         return None
     if "sliding_attention" in (config.get("layer_types") or ()) and not windows.is_used(config, if_absent=True):
@@ -361,52 +358,51 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
 
 
 def has_sliding_window(config: ModelConfig, longest: int) -> bool:
-    """Tell whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    """Whether some layers attend to the last tokens only, in rows of at most `longest` tokens."""
+    family = family_of(config)
     has_window = (windows.by_layer if family is None else family.has_window)(config)
     return has_window and (config.get("sliding_window") or 0) < longest
 
 
 def has_plain_rope_in_windows(config: ModelConfig) -> bool:
-    """Tell whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
+    """Whether layers with a sliding window have plain rotary embeddings, and the others scaled ones (OLMo 3).
 
-    transformers 5.12.1 scales those of all layers (huggingface/transformers#45945), and vLLM those of full attention
-    alone, with which OLMo 3 was trained (arXiv 2512.13961): scaled in all layers it loses 4 points of MMLU
-    (vllm-project/vllm#43419).
+    transformers 5.12.1 scales all layers (huggingface/transformers#45945), vLLM only those with full attention, as in
+    OLMo 3's training (arXiv 2512.13961): scaled in all layers it loses 4 points of MMLU (vllm-project/vllm#43419).
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if family is None or not family.scales_full_layers_only:
         return False
     return family.has_window(config) and rope_type(config) != "default"
 
 
 def dropout_rates(config: ModelConfig) -> dict[str, float]:
-    """What a training pass drops, or disturbs by random numbers, by key of config.json; without rates of 0."""
+    """Rates above 0 of dropout and other random disturbances in training, by key of config.json."""
     rates = {name: value for name, value in config.items() if name.endswith(_DRAWS) and isinstance(value, int | float)}
     return {name: rate for name, rate in rates.items() if rate}
 
 
 def has_expert_bias(config: ModelConfig) -> bool:
     """Whether a bias of each expert takes part in choosing experts."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     return family is not None and family.has_expert_bias
 
 
 def has_attention_sinks(config: ModelConfig) -> bool:
-    """Whether the softmax of attention scores has a learned score more for each head."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    """Whether the softmax of attention scores has one more, learned score for each head."""
+    family = family_of(config)
     return family is not None and family.has_sinks
 
 
 def tells_attention_bounds(config: ModelConfig) -> bool:
     """Whether transformers' model tells its attention where the rows of a packed row begin."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     return family is None or family.tells_attention_bounds
 
 
 def logits_divisor(config: ModelConfig) -> float:
-    """What the output layer's logits are divided by."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    """The divisor of the output layer's logits."""
+    family = family_of(config)
     if family is None:
         return 1.0
     if family.logits_factor is not None:
@@ -415,14 +411,14 @@ def logits_divisor(config: ModelConfig) -> float:
 
 
 def logits_softcap(config: ModelConfig) -> float | None:
-    """The c of c tanh(logits / c) that the output layer's logits become, before `logits_divisor`; None for nothing."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    """The c of c tanh(logits / c), applied to the output layer's logits before `logits_divisor`; None for none."""
+    family = family_of(config)
     return None if family is None else _positive(config, family.logits_softcap)
 
 
 def attention_softcap(config: ModelConfig) -> float | None:
-    """The same of attention scores."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    """The c of c tanh(scores / c), applied to attention scores; None for none."""
+    family = family_of(config)
     return None if family is None else _positive(config, family.attention_softcap)
 
 

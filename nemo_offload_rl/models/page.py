@@ -1,4 +1,4 @@
-"""Writes the table of docs/reference/models.md from the records and from what `make test-models` has seen.
+"""Writes the table of docs/reference/models.md from the records and the results of `make test-models`.
 
 Run `python -m nemo_offload_rl.models.page` in the repository root.
 """
@@ -19,7 +19,7 @@ BACKENDS = {"dtensor": "DTensor", "megatron": "Megatron"}
 TP, PACKING, LORA, EXPERTS = "tensor parallelism", "packing", "LoRA", "experts"
 SP, CP = "sequence parallelism", "context parallelism"
 EVERYWHERE = ("import", "logprobs", "three steps", "resume", "hf/ folder", "vLLM", "refit")
-"""What every entry of the results has."""
+"""Facts of every entry of the results."""
 
 _COLUMNS = ("family", "`model_type`", "backend", "TP", "SP", "CP", "packing", "LoRA", "MoE", "refused", "checked")
 
@@ -54,7 +54,7 @@ def _line(family: ModelFamily, backend: str, results: Results) -> str:
 
 
 def _checked(seen: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Machines, each with its oldest entry's date; on a CPU with vLLM, which answered after a refit."""
+    """Machines, each with the date of its oldest entry; a CPU with the version of vLLM that answered after a refit."""
     oldest: dict[str, Mapping[str, Any]] = {}
     for machine, entry in seen:
         oldest[machine] = min(oldest.get(machine, entry), entry, key=lambda one: one["date"])
@@ -72,7 +72,7 @@ def with_table(page: str, results: Results) -> str:
 
 
 def read_results() -> Results:
-    """What has been seen."""
+    """Read the results."""
     return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 

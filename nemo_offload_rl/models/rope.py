@@ -1,9 +1,8 @@
-"""Rotary embeddings as config.json has them, and as the model library and the engine read it.
+"""Rotary embeddings in config.json, and as the model library and the engine read them.
 
-`attention_factor` is what cosine and sine are multiplied by. transformers 5.12.1 knows it by that key; vLLM 0.25.1
-reads keys of its own: `attn_factor` and `apply_yarn_scaling` of YaRN, `short_mscale` and `long_mscale` of LongRoPE.
-Each ignores the other's keys without a word, so both are told the same: `with_published_factor` is for the policy,
-`for_engine` for vLLM.
+Cosine and sine are multiplied by `attention_factor`. transformers 5.12.1 reads that key; vLLM 0.25.1 has its own:
+`attn_factor` and `apply_yarn_scaling` of YaRN, `short_mscale` and `long_mscale` of LongRoPE. Each silently ignores the
+other's keys, so both get the same factor: the policy by `with_published_factor`, vLLM by `for_engine`.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_LONG = ("longrope", "su")  # the second is what old folders of Phi-3 call it
+_LONG = ("longrope", "su")  # the second in old folders of Phi-3
 _KNOWN = ("default", "linear", "dynamic", "yarn", "llama3", "proportional", *_LONG)  # of transformers 5.12.1
 _CHANGING = ("dynamic", *_LONG)
 _YARN = "yarn"
 _NUMBERS = ("factor", "attention_factor", "attn_factor", "extrapolation_factor", "mscale", "mscale_all_dim", "alpha")
 _MSCALES = ("short_mscale", "long_mscale")
-# What engines read beside transformers' keys: without them transformers computes the published function.
+# Keys of engines; without them transformers computes the published function.
 _OF_ENGINES = ("attn_factor", "apply_yarn_scaling", *_MSCALES)
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of rotary embeddings: `rope_parameters`, or `rope_scaling` of before transformers 5; else {}."""
+    """Settings of rotary embeddings: `rope_parameters`, or the older `rope_scaling`; else {}."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     return given if isinstance(given, Mapping) else {}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
-    """The type of rotary embeddings; "default" where none is set."""
+    """The type of rotary embeddings, "default" if none is set."""
     rope = rope_settings(config)
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
@@ -42,13 +41,13 @@ def each_rope(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def rotated_parts(config: Mapping[str, Any]) -> set[float]:
-    """What is said of the share of each head that is rotated."""
+    """All values that a config gives for the share of each head that is rotated."""
     said = [config.get("partial_rotary_factor"), *(rope.get("partial_rotary_factor") for rope in each_rope(config))]
     return {part for part in said if part is not None}
 
 
 def malformed_rope(config: Mapping[str, Any]) -> str | None:
-    """Why the settings of rotary embeddings cannot be read, or None."""
+    """The reason why the settings of rotary embeddings cannot be read, or None."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     if given and not isinstance(given, Mapping):
         return f"rotary embeddings {given!r}, which is no mapping"
@@ -64,7 +63,7 @@ def malformed_rope(config: Mapping[str, Any]) -> str | None:
 
 
 def uncomputed_rope(config: Mapping[str, Any], *, by_layer_type: bool) -> str | None:
-    """Which setting asks for rotary embeddings that the model library does not compute, or None.
+    """The setting of rotary embeddings that the model library does not compute, or None.
 
     Args:
         config: The contents of a config.json.
@@ -82,12 +81,7 @@ def uncomputed_rope(config: Mapping[str, Any], *, by_layer_type: bool) -> str | 
 
 
 def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """What cosine and sine are multiplied by, as published.
-
-    Args:
-        config: The contents of a config.json.
-        rope: One of `each_rope`.
-    """
+    """The published factor of cosine and sine for one `rope` of `each_rope`."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
     kind = rope_type({"rope_parameters": rope})
@@ -108,11 +102,7 @@ def attention_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> floa
 
 
 def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings with which transformers computes the published factor; None if it does so anyway.
-
-    Args:
-        config: The contents of a Hugging Face config, in which the settings are complete.
-    """
+    """Settings with which transformers computes the published factor of a complete config; None if it does anyway."""
 
     def complete(rope: Mapping[str, Any]) -> Mapping[str, Any]:
         if rope.get("attention_factor") is not None or all(rope.get(key) is None for key in _OF_ENGINES):
@@ -124,11 +114,7 @@ def with_published_factor(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings with which vLLM computes the published factor, in its own keys; None without a factor.
-
-    Args:
-        config: The contents of a Hugging Face config, in which the settings are complete.
-    """
+    """Settings with which vLLM computes the published factor of a complete config; None without a factor."""
     is_latent = bool(config.get("kv_lora_rank"))
 
     def translated(rope: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -151,7 +137,7 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_usual_factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Tell whether YaRN's attention factor is what follows from its scaling factor alone."""
+    """Whether YaRN's attention factor follows from its scaling factor alone."""
     return math.isclose(attention_factor(config, rope), _yarn_scale(_factor(config, rope)))
 
 
@@ -172,7 +158,7 @@ def _attn_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """How many times longer rows are than those of the first training."""
+    """The ratio of the longest row to that of the first training."""
     if (given := rope.get("factor")) is not None:
         return float(given)
     original = _original_length(config, rope)
@@ -180,13 +166,13 @@ def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """Tokens of a row in the first training; 2 where nothing is said."""
+    """Tokens of a row in the first training; 2 if the config does not tell."""
     key = "original_max_position_embeddings"
     return _length(config, key) or _length(rope, key) or _length(config, "max_position_embeddings") or 2.0
 
 
 def _length(settings: Mapping[str, Any], key: str) -> float | None:
-    """A number of tokens; None for anything else, which the model library refuses or replaces."""
+    """A number of tokens above 1; None for other values, which the model library refuses or replaces."""
     value = settings.get(key)
     return float(value) if isinstance(value, int | float) and value > 1 else None
 
@@ -197,18 +183,18 @@ def _yarn_scale(factor: float, scale: float = 1.0) -> float:
 
 
 def changing_rope_type(config: Mapping[str, Any], longest: int) -> str | None:
-    """The type of rotary embeddings whose frequencies change with the longest row of a batch, if the model has it.
+    """The type of a model's rotary embeddings if their frequencies depend on the longest row of a batch, else None.
 
     Args:
         config: The contents of a config.json.
-        longest: Tokens that no row exceeds; some change beyond `unchanged_length` only.
+        longest: Tokens of the longest possible row; some frequencies change beyond `unchanged_length` only.
     """
     kind = rope_type(config)
     return kind if kind in _CHANGING and longest > unchanged_length(config) else None
 
 
 def unchanged_length(config: Mapping[str, Any]) -> int:
-    """Tokens up to which rows have the same rotary frequencies, where `changing_rope_type` is some; 0 for none."""
+    """Tokens up to which rows have the same rotary frequencies if `changing_rope_type` is not None; else 0."""
     key = "original_max_position_embeddings"
     if rope_type(config) in _LONG:
         return int(config.get(key) or rope_settings(config).get(key) or 0)
@@ -216,18 +202,18 @@ def unchanged_length(config: Mapping[str, Any]) -> int:
 
 
 def has_fixed_base(config: Mapping[str, Any]) -> bool:
-    """Tell whether type `dynamic` stands for a larger base of the frequencies, as Hunyuan's `alpha` has it.
+    """Whether type `dynamic` means a fixed larger base of the frequencies, as with Hunyuan's `alpha`.
 
-    transformers and vLLM multiply the base by a power of it, whatever the length of rows, up to the model's positions.
+    transformers and vLLM multiply the base by a power of it for rows of any length, up to the model's positions.
     """
     is_hunyuan = config.get("model_type") == "hunyuan_v1_dense"
     return is_hunyuan and rope_type(config) == "dynamic" and bool(rope_settings(config).get("alpha"))
 
 
 def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys by which readers of before transformers 5 know what `rope_parameters` says; {} where it says nothing.
+    """The contents of `rope_parameters` in keys for readers before transformers 5; {} without any.
 
-    Where layer types have settings of their own, those readers take the base and the scaling for full attention, and
+    If layer types have separate settings, those readers take base and scaling of full attention, and
     `rope_local_base_freq` for layers with a window.
     """
     given = config.get("rope_parameters")
@@ -248,5 +234,5 @@ def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_rotary_base(rope_parameters: object) -> bool:
-    """Whether settings that replace a model's own have the base of its frequencies."""
+    """Whether settings that replace a model's own include the base of its frequencies."""
     return isinstance(rope_parameters, Mapping) and rope_parameters.get("rope_theta") is not None

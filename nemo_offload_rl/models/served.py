@@ -1,7 +1,7 @@
-"""What of a model vLLM 0.25.1 computes otherwise than `transformers` does. Runs with an engine are refused for it.
+"""Settings of models that vLLM 0.25.1 and `transformers` compute differently; runs with an engine are refused for them.
 
-A refit finds tensors that the engine lacks or has beside the model's. What is here it would not find, or only after the
-start of everything: an engine that samples from another function than the one that is trained.
+A refit finds tensors that the engine lacks or has in addition to the model's. These settings it would not find, or only
+after the start of all processes: the engine would sample from another function than the one that is trained.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_offload_rl.models import windows
-from nemo_offload_rl.models.families import FAMILIES, ModelFamily, Refusal
+from nemo_offload_rl.models.families import ModelFamily, Refusal, family_of
 from nemo_offload_rl.models.rope import (
     attention_factor,
     each_rope,
@@ -54,13 +54,13 @@ SETTINGS: Mapping[str, tuple[Refusal, ...]] = {
 
 
 def unserved(config: ModelConfig, longest: int) -> str | None:
-    """What of the config is computed otherwise and why, or None.
+    """The first setting that the engine computes differently, with the reason, or None.
 
     Args:
         config: The contents of a config.json.
-        longest: Tokens that no row exceeds; windows of that size are as good as none.
+        longest: Tokens of the longest possible row; windows of that size have no effect.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if family is None:
         return None
     problems = (
@@ -73,11 +73,7 @@ def unserved(config: ModelConfig, longest: int) -> str | None:
 
 
 def longest_served(config: ModelConfig) -> float | None:
-    """Tokens of a row above which vLLM does not start (its `_get_and_verify_max_len`); None if that is not known.
-
-    Args:
-        config: The contents of a config.json.
-    """
+    """Tokens of a row above which vLLM does not start (its `_get_and_verify_max_len`); None if unknown."""
     longest, factor = config.get("max_position_embeddings"), 1.0
     if longest is None or config.get("model_max_length") is not None:
         return None
@@ -92,7 +88,7 @@ def longest_served(config: ModelConfig) -> float | None:
 
 
 def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | None:
-    """The engine gives `sliding_window` to all layers, unless `layer_types` differ; and some families the latter."""
+    """Problem of windows: the engine gives `sliding_window` to all layers, except if `layer_types` differ."""
     if family.has_sinks and not windows.in_turns(config):
         return "layer_types other than sliding_attention and full_attention in turns, which the engine takes them to be"
     types = config.get("layer_types")
@@ -102,7 +98,7 @@ def _window(config: ModelConfig, family: ModelFamily, longest: int) -> str | Non
     if not family.has_window(config) and size < longest:
         return f"sliding_window {size} without a layer that has it, and the engine would give it to layers all the same"
     if family.model_type in ("qwen2", "qwen3") and windows.in_some_layers(config):
-        return "layers with a sliding window beside layers without, which the engine does not serve of its family"
+        return "layers with and without a sliding window, which the engine does not serve of its family"
     differ = types is not None and len(set(types)) > 1
     if family.model_type in ("mixtral", "phi3", "starcoder2") and differ and size < longest:
         return "layer_types that differ, by which the engine would give some layers no window, the model library all"
@@ -117,7 +113,7 @@ def _activation(config: ModelConfig, family: ModelFamily) -> str | None:
 
 
 def _rotary(config: ModelConfig, family: ModelFamily) -> str | None:
-    """The engine is told the attention factor (`rope.for_engine`); what it takes no settings of is here."""
+    """Problem of rotary embeddings, apart from the attention factor, which the engine gets (`rope.for_engine`)."""
     if family.model_type == "gpt_oss":
         if rope_type(config) != "yarn":
             return f"rope_type {rope_type(config)}, where the engine knows yarn alone for its family"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# As the families name it: Qwen, Mixtral and gpt-oss, DeepSeek.
+# Keys of Qwen, of Mixtral and gpt-oss, and of DeepSeek.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_SHARED_EXPERTS = ("num_shared_experts", "n_shared_experts")
 
@@ -16,10 +16,10 @@ class ModelShape:
     """Sizes of a decoder; None for one that config.json leaves to the model library's default.
 
     Attributes:
-        head_dim: Of queries and keys; values of latent attention (DeepSeek-V3) have another.
-        num_experts: Of each mixture-of-experts layer, without shared ones; 0 in a dense model.
+        head_dim: Size of queries and keys; values of latent attention (DeepSeek-V3) have another.
+        num_experts: Experts of each mixture-of-experts layer, without shared ones; 0 in a dense model.
         num_active_experts: Those of them that a token goes through.
-        num_shared_experts: Experts that every token goes through beside them.
+        num_shared_experts: Further experts that every token goes through.
     """
 
     num_layers: int | None
@@ -57,7 +57,7 @@ class ModelShape:
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:
-    """A size that the file has; None for anything but a number, which the model library refuses by name."""
+    """A size of the file; None for anything but a whole number, which the model library refuses by name."""
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

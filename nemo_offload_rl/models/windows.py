@@ -1,4 +1,4 @@
-"""What config.json says of sliding windows, as the model library reads it for each family."""
+"""Sliding windows of a config.json, as the model library reads them for each family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_used(config: ModelConfig, *, if_absent: bool = False) -> bool:
 
     Args:
         config: The contents of a config.json.
-        if_absent: The answer where the file leaves the size to the model library's default.
+        if_absent: The answer if the file leaves the size to the model library's default.
     """
     if str(config.get("model_type")).startswith("qwen") and not config.get("use_sliding_window"):
         return False
@@ -22,22 +22,22 @@ def is_used(config: ModelConfig, *, if_absent: bool = False) -> bool:
 
 
 def nowhere(config: ModelConfig) -> bool:
-    """A family without windows."""
+    """Rule of families without windows."""
     return False
 
 
 def everywhere(config: ModelConfig) -> bool:
-    """A family with windows in all layers."""
+    """Rule of families with windows in all layers."""
     return config.get("sliding_window") is not None
 
 
 def where_used(config: ModelConfig) -> bool:
-    """A Qwen family with windows in all layers: `max_window_layers` and `layer_types` count for nothing in it."""
+    """Rule of Qwen families with windows in all layers, which ignore `max_window_layers` and `layer_types`."""
     return is_used(config, if_absent=True)
 
 
 def by_layer(config: ModelConfig) -> bool:
-    """A family with windows in the layers from `max_window_layers` on."""
+    """Rule of families with windows in the layers from `max_window_layers` on."""
     if config.get("layer_types") is not None:
         return "sliding_attention" in config["layer_types"]
     # As transformers fills `layer_types` of the Qwen families.
@@ -46,19 +46,19 @@ def by_layer(config: ModelConfig) -> bool:
 
 
 def in_some_layers(config: ModelConfig) -> bool:
-    """Whether a model of such a family has layers with a window beside layers without."""
+    """Whether a model of such a family has both layers with and without a window."""
     if config.get("layer_types") is not None:
         return len(set(config["layer_types"])) > 1
     return by_layer(config) and (config.get("max_window_layers") or 0) > 0
 
 
 def unless_types_say_no(config: ModelConfig) -> bool:
-    """A family that has windows in some layers, unless `layer_types` are others."""
+    """Rule of families with windows in some layers, unless `layer_types` has none."""
     types = config.get("layer_types")
     return config.get("sliding_window") is not None and (types is None or "sliding_attention" in types)
 
 
 def in_turns(config: ModelConfig) -> bool:
-    """Whether layers have a window and none in turns, as those of gpt-oss where the file does not say."""
+    """Whether layers with and without a window alternate, as in gpt-oss by default."""
     types, turns = config.get("layer_types"), ("sliding_attention", "full_attention")
     return types is None or list(types) == [turns[layer % 2] for layer in range(len(types))]

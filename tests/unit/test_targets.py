@@ -120,7 +120,7 @@ def test_a_file_that_was_corrected_after_its_import_failed_is_imported_anew(fold
         (
             lambda response, colour: 0,
             {},
-            "unknown parameter colour; remove it, give it a default, or set kwargs; arguments are prompt, response, answer",
+            "unknown parameter colour; remove it, give it a default, or set kwargs; arguments are prompt, response",
         ),
         (lambda reponse: 0, {}, "unknown parameter reponse; did you mean response?"),
         (lambda response: 0, {"factor": 2}, "kwargs has factor, but it takes response"),

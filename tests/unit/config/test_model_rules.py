@@ -261,7 +261,7 @@ def test_an_override_of_dropout_needs_the_key_that_trains_with_it(tmp_path: Path
 def test_windows_that_the_engine_does_not_serve_are_refused_beside_one(tmp_path: Path) -> None:
     model = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4}
     assert message_about(tmp_path, model | {"max_window_layers": 2}) is None
-    with pytest.raises(ConfigError, match="sliding window beside layers without, which the engine does not serve"):
+    with pytest.raises(ConfigError, match="layers with and without a sliding window, which the engine does not serve"):
         load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
     assert message_about(tmp_path, model | {"max_window_layers": 0}) is None
     load_grpo_config(CPU, [f"policy.model_name={tmp_path}"])
