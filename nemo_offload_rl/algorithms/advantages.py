@@ -1,7 +1,7 @@
 """From rewards to advantages: scaling, shaping, masking, baselines, normalization, clipping.
 
-Estimators take a mask of rollouts that have a score. The others have no part in any baseline, deviation or mean, as if
-their group were smaller, and get an advantage of 0; their rewards may be NaN.
+Estimators take a mask of rollouts that have a score. The others count in no baseline, deviation or mean, as if their
+group were smaller, and get an advantage of 0; their rewards may be NaN.
 
 Shape suffixes: B samples, S positions, P prompts, G group size.
 """
@@ -21,7 +21,7 @@ _LEAST_VARIANCE = 1e-8
 
 
 def scale_rewards(rewards: Tensor, settings: RewardScalingConfig) -> Tensor:
-    """Map rewards linearly from the source range to the target range, clipping what lies outside the source range."""
+    """Clip rewards to the source range, and map it linearly to the target range."""
     if not settings.enabled:
         return rewards
     share = (rewards - settings.source_min) / (settings.source_max - settings.source_min)
@@ -33,8 +33,8 @@ def shape_rewards(
 ) -> Tensor:
     """Subtract a soft length penalty: DAPO's (arXiv 2503.14476, equation 13), continued beyond the limit as in NeMo-RL.
 
-    With `stop_properly_penalty_coef` the rewards of responses that were cut are multiplied by it instead (ProRLv2),
-    where that does not raise them: a negative reward stays as it is.
+    With `stop_properly_penalty_coef` the rewards of truncated responses are multiplied by it instead (ProRLv2), unless
+    that raises them: a negative reward does not change.
 
     The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens and grows linearly from there:
     `overlong_buffer_penalty` at `max_response_length`, more beyond it.
@@ -42,7 +42,7 @@ def shape_rewards(
     Args:
         rewards: [B].
         response_lengths: [B] tokens.
-        truncated: [B] bool, responses that were cut.
+        truncated: [B] bool.
         settings: The keys `grpo.reward_shaping.*`.
     """
     if not settings.enabled:
@@ -55,7 +55,7 @@ def shape_rewards(
 
 
 def overlong_sample_mask(truncated: Tensor, *, filtering: bool) -> Tensor:
-    """[B] float32: 0 for responses that were cut at the token limit when `filtering`, else 1 (DAPO, section 3.4)."""
+    """[B] float32: 0 for truncated responses if `filtering`, else 1 (DAPO, section 3.4)."""
     if not filtering:
         return torch.ones(truncated.shape[0], dtype=torch.float32)
     return 1.0 - truncated.to(torch.float32)
@@ -76,51 +76,49 @@ def token_advantages(
         settings: The keys `grpo.*`.
         rewards_PG: [P, G] after scaling and shaping, P * G = B.
         mask_BS: [R, S], 1 for tokens that the loss counts.
-        kl_BS: [R, S] lowers the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
-        parts_PG: [P, G] each, by name, what rewards were made of; `gdpo` alone reads them.
-        owners: [R] the rollout that each row is of; None for R = B, each of its own.
+        kl_BS: [R, S] subtracted from the reward of each token (`loss_fn.use_kl_in_reward`); None for nothing.
+        parts_PG: [P, G] each, parts of rewards by name; only `gdpo` reads them.
+        owners: [R] the rollout of each row; None for R = B, one row each.
         scored_PG: [P, G] bool, rollouts that have a score; `mask_BS` is 0 for the others. None for all.
 
     Raises:
         ConfigError: `gdpo` has less than two parts, or another number of weights.
     """
+    estimator = settings.adv_estimator
     leave_one_out, normalize = settings.use_leave_one_out_baseline, settings.normalize_rewards
-    if settings.adv_estimator.name == "reinforce_plus_plus":
-        minus_baseline = settings.adv_estimator.minus_baseline
+    if estimator.name == "reinforce_plus_plus":
         advantages_BS = batch_advantages(
-            rewards_PG, mask_BS, minus_baseline=minus_baseline, kl_BS=kl_BS, owners=owners, scored_PG=scored_PG
+            rewards_PG,
+            mask_BS,
+            minus_baseline=estimator.minus_baseline,
+            kl_BS=kl_BS,
+            owners=owners,
+            scored_PG=scored_PG,
         )
+        return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
+    by_group = {"leave_one_out": leave_one_out, "normalize": normalize, "scored_PG": scored_PG}
+    if estimator.name == "gdpo":
+        advantages_PG = decoupled_advantages(parts_PG or {}, estimator.reward_weights, **by_group)
     else:
-        if settings.adv_estimator.name == "gdpo":
-            advantages_PG = decoupled_advantages(
-                parts_PG or {},
-                settings.adv_estimator.reward_weights,
-                leave_one_out=leave_one_out,
-                normalize=normalize,
-                scored_PG=scored_PG,
-            )
-        else:
-            advantages_PG = group_advantages(
-                rewards_PG, leave_one_out=leave_one_out, normalize=normalize, scored_PG=scored_PG
-            )
-        advantages_BS = in_rows(advantages_PG, mask_BS, owners)
+        advantages_PG = group_advantages(rewards_PG, **by_group)
+    advantages_BS = in_rows(advantages_PG, mask_BS, owners)
     return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
 
 
 def in_rows(values_PG: Tensor, mask_RS: Tensor, owners: Tensor | None) -> Tensor:
-    """[R, S]: the value of each rollout at every place of its rows."""
+    """[R, S]: the value of each rollout at every position of its rows."""
     values = values_PG.reshape(-1)
     return (values if owners is None else values[owners])[:, None].expand_as(mask_RS)
 
 
 def response_means(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """[B] float32: the mean over each response's tokens, which of one value for all of them is that value."""
+    """[B] float32: the mean over each response's counted tokens; exact if all are equal."""
     total_B = (values_BS.double() * mask_BS).sum(dim=1)
     return (total_B / mask_BS.sum(dim=1).clamp(min=1.0)).to(torch.float32)
 
 
 def clip_advantages(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Advantages within the bounds that there are."""
+    """Clamp advantages to the bounds that are set."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
@@ -139,17 +137,17 @@ def batch_advantages(
         rewards_PG: [P, G], P * G = B.
         mask_BS: [B, S], 1 for tokens that the loss counts.
         minus_baseline: Subtract the mean of the group first.
-        kl_BS: [B, S] lowers the reward of each token, of that token alone; None for nothing.
-        owners: See `token_advantages`, where these are R rows.
+        kl_BS: [B, S] subtracted from the reward of each token alone; None for nothing.
+        owners: See `token_advantages`, which calls these rows R.
         scored_PG: See `token_advantages`.
 
     Returns:
-        [B, S] float32; 0 at all counted tokens whose rewards are all equal.
+        [B, S] float32; 0 if the rewards of all counted tokens are equal.
     """
     rewards_PG = rewards_PG.double()
     if scored_PG is None:
         scored_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
-    # Of no token counted, and no number that a mean could take in.
+    # They belong to no counted token, and NaN would spread through the mean.
     rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
     values_PG = rewards_PG
     if minus_baseline:
@@ -172,12 +170,12 @@ def group_advantages(
 
     With `leave_one_out` the baseline of a response is the mean reward of the others in its group (RLOO, arXiv
     2402.14740); without, the mean of the whole group (GRPO, arXiv 2402.03300). The deviation is that of the same
-    rewards, the others' or the whole group's, with their number less one as divisor. As in NeMo-RL nothing is divided
-    where it is 0: the only right response of a group keeps its distance. A group of equal rewards gives 0.
+    rewards, with their number less one as divisor. As in NeMo-RL a deviation of 0 divides nothing: the only right
+    response of a group keeps its distance. A group of equal rewards gives 0.
 
     Args:
         rewards_PG: [P, G] float rewards.
-        leave_one_out: Which baseline.
+        leave_one_out: Choice of the baseline.
         normalize: Divide by the standard deviation.
         scored_PG: See `token_advantages`. A group with one score gives 0.
 
@@ -213,10 +211,10 @@ def decoupled_advantages(
 ) -> Tensor:
     """GDPO (arXiv 2601.05242) as in NeMo-RL: `group_advantages` of each part, their weighted sum normalized over all.
 
-    The sum becomes mean 0, and is divided by its sample standard deviation where that is not 0.
+    The sum is shifted to mean 0, and divided by its sample standard deviation unless that is 0.
 
     Args:
-        parts_PG: [P, G] each, by name; NaN where a part does not apply, which leaves the rollout out of that part.
+        parts_PG: [P, G] each, by name; NaN leaves a rollout out of a part.
         weights: In the alphabetical order of the names; None for 1 each.
         leave_one_out: See `group_advantages`.
         normalize: See `group_advantages`.
@@ -255,7 +253,7 @@ def decoupled_advantages(
 
 
 def group_mean_baseline(rewards_PG: Tensor) -> Tensor:
-    """[P, G]: the mean of the group, the same for all of it."""
+    """[P, G]: the mean of the group."""
     return rewards_PG.mean(dim=1, keepdim=True).expand_as(rewards_PG)
 
 

@@ -1,11 +1,11 @@
-"""When to save, where, which checkpoints to keep, and which one to go on from.
+"""Checkpoints: when and where they are saved, which ones stay, and which one a run goes on from.
 
 A checkpoint is a folder `step_<n>`: the policy's state in `policy/`, a Hugging Face folder `hf/` with
 `save_consolidated` or without the optimizer, and the record `progress.json` with size and checksum of every file and
 its own checksum. It is written as `step_<n>.partial` and renamed when it is complete, so that a folder under its name
 is always whole. Sizes and record are checked before any worker starts (`newest`), checksums by the workers (`load`).
 
-With `async_save` training goes on after `save`; `poll` after each step completes what has been written meanwhile, and
+With `async_save` training goes on after `save`; `poll` after each step completes a save that has been written, and
 `finish` at the end of the run waits for it.
 """
 
@@ -45,20 +45,20 @@ _EXPORT = "hf"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One finished checkpoint on disk; all but the folder is in its record.
+    """One finished checkpoint on disk; its record has all fields but the folder.
 
     Attributes:
         folder: `step_<n>`.
-        step: The step that it was taken after.
-        metric_name: What ranks it, as `val:accuracy`.
-        metric: Its value, None where that was not measured.
+        step: The step that it was saved after.
+        metric_name: The metric that ranks it, such as `val:accuracy`.
+        metric: Its value, None if it was not measured.
         has_optimizer: Whether training can go on from it.
-        loader: Where the data stood.
-        total_tokens: Trained on since the first step.
-        algorithm: That saved it, such as `sft`; empty where it is not known.
-        identity: What it trains; empty where it is not known.
+        loader: Position in the data.
+        total_tokens: Tokens trained on since the first step.
+        algorithm: The algorithm that saved it, such as `sft`; empty if unknown.
+        identity: See `identity.py`; empty if unknown.
         files: Size in bytes of every file but the record, by path inside the folder.
-        checksums: Of the same files, as `utils/checksums.py` takes them; empty in checkpoints of earlier versions.
+        checksums: Of the same files, by `utils/checksums.py`; empty in checkpoints of earlier versions.
     """
 
     folder: Path
@@ -90,12 +90,8 @@ class CheckpointKeeper:
 
     Args:
         settings: The keys `checkpointing.*`.
-        algorithm: That saves, and continues only its own checkpoints.
-        identity: What it trains; `resuming.py` compares it with that of a checkpoint.
-
-    Attributes:
-        settings: See above.
-        identity: See above.
+        algorithm: The running algorithm, which continues only its own checkpoints.
+        identity: Of the run; `resume_point` compares it with that of a checkpoint.
     """
 
     def __init__(self, settings: CheckpointingConfig, algorithm: str = "", identity: Identity | None = None) -> None:
@@ -108,7 +104,7 @@ class CheckpointKeeper:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs from the folder meanwhile; wraps everything that a run does with it.
+        """Lock the folder against other runs while the block uses it.
 
         Raises:
             CheckpointError: The folder cannot be written, or another run uses it.
@@ -128,7 +124,7 @@ class CheckpointKeeper:
 
     @property
     def is_saving(self) -> bool:
-        """Tell whether a save has begun that `finish` has not completed."""
+        """Whether a save has begun that `finish` has not completed."""
         return self._pending is not None
 
     @property
@@ -137,7 +133,7 @@ class CheckpointKeeper:
         return (self.settings.metric_name or "").startswith("val:")
 
     def warn_of_unranked(self, val_period: int) -> None:
-        """Warn if the metric is one of validation and some steps are saved without it: these go first."""
+        """Warn if the metric is one of validation and some steps are saved without it: these are removed first."""
         settings = self.settings
         ranks = settings.enabled and self.ranks_by_validation and settings.keep_top_k is not None
         if ranks and val_period and settings.save_period % val_period:
@@ -145,14 +141,12 @@ class CheckpointKeeper:
                 "checkpoints come every %d steps and validations every %d: those without a validation have no %s, and "
                 "are the first that checkpointing.keep_top_k removes; make checkpointing.save_period a multiple of "
                 "val_period to rank all",
-                settings.save_period,
-                val_period,
-                settings.metric_name,
-            )
+                settings.save_period, val_period, settings.metric_name,
+            )  # fmt: skip
 
     @property
     def exports_weights(self) -> bool:
-        """Whether a save also writes a Hugging Face folder, for which the policy's state comes to the devices."""
+        """Whether a save also writes a Hugging Face folder, which needs the policy's state on the devices."""
         return self.settings.save_consolidated or not self.settings.save_optimizer
 
     def save(
@@ -164,20 +158,20 @@ class CheckpointKeeper:
         *,
         prunes: bool = True,
     ) -> None:
-        """Save, then remove what `checkpoints_to_keep` does not name.
+        """Save, then remove checkpoints that `checkpoints_to_keep` does not name.
 
-        With `async_save` only the copy of what is on the GPU is waited for, and the end of the save before this one.
-        Without `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
+        With `async_save` this waits only for the copy of GPU memory, and for the end of the previous save. Without
+        `save_optimizer` the policy is saved as a Hugging Face folder, which can be used but not continued.
 
         Args:
             step: The step just done.
-            policy: What to save.
-            loader: Where the training data stand.
-            metrics: The step's metrics under `train`, `total_tokens` among them, and `val`.
+            policy: The policy.
+            loader: Position in the training data.
+            metrics: The step's metrics under `train`, with `total_tokens`, and `val`.
             prunes: False removes nothing.
 
         Raises:
-            CheckpointError: The folder cannot be written; older checkpoints are as they were.
+            CheckpointError: The folder cannot be written; older checkpoints are unchanged.
         """
         self.finish()
         self._check_held()
@@ -209,16 +203,16 @@ class CheckpointKeeper:
             self.finish()
 
     def poll(self) -> None:
-        """Complete a save that has been written; one that failed is raised here. Call it after every step.
+        """Complete a save that has been written, after every step.
 
         Raises:
-            CheckpointError: The save under way could not be written.
+            CheckpointError: The save could not be written.
         """
         if self._pending is not None and self._pending.policy.save_is_done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one, and give it its name. Call it at the end of the run.
+        """Wait for a save that has begun, and give it its name; also called at the end of the run.
 
         Raises:
             CheckpointError: It could not be written.
@@ -239,15 +233,15 @@ class CheckpointKeeper:
     # -- going on
 
     def newest_folder(self) -> Path | None:
-        """The newest checkpoint's folder, unread; None where there is none or checkpointing is off."""
+        """The newest checkpoint's folder, unread; None if there is none or checkpointing is off."""
         steps = self._steps() if self.settings.enabled else []
         return self._folder / f"step_{max(steps)}" if steps else None
 
     def newest(self) -> Checkpoint | None:
-        """Where to go on: the newest checkpoint; None where there is none or checkpointing is off.
+        """The newest checkpoint, to go on from; None if there is none or checkpointing is off.
 
-        Before anything is trained for nothing, this also sees to it that the folder can be written, and removes what a
-        run that was killed has left unfinished.
+        This also checks that the folder can be written, before any training, and removes unfinished saves of a killed
+        run.
 
         Raises:
             CheckpointError: It cannot be continued, or a folder is damaged or foreign, or nothing can be written.
@@ -276,11 +270,11 @@ class CheckpointKeeper:
         return checkpoint
 
     def load(self, checkpoint: Checkpoint, policy: Policy, loader: BatchLoader[Any]) -> None:
-        """Bring policy and loader where they were after the checkpoint's step.
+        """Restore policy and loader as they were after the checkpoint's step.
 
         Raises:
-            CheckpointError: A file is not as it was written; the message names the newest older checkpoint that is. Or
-                the policy cannot read it.
+            CheckpointError: A file is damaged (the message names the newest undamaged checkpoint), or the policy cannot
+                read it.
         """
         if not checkpoint.checksums:
             logger.warning("%s has no checksums, since an earlier version wrote it: not checked", checkpoint.folder)
@@ -298,7 +292,7 @@ class CheckpointKeeper:
         if self.settings.metric_name is None:
             return None
         prefix, _, name = self.settings.metric_name.partition(":")
-        # Not there in a step without validation, or without a row of the data set that the metric is about.
+        # None in a step without validation, or without a row of the metric's data set.
         return metrics[prefix].get(name)
 
     def _check_held(self) -> None:
@@ -306,12 +300,12 @@ class CheckpointKeeper:
             self._lock.check_held()
 
     def _continuable(self, before: int) -> list[Checkpoint]:
-        """Checkpoints of earlier steps that training can go on from, as far as records and sizes say, newest first."""
+        """Checkpoints before a step that training can go on from by their records and sizes, newest first."""
         found = [entry for entry in self._finished() if entry.step < before and entry.has_optimizer]
         return sorted((it for it in found if not _wrong_sizes(it)), key=lambda it: it.step, reverse=True)
 
     def _fallback(self, older: Checkpoint | None) -> str:
-        """How to go on without the newest checkpoint."""
+        """Advice for going on without the newest checkpoint."""
         anew = "use another checkpointing.checkpoint_dir to start anew"
         if older is None:
             return anew
@@ -330,7 +324,7 @@ class CheckpointKeeper:
                 raise CheckpointError(f"{path} {fault}, so this checkpoint is damaged; {fallback}")
 
     def _give_up(self, target: Path, error: OSError | CheckpointError) -> NoReturn:
-        """Leave nothing of a save that failed, and say what is still there."""
+        """Remove the files of a failed save, and raise an error that names the newest complete checkpoint."""
         partial = partial_of(target)
         text = str(error) if isinstance(error, CheckpointError) else not_written(error, partial)
         shutil.rmtree(partial, ignore_errors=True)
@@ -352,12 +346,12 @@ class CheckpointKeeper:
             ) from error
 
     def _steps(self) -> list[int]:
-        """Steps of the folders here, in their order."""
+        """Steps of all checkpoint folders, ascending."""
         names = [path.name.removeprefix("step_") for path in self._folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def _finished(self) -> list[Checkpoint]:
-        """Checkpoints whose record can be read; the log warns of the others."""
+        """Checkpoints with a readable record; the log warns of others."""
         found = []
         for step in self._steps():
             try:
@@ -367,14 +361,14 @@ class CheckpointKeeper:
         return found
 
     def _prune(self) -> None:
-        """Remove what `checkpoints_to_keep` does not name; a damaged checkpoint takes no place of a whole one."""
+        """Remove checkpoints that `checkpoints_to_keep` does not name; damaged ones do not count."""
         finished = [entry for entry in self._finished() if not _wrong_sizes(entry)]
         kept = checkpoints_to_keep(finished, self.settings)
         for checkpoint in finished:
             if checkpoint.step in kept:
                 continue
             try:
-                # Its name goes first: a folder that is half removed must not look finished.
+                # Renamed first: a folder that is half removed must not look finished.
                 shutil.rmtree(checkpoint.folder.rename(partial_of(checkpoint.folder)))
             except OSError as error:
                 logger.warning(
@@ -388,8 +382,8 @@ def checkpoints_to_keep(checkpoints: Sequence[Checkpoint], settings: Checkpointi
     """Steps of the checkpoints that stay on disk.
 
     These are the best `keep_top_k` by the metric, the newest, and the newest that training can go on from: at most two
-    more than `keep_top_k`. A checkpoint whose metric is missing, not finite or of another name ranks behind all others;
-    of two that are equal the newer one ranks first.
+    more than `keep_top_k`. A checkpoint whose metric is missing, not finite or of another name ranks last; of two equal
+    ones the newer ranks first.
     """
     if settings.keep_top_k is None:
         return {entry.step for entry in checkpoints}
@@ -427,11 +421,11 @@ def _write_record(folder: Path, record: Mapping[str, Any], checksums: Mapping[st
 
 
 def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
-    """The record of a checkpoint.
+    """Read the record of a checkpoint.
 
     Args:
         folder: `step_<n>`.
-        remedy: What to do about one that is damaged; None for removing the folder.
+        remedy: Advice about a damaged one; None for removing the folder.
 
     Raises:
         CheckpointError: It is missing, damaged or foreign.
@@ -457,7 +451,7 @@ def _read_record(folder: Path, remedy: str | None = None) -> Checkpoint:
 
 
 def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
-    """What is wrong with files that are missing or do not have their size, by path in the folder."""
+    """Faults of files that are missing or have another size, by path in the folder."""
     found = {}
     for name, size in checkpoint.files.items():
         path = checkpoint.folder / name
@@ -471,21 +465,21 @@ def _wrong_sizes(checkpoint: Checkpoint) -> dict[str, str]:
 def resume_point(
     checkpoints: CheckpointKeeper, loader: ShuffledLoader[Any], max_num_steps: int, section: str
 ) -> tuple[Checkpoint | None, int]:
-    """The checkpoint that a run goes on from, None to begin with the first step; and the number of its last step.
+    """The checkpoint that a run goes on from, None to start anew; and the number of the run's last step.
 
-    Steps and data both bound a run. A step takes one batch of data, or more with dynamic sampling: then the run may
-    end before that last step.
+    Steps and data both bound a run. With dynamic sampling a step may take several batches, and the run may end before
+    that last step.
 
     Args:
-        checkpoints: Where to look.
-        loader: The training data with its number of epochs; left where the checkpoint was taken.
+        checkpoints: The folder of checkpoints.
+        loader: The training data with its number of epochs; moved to the checkpoint's position.
         max_num_steps: Bound of the steps.
-        section: Of the keys that bound the run: `grpo`, `sft` or `dpo`.
+        section: Section of the keys that bound the run: `grpo`, `sft` or `dpo`.
 
     Raises:
-        ConfigError: The newest checkpoint is the end of this run already.
+        ConfigError: The newest checkpoint is already the end of this run.
         CheckpointError: It cannot be continued, or was trained from another model, tokenizer or chat template.
-        DataError: It was taken in other data.
+        DataError: It was saved with other data.
     """
     newest = checkpoints.newest()
     if newest is None:
@@ -519,20 +513,20 @@ _UNITS_S = (86400, 3600, 60, 1)
 
 
 def seconds_of(text: str) -> int | None:
-    """Seconds of days:hours:minutes:seconds, such as 00:03:45:00; None where the text is nothing of the kind."""
+    """Seconds of days:hours:minutes:seconds, such as 00:03:45:00; None for any other text."""
     if re.fullmatch(r"\d+(:\d+){3}", text) is None:
         return None
     return sum(int(part) * unit_s for part, unit_s in zip(text.split(":"), _UNITS_S, strict=True))
 
 
 class SaveDeadline:
-    """Tell whether the step after this one, or its save, could end too late.
+    """The deadline `checkpointing.checkpoint_must_save_by`: tells whether one more step and its save could be too late.
 
-    One more step is expected to take as long as the longest until now, and its save as long as the longest save.
+    A step and a save are expected to take as long as the longest until now.
 
     Args:
         text: Days:hours:minutes:seconds after `start`; None for no deadline.
-        margin_s: Seconds that are to be left then.
+        margin_s: Seconds to spare.
         clock: Seconds.
     """
 
@@ -543,36 +537,31 @@ class SaveDeadline:
         self._started_s = self._step_began_s = clock()
         self._longest_step_s = self._longest_save_s = 0.0
         self._save_began_s: float | None = None
-        self._reached = False
-
-    @property
-    def reached(self) -> bool:
-        """Whether the step that has ended is the run's last."""
-        return self._reached
+        self.reached = False  # the step that has ended is the run's last
 
     def start(self) -> None:
-        """The run begins."""
+        """Note the start of the run."""
         self._started_s = self._step_began_s = self._clock()
 
     def step_done(self) -> None:
-        """A step has ended, but for its save: one more, and its save, have to end before the deadline."""
+        """Note the end of a step, before its save, and set `reached`."""
         now_s = self._clock()
         self._longest_step_s = max(self._longest_step_s, now_s - self._step_began_s)
         self._step_began_s = now_s
         if self._limit_s is not None:
             needed_s = self._longest_step_s + self._longest_save_s + self._margin_s
-            self._reached = now_s - self._started_s + needed_s >= self._limit_s
+            self.reached = now_s - self._started_s + needed_s >= self._limit_s
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The run waits for a save to begin or to end, which is no part of a step."""
+        """Time a wait for the beginning or end of a save, which is no part of a step."""
         began_s = self._clock()
         self._save_began_s = began_s if self._save_began_s is None else self._save_began_s
         yield
         self._step_began_s += self._clock() - began_s
 
     def save_ended(self) -> None:
-        """The save that began with the first `saving` since the one before is complete."""
+        """Note the end of the save that began with the first `saving` since the previous end."""
         if self._save_began_s is not None:
             self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_began_s)
         self._save_began_s = None

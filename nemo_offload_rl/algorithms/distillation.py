@@ -1,10 +1,12 @@
 """On-policy distillation (GKD, arXiv 2306.13649): the loop of `rollout_trainer.py`, with a teacher in it.
 
-The student answers the prompts; then
-- the teacher is on the device, and gives its distribution before each token that the student sampled: its top-k, or
-  its last hidden states, from which training makes the rest;
-- the student is trained to be nearer to it: one optimizer step for each global batch.
-Rewards are measured and not trained on.
+The student answers the prompts. Then the teacher, on the device, gives its distribution before each token that the
+student sampled: its top-k, or its last hidden states, from which training computes the rest. Then the student is
+trained towards it: one optimizer step for each global batch. Rewards are measured but not trained on.
+
+The loss is the mean divergence between student and teacher over the sampled tokens (GKD; MiniLLM's reverse KL, arXiv
+2306.08543). Keys and values are those of NeMo-RL's `DistillationLossFn`; `backends/scoring/divergence.py` has the
+formulas. Shape suffixes: B samples, S positions.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class DistillationLoss(DivergenceLoss):
         return loss, {"loss": loss.detach()}
 
     def measure(self, scores_BS: DivergenceScores, batch: TrainBatch, norm: LossNorm) -> Mapping[str, Tensor]:
-        """Share of the teacher that is known; agreement of engine and student on tokens in the student's nucleus."""
+        """The known share of the teacher; agreement of engine and student on tokens in the student's nucleus."""
         assert isinstance(batch, SampledBatch), type(batch)
         mask_BS = batch.loss_mask
         is_inside_BS = is_inside(scores_BS.logprobs)

@@ -1,12 +1,12 @@
 """A lock on the folder of a run's checkpoints, so that no second run deletes or overwrites what the first one saves.
 
-1. The file `run.lock` is made with its holder's host, process and start. Its holder renews the file's time of change
-   every few seconds and removes the file at its end.
-2. A lock that is there is taken over once its holder is provably gone. On the same host, `/proc` shows that. A job that
+1. The file `run.lock` names its holder's host, process and start. The holder touches the file every few seconds and
+   removes it at its end.
+2. An existing lock is taken over once its holder is provably gone. On the same host, `/proc` shows that. A job that
    Slurm has requeued knows that its earlier start has ended. Any other holder, such as one on another host of a shared
-   file system, is watched: a lock that nobody renews while it is watched belongs to nobody. No clocks of two hosts are
-   compared.
-3. A holder that was suspended for longer may lose its lock by this. It finds out before it writes (`check_held`).
+   file system, is watched: a lock that is not touched while it is watched belongs to nobody. Clocks of two hosts are
+   never compared.
+3. A holder that was suspended for longer may lose its lock this way. It finds out before it writes (`check_held`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Holder:
         token: Unique to this holder.
         host: Name of its host.
         pid: Its process.
-        started: When it took the lock, in UTC.
-        place: Where its process number counts: since when its host runs, and the namespace of its processes.
-        process_start: When its process started, in ticks since the host did; tells it from a later one of its number.
-        job: ID of its Slurm job, None where there is none.
-        restarts: How often Slurm had requeued that job.
+        started: Time when it took the lock, in UTC.
+        place: Scope of its process id: the boot of its host, and the namespace of its processes.
+        process_start: Start of its process in ticks since the boot, which tells it from a later one with its id.
+        job: ID of its Slurm job, None without one.
+        restarts: Number of times that Slurm had requeued that job.
     """
 
     token: str
@@ -62,7 +62,7 @@ class Holder:
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """The process at hand."""
+        """A holder for the current process."""
         pid = os.getpid()
         return cls(
             token=uuid.uuid4().hex,
@@ -76,11 +76,11 @@ class Holder:
         )
 
     def is_seen_by(self, other: Holder) -> bool:
-        """Tell whether `other` can see in `/proc` if this process runs."""
+        """Whether `other` can see in `/proc` if this process runs."""
         return self.place == other.place
 
     def is_gone_for(self, other: Holder) -> bool:
-        """Tell whether `other` has proof that this process has ended."""
+        """Whether `other` has proof that this process has ended."""
         if self.is_seen_by(other):
             return _process_start(self.pid) != self.process_start
         return self.job is not None and self.job == other.job and self.restarts < other.restarts
@@ -90,11 +90,11 @@ class Holder:
 
 
 class FolderLock:
-    """Holds the lock of a folder while it is entered as a context.
+    """Context that holds the lock of a folder.
 
     Args:
         folder: Exists.
-        me: Who takes the lock; None for this process.
+        me: The holder; None for this process.
         beat_s: Seconds between renewals.
         patience_s: Seconds for which a holder is watched that cannot be seen.
 
@@ -103,12 +103,7 @@ class FolderLock:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        me: Holder | None = None,
-        *,
-        beat_s: float = BEAT_S,
-        patience_s: float = PATIENCE_S,
+        self, folder: Path, me: Holder | None = None, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S
     ) -> None:
         self.path = folder / LOCK_FILE
         self._folder = folder
@@ -131,10 +126,10 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
 
     def check_held(self) -> None:
-        """Refuse to go on without the lock. A lock file that was removed by hand is made again.
+        """Refuse to go on without the lock; make a lock file that was removed by hand again.
 
         Raises:
-            CheckpointError: Another run has taken the lock, which happens to one that was suspended.
+            CheckpointError: Another run has taken the lock, because this one was suspended.
         """
         try:
             content = self._content()
@@ -142,7 +137,7 @@ class FolderLock:
                 self._created(self.path)
                 content = self._content()
         except OSError:
-            return  # the save that follows tells
+            return  # the save that follows reports it
         if not self._is_mine(content):
             raise CheckpointError(
                 f"{self._folder} (checkpointing.checkpoint_dir) was taken over by another run, "
@@ -153,7 +148,7 @@ class FolderLock:
     # -- inside
 
     def _created(self, path: Path) -> bool:
-        """Make a file that names this holder, unless it is there."""
+        """Make a file that names this holder; False if it exists."""
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(self._text())
@@ -164,10 +159,10 @@ class FolderLock:
         return True
 
     def _taken_over(self, content: str) -> bool:
-        """Take the lock of a holder that is gone; False if it was released or changed hands meanwhile.
+        """Take the lock of a holder that is gone; False if it was released or has another holder by then.
 
-        Of several runs that do this at once, the one that makes the claim file goes first, and the others find it as
-        the new holder. A claim is one rename away from being the lock, so an old one is of a run that was killed.
+        Of several runs that do this at once, the one that makes the claim file first becomes the holder. A claim is
+        renamed to the lock at once, so an old one was left by a killed run.
 
         Raises:
             CheckpointError: The holder is not gone.
@@ -220,7 +215,7 @@ class FolderLock:
         while not self._released.wait(self._beat_s):
             try:
                 if not self._is_mine(self._content()):
-                    return  # `check_held` tells
+                    return  # `check_held` reports it
                 os.utime(self.path)
             except OSError as error:
                 logger.warning("%s cannot be renewed (%s)", self.path, error.strerror or error)
@@ -236,7 +231,7 @@ class FolderLock:
         return None if state is None else state[0]
 
     def _state(self) -> tuple[str, int] | None:
-        """Contents and time of change. Opened each time, which has a network file system ask its server."""
+        """Contents and time of change; opening the file anew makes a network file system ask its server."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -245,7 +240,7 @@ class FolderLock:
 
 
 def _holder(content: str | None) -> Holder | None:
-    """Who wrote a lock file; None where it is not readable as one."""
+    """The holder that a lock file names; None if it is unreadable."""
     try:
         return Holder(**json.loads(content or ""))
     except (ValueError, TypeError):
@@ -256,11 +251,11 @@ def _place() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return uuid.uuid4().hex  # nobody sees this process
+        return uuid.uuid4().hex  # no other process can see this one
 
 
 def _process_start(pid: int) -> str | None:
-    """When a process started, in ticks since the host did; None if it does not run."""
+    """Start of a process in ticks since the boot; None if it does not run."""
     try:
         # The name, which may hold spaces and parentheses, comes before the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

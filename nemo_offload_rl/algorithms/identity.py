@@ -1,7 +1,7 @@
-"""Records what a run trains, so that a checkpoint is not continued with another model, tokenizer or chat template.
+"""The identity of a run, so that a checkpoint is not continued with another model, tokenizer or chat template.
 
-Names alone do not tell: a model folder can be moved, or hold other weights under its old name. Each entry therefore has
-a name for people and a digest of contents, and the digests decide where both runs have one.
+A name is not enough: a model folder can be moved, or hold other weights under its old name. So each entry has a name
+for people and a digest of contents; the digests decide if both runs have one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from nemo_offload_rl.keys.run_configs import RolloutConfig, SupervisedConfig
 
 type Identity = Mapping[str, Mapping[str, str]]
-"""By key of the configuration, `name` and `digest`, which is "" where the contents are not at hand."""
+"""By key of the configuration, `name` and `digest`, which is "" if the contents are not available."""
 
-_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # how many are read, and of each
+_NUM_TENSORS, _NUM_ELEMENTS = 256, 256  # tensors that are read, and elements of each
 _TEXT = "The 1st of 12,345 tests:\n\tnaïve café 世界 x_i = -3.14e-2 == f(a, b); 🙂 don't"
 _SHORT = 60
 
@@ -56,10 +56,10 @@ def run_identity(config: RolloutConfig | SupervisedConfig, tokenizer: PreTrained
 
 
 def check_identity(folder: Path, recorded: Identity, mine: Identity) -> None:
-    """Refuse to continue a checkpoint of another identity; what one of the two does not have is not compared.
+    """Refuse to continue a checkpoint of another identity; only entries that both have are compared.
 
     Raises:
-        CheckpointError: With the first difference.
+        CheckpointError: Names the first difference.
     """
     for key in (key for key in recorded if key in mine):
         theirs, ours = recorded[key], mine[key]
@@ -78,7 +78,7 @@ def check_identity(folder: Path, recorded: Identity, mine: Identity) -> None:
 def _weights_digest(model_name: str) -> str:
     """Digest of a model folder's weights: all names and shapes, and some values of some tensors.
 
-    Does not depend on how the tensors are divided among files. A hub's model has none: its files may not be here yet.
+    It does not depend on the division among files. It is "" for a model of the hub, whose files may not be here yet.
     """
     if is_hub_name(model_name):
         return ""
@@ -97,7 +97,7 @@ def _weights_digest(model_name: str) -> str:
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of the vocabulary, and of how a text is divided."""
+    """Digest of the vocabulary, and of the tokens of a text."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return _digest([vocabulary, tokenizer.eos_token_id, tokenizer.encode(_TEXT, add_special_tokens=False)])
 

@@ -22,7 +22,7 @@ from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
 from nemo_offload_rl.keys.grpo import ClippedPGLossConfig
 from nemo_offload_rl.protocols.loss import ReferenceLoss, TokenStat
 
-# As in verl. A ratio of exp(20) was clipped or truncated long before; its products and squares are finite in float32.
+# As in verl: clipping and truncation act far below exp(20), whose products and squares are finite in float32.
 MAX_LOG_RATIO = 20.0
 
 
@@ -30,10 +30,10 @@ MAX_LOG_RATIO = 20.0
 class ClippedPGLoss(ReferenceLoss):
     """Policy gradient on sampled tokens, kept near the policy that sampled them and near the reference.
 
-    With `top_p` or `top_k` the policy gradient is that of the distribution that tokens are drawn from, and the KL term
-    that of the whole vocabulary, as in NeMo-RL. Sampled tokens that the policy's own top-k and top-p leave out count in
-    the KL term only (NeMo-RL's `curr_logprobs_keep_mask`). The divisor of token-level means still counts them: by
-    importance sampling they contribute 0 to the mean, since the policy gives them the probability 0.
+    With `top_p` or `top_k` the policy gradient uses the distribution that tokens are drawn from, and the KL term the
+    whole vocabulary, as in NeMo-RL. Sampled tokens outside the policy's own top-k and top-p count in the KL term only
+    (NeMo-RL's `curr_logprobs_keep_mask`). The divisor of token-level means still counts them: by importance sampling
+    they contribute 0 to the mean, since the policy gives them the probability 0.
     """
 
     settings: ClippedPGLossConfig
@@ -86,7 +86,7 @@ class ClippedPGLoss(ReferenceLoss):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def kl_in_reward(self, prev_logprobs_BS: Tensor | None, reference_logprobs_BS: Tensor | None) -> Tensor | None:
-        """[B, S]: what each token's reward is lowered by (`use_kl_in_reward`); None for nothing."""
+        """[B, S]: the KL to subtract from each token's reward (`use_kl_in_reward`); None for nothing."""
         if not self.settings.use_kl_in_reward or prev_logprobs_BS is None or reference_logprobs_BS is None:
             return None
         return self.settings.reference_policy_kl_penalty * estimate_kl(
@@ -105,14 +105,14 @@ class ClippedPGLoss(ReferenceLoss):
         """[B, S]: probability now over probability before the step, for each token or for its whole sequence."""
         log_ratio_BS = terms.logprobs - terms.prev_logprobs
         if self.settings.sequence_level_importance_ratios:
-            # The same value on every token: averaged over the sequence's tokens it gives that sequence's loss once.
+            # The same value on every token, so that the mean over the sequence's tokens is the sequence's loss.
             log_ratio_BS = sequence_mean(log_ratio_BS, mask_BS)[:, None].expand_as(log_ratio_BS)
         return bounded(log_ratio_BS).exp()
 
     def _clip(self, terms: _Terms, ratio_BS: Tensor, advantages_BS: Tensor) -> _Clipped:
-        """The larger of clipped and unclipped loss, with the dual clip's bound where advantages are below 0.
+        """The larger of clipped and unclipped loss, with the dual clip's bound for negative advantages.
 
-        CISPO weights logprobs by the clipped ratio instead, and without a ratio nothing does.
+        CISPO weights logprobs by the clipped ratio instead; `disable_ppo_ratio` uses no weight.
         """
         settings, nowhere_BS = self.settings, torch.zeros_like(ratio_BS, dtype=torch.bool)
         if settings.disable_ppo_ratio:
@@ -130,7 +130,7 @@ class ClippedPGLoss(ReferenceLoss):
         return _Clipped(torch.where(is_bounded_BS, bound_BS, loss_BS), is_clipped_BS, is_bounded_BS)
 
     def _sampler_weight(self, terms: _Terms, mask_BS: Tensor) -> _Weight:
-        """The policy's over the sampler's probability, of each token or of its whole sequence, within its bounds."""
+        """Bounded ratio of the policy's to the sampler's probability, of each token or of its whole sequence."""
         settings, log_weight_BS = self.settings, terms.prev_logprobs - terms.sampler_logprobs
         judged_BS = log_weight_BS
         if settings.sequence_level_importance_ratios:
@@ -148,12 +148,8 @@ class ClippedPGLoss(ReferenceLoss):
 
     def _sampler_metrics(self, terms: _Terms, weight: _Weight, mask_BS: Tensor, norm: LossNorm) -> dict[str, Tensor]:
         """Comparisons of policy and sampler, under NeMo-RL's names; tokens outside the nucleus count as agreeing."""
-        settings, now, prev, sampler = (
-            self.settings,
-            terms.logprobs.detach(),
-            terms.prev_logprobs,
-            terms.sampler_logprobs,
-        )
+        settings, now = self.settings, terms.logprobs.detach()
+        prev, sampler = terms.prev_logprobs, terms.sampler_logprobs
         applied_mean_share = sequence_mean_share if settings.sequence_level_importance_ratios else token_mean_share
         values_BS = {
             "approx_entropy": -bounded(now - sampler).exp() * now,
@@ -171,7 +167,7 @@ class ClippedPGLoss(ReferenceLoss):
         return metrics
 
     def _kl(self, terms: _Terms) -> Tensor:
-        """[B, S]: estimate of KL(policy || reference); zeros, without reading the reference, when it has no weight."""
+        """[B, S]: estimate of KL(policy || reference); zeros if it has no weight."""
         settings = self.settings
         if settings.reference_policy_kl_penalty == 0:
             return torch.zeros_like(terms.logprobs)
@@ -194,7 +190,7 @@ class ClippedPGLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class _Weight:
-    """Importance weights, [B, S] without gradient, as they are applied; which are out of bounds, if there are any."""
+    """Applied importance weights, [B, S] without gradient, and a mask of those out of bounds, if there are bounds."""
 
     applied: Tensor
     is_out: Tensor | None
@@ -202,7 +198,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Clipped:
-    """The policy-gradient loss of each token, [B, S], and which tokens got it from which bound."""
+    """The policy-gradient loss of each token, [B, S], and masks of tokens at either bound."""
 
     loss: Tensor
     is_clipped: Tensor
@@ -211,16 +207,16 @@ class _Clipped:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Logprobs, [B, S], 0 wherever the loss does not look.
+    """Logprobs, [B, S], 0 at tokens that do not count.
 
     Attributes:
-        mask: 1 for the tokens of the policy gradient: those that the loss counts, without those outside the nucleus of
-            the policy now or before the step.
-        logprobs: Of the policy now, with gradient, over the tokens that can be drawn; 0 where `mask` is.
-        prev_logprobs: The same before the step, or now without gradient if the loss reads no others.
-        sampler_logprobs: The same of the engine.
+        mask: 1 for the tokens of the policy gradient: counted ones inside the nucleus of the policy, now and before the
+            step.
+        logprobs: Of the policy now, with gradient, over the tokens that can be drawn; 0 outside `mask`.
+        prev_logprobs: Of the policy before the step, or now without gradient if the loss does not read the former.
+        sampler_logprobs: Of the engine.
         whole_logprobs: Of the policy now, with gradient, over the whole vocabulary, at every token of the KL term.
-        reference_logprobs: The same of the reference.
+        reference_logprobs: Of the reference, at every token of the KL term.
         kl_sampler_logprobs: Of the engine at every token of the KL term.
     """
 
@@ -258,7 +254,7 @@ class _Terms:
 
 
 def _extremes(name: str, values_BS: Tensor, mask_BS: Tensor) -> dict[str, Tensor]:
-    """Least and greatest counted value; infinities, which any other micro-batch beats, when nothing is counted."""
+    """Least and greatest counted value; +inf and -inf, which never win over other micro-batches, if none is counted."""
     hidden = mask_BS == 0
     return {
         f"{name}_min": values_BS.masked_fill(hidden, float("inf")).amin(),
@@ -281,9 +277,9 @@ def estimate_kl(
     """KL(policy || reference) per token, of the shape of the inputs, with gradient through `logprobs`.
 
     With r = p_reference / p_policy at a sampled token the value is -log r (k1), (log r)^2 / 2 (k2) or r - 1 - log r
-    (k3). A trailing "+" keeps that value and takes the gradient of k2, which is the gradient of the divergence. A
-    trailing "w" is what NeMo-RL computes for these names: the estimate times p_policy / stop_gradient(p_policy), which
-    is 1, and whose gradient counts. Of k1 and k3 that gives the gradient of the divergence, of k2 it does not.
+    (k3). A trailing "+" keeps the value and takes the gradient of k2, which is the gradient of the divergence. A
+    trailing "w" is NeMo-RL's variant: the estimate times p_policy / stop_gradient(p_policy), a weight of 1 that is
+    differentiated too. For k1 and k3 this gives the gradient of the divergence, for k2 it does not.
 
     Args:
         logprobs: Of the policy.
@@ -291,8 +287,8 @@ def estimate_kl(
         estimator: "k1", "k2", "k3", "k1+", "k3+", "k1w", "k2w" or "k3w".
         input_clamp: Bound on |log r|, without gradient beyond; None for `MAX_LOG_RATIO`.
         output_clamp: Bound on the absolute value; None for none. Without a "+" there is no gradient beyond it either.
-        sampler_logprobs: Of what sampled the tokens, if that was not the policy: estimates are weighted by p_policy /
-            p_sampler. Weights of k1 and k3 have their gradient, which those two need and k2 must not have; k2w has it.
+        sampler_logprobs: Of the sampler, if that was not the policy: estimates are weighted by p_policy / p_sampler.
+            Weights of k1, k3 and k2w are differentiated, those of k2 are not.
 
     Raises:
         ValueError: The estimator is unknown.
@@ -326,12 +322,12 @@ def estimate_kl(
 
 
 def bounded(log_ratio: Tensor, bound: float = MAX_LOG_RATIO) -> Tensor:
-    """The logarithm of a ratio of probabilities within +-`bound`, constant beyond: ratio and gradient are finite."""
+    """Clamp the logarithm of a ratio of probabilities to +-`bound`, so that ratio and gradient are finite."""
     return log_ratio.clamp(-bound, bound)
 
 
 def is_inside(logprobs_BS: Tensor) -> Tensor:
-    """[B, S] bool: tokens to which the policy gives a probability; -inf stands for a token outside its nucleus."""
+    """[B, S] bool: tokens inside the policy's nucleus; a logprob of -inf stands for a token outside."""
     return logprobs_BS.detach() != -torch.inf
 
 
@@ -341,7 +337,7 @@ def zero_where_masked(values_BS: Tensor, mask_BS: Tensor) -> Tensor:
 
 
 def token_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> Tensor:
-    """Sum over counted tokens divided by the global number of them; 0 when there are none at all."""
+    """Sum over counted tokens divided by the global number of them; 0 if there are none at all."""
     return zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum() / max(norm.num_valid_tokens, 1.0)
 
 
@@ -356,6 +352,6 @@ def sequence_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm) -> T
 
 
 def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, length: float) -> Tensor:
-    """Sum over each sequence's counted tokens divided by `length`, then as a mean over sequences (Dr. GRPO)."""
+    """Sum over each sequence's counted tokens divided by `length`, then the mean over sequences (Dr. GRPO)."""
     total = zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum()
     return total / (length * max(norm.num_valid_seqs, 1.0))

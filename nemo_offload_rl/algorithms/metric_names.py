@@ -52,7 +52,7 @@ def grpo_names(
     stops: bool = False,
     agents: bool = False,
 ) -> Names:
-    """What a GRPO run measures.
+    """Metrics of a GRPO run.
 
     Args:
         group_size: Responses to each prompt.
@@ -95,7 +95,7 @@ def grpo_names(
 
 
 def distillation_names(*, group_size: int, val_group_size: int) -> Names:
-    """What a run of distillation measures; arguments as above."""
+    """Metrics of a distillation run; arguments as in `grpo_names`."""
     return {
         "train": (
             *(f"reward_{kind}" for kind in _SPREAD),
@@ -131,7 +131,7 @@ DPO_NAMES: Names = {
 
 
 def metric_problem(metric_name: str, names: Names) -> str | None:
-    """Why `checkpointing.metric_name` cannot rank checkpoints; None where it can."""
+    """The reason why `checkpointing.metric_name` cannot rank checkpoints; None if it can."""
     prefix, _, name = metric_name.partition(":")
     if prefix not in names:
         return f"checkpointing.metric_name is {metric_name}, which is no metric; write train:NAME or val:NAME, or null"
@@ -144,10 +144,10 @@ def metric_problem(metric_name: str, names: Names) -> str | None:
 
 
 def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[str]]) -> str | None:
-    """Why a metric about one data set cannot rank checkpoints; None where it can, or is about all of them.
+    """The reason why a metric of one data set cannot rank checkpoints; None if it can, or covers all data sets.
 
     Args:
-        metric_name: The key, which has no other problem.
+        metric_name: The key, which passed `metric_problem`.
         data_sets: Names of the data sets under `train` and `val`.
     """
     prefix, _, name = (metric_name or "").partition(":")
@@ -169,7 +169,7 @@ def data_set_problem(metric_name: str | None, data_sets: Mapping[str, Iterable[s
 
 
 def _nearest(prefix: str, name: str, names: Names) -> str | None:
-    """The metric that was meant: of the same name elsewhere, or else the most alike."""
+    """The metric that was probably meant: one of the same name elsewhere, or the most similar one."""
     for other, known in names.items():
         if name in known:
             return f"{other}:{name}"

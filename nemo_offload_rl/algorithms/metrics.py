@@ -1,4 +1,4 @@
-"""What a step reports, under the names of docs/reference/metrics.md; `metric_names.py` lists them."""
+"""Metrics of a step, under the names of docs/reference/metrics.md; `metric_names.py` lists them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OF_VALIDATION_GROUPS = ("accuracy/", "pass_at_", "reward_part/")
 def update_metrics(result: TrainResult) -> dict[str, float]:
     """Loss, gradient norm, learning rate and what the loss measured, over the step's optimizer steps.
 
-    Means; the extremes of what ends in `_min` and `_max`; the last learning rate. Of updates that were skipped nothing
-    is in them, unless all of the step were.
+    These are means; extremes of names with `_min` and `_max`; the last learning rate. Skipped updates are left out,
+    unless all of the step were skipped.
     """
     num_steps = len(result.loss)
     applied = [step for step in range(num_steps) if not (result.is_skipped and result.is_skipped[step])]
@@ -44,7 +44,7 @@ def update_metrics(result: TrainResult) -> dict[str, float]:
 
 
 def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
-    """Rows that are too long, of all data sets together, and of each where there are several."""
+    """Rows that are too long, of all data sets together, and of each if there are several."""
     found = {"overlong_rows": float(sum(overlong.values()))}
     if len(overlong) > 1:
         found |= {f"overlong_rows/{name}": float(number) for name, number in overlong.items()}
@@ -52,7 +52,7 @@ def overlong_metrics(overlong: Mapping[str, int]) -> dict[str, float]:
 
 
 def residency_metrics(reports_by_rank: Sequence[Sequence[TransitionReport]]) -> dict[str, float]:
-    """Bytes summed over ranks; seconds of the slowest rank. Warns of what stayed on a device against the plan."""
+    """Bytes summed over ranks, and seconds of the slowest rank; warns of state left on a device against the plan."""
     for rank, reports in enumerate(reports_by_rank):
         for report in reports:
             for leftover in report.leftovers:
@@ -90,7 +90,7 @@ def train_metrics(
     """Rollouts, loss (mean over the step's optimizer steps) and rates in tokens per second.
 
     Args:
-        groups: Of the step, rewards as the environments gave them.
+        groups: Of the step, with the environments' rewards.
         rewards: [B] of the trained rollouts, after scaling and shaping; those without a score are left out.
         advantages: [B] of the trained rollouts.
         result: Of the step's training.
@@ -113,14 +113,9 @@ def step_metrics(
     speed: ModelSpeed | None,
     passes: Mapping[str, str],
 ) -> dict[str, float]:
-    """The same without what is about rewards in training, for every algorithm with rollouts.
+    """The part of `train_metrics` that every algorithm with rollouts has; `passes` maps names to phases.
 
-    Args:
-        groups: See `train_metrics`.
-        result: See `train_metrics`.
-        seconds: See `train_metrics`.
-        speed: See `train_metrics`.
-        passes: Rates of passes over the trained rollouts, to the phase whose seconds they take: NAME_tokens_per_s.
+    Each entry of `passes` becomes a rate NAME_tokens_per_s over the trained rollouts and the phase's seconds.
     """
     num_sampled = float(groups.sampled.response_lengths().sum())
     lengths = [len(each.token_ids) for rollout in groups.trained.rollouts for each in rollout.sequences()]
@@ -139,7 +134,7 @@ def step_metrics(
 
 
 def dynamic_sampling_metrics(groups: SampledGroups) -> dict[str, float]:
-    """What filling the step cost, and the rewards of what is left of it."""
+    """Batches and groups that dynamic sampling drew for the step, and rewards of the groups that it kept."""
     scored = groups.trained.scored()
     return {
         "dynamic_sampling_batches": float(groups.num_batches),
@@ -161,10 +156,10 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """What a step reports of its rollouts, under the names of docs/reference/metrics.md.
+    """Metrics of the rollouts of a step.
 
-    Rewards are those of `batch`; a rollout's response is all that the policy sampled in all of its turns. What is about
-    rewards leaves out rollouts without a score, and is left out where there are no others.
+    A rollout's response is everything that the policy sampled in all turns. Metrics of rewards leave out rollouts
+    without a score, and are left out if no rollout has one.
     """
     lengths = batch.response_lengths().float()
     prompt_lengths = batch.prompt_lengths().float()
@@ -191,7 +186,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _score_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """What is about rewards and right answers, over the rollouts that have a score."""
+    """Metrics of rewards and right answers, over the rollouts that have a score."""
     scored, scored_PG = batch.scored(), batch.scored_PG()
     if not scored.any():
         return {}
@@ -222,7 +217,7 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def by_data_set(batch: RolloutBatch) -> dict[str, float]:
-    """Mean reward and accuracy of each data set with a score; nothing where the data have one only."""
+    """Mean reward and accuracy of each data set with a score; {} if there is only one data set."""
     names = [rollout.prompt.data_set for rollout in batch.rollouts]
     of_scored = [rollout.prompt.data_set for rollout in batch.rollouts if rollout.unscored is None]
     found: dict[str, float] = {}
@@ -250,7 +245,7 @@ class IdleSteps:
         self._warned_at = WARNED_AFTER
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Take note of a step by its `train` metrics."""
+        """Count a step by its `train` metrics."""
         if metrics["advantage_min"] != 0 or metrics["advantage_max"] != 0:
             self._in_a_row, self._warned_at = 0, WARNED_AFTER
             return

@@ -1,4 +1,4 @@
-"""Rollouts of training as plain records: what was asked, said and scored, and what the loss was given, by token."""
+"""Rollouts of training as plain records: prompts, responses, scores, and inputs of the loss by token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rollout_records(
     Args:
         groups: Of the step.
         rewards: [B] of the trained rollouts, after scaling and shaping.
-        advantages: [B] of the trained rollouts, the mean over the tokens of each; None where there are none.
+        advantages: [B] of the trained rollouts, the mean over the tokens of each; None without advantages.
         batch: The trained rollouts as the loss gets them.
         has_prev: Whether there was a logprob pass.
         has_reference: Whether there is a reference.
@@ -68,7 +68,7 @@ def rollout_records(
 
 
 def _finite(logprobs_T: Tensor) -> list[float | None]:
-    """The values, with None for infinities, which JSON has no number for."""
+    """The values, with None for infinities, which JSON cannot represent."""
     return [value if math.isfinite(value) else None for value in logprobs_T.tolist()]
 
 
@@ -88,7 +88,7 @@ def _about(rollout: Rollout) -> dict[str, Any]:
 
 
 def score_record(rollout: Rollout) -> dict[str, Any]:
-    """Reward and correctness, None without a score, and `unscored`, why there is none."""
+    """Reward and correctness, None without a score, and `unscored`, the reason for no score."""
     has_score = rollout.unscored is None
     return {
         "reward": rollout.reward if has_score else None,

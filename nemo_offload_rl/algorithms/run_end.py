@@ -1,8 +1,8 @@
-"""How a run ends: what stops it, what is saved then, its last line and its exit status.
+"""The end of a run: its causes, the last save, its last line and its exit status.
 
 A run ends after its last step, at `checkpointing.checkpoint_must_save_by`, by an error, or by one of `STOP_SIGNALS`.
-Every end completes a save under way and saves the last finished step, unless that is on disk already, a key says no, or
-the state cannot be saved:
+Every end completes a save that has begun and saves the last finished step, unless it is on disk already, a key forbids
+it, or the state cannot be saved:
 
 | when the run ends | the policy's state | saved |
 |---|---|---|
@@ -42,21 +42,21 @@ _NUDGE_S = 0.2
 
 
 class StopSignals:
-    """Hears signals that ask the run to stop, for a `with` block of the main thread.
+    """Handles signals that ask the run to stop, in a `with` block of the main thread.
 
-    The first one is only noted, so that the step under way can end. Once `grace_s` have passed, what the main thread
-    does is broken off with `KeyboardInterrupt` as soon as `may_break_off` permits. A second signal raises it at once.
-    A signal that the process was started to ignore, as under `nohup`, stays ignored.
+    The first one is only noted, so that the current step can end. After `grace_s`, `KeyboardInterrupt` interrupts the
+    main thread as soon as `may_break_off` permits. A second signal raises it at once. A signal that the process was
+    started to ignore, as under `nohup`, stays ignored.
 
     Args:
-        grace_s: Seconds for the step under way.
-        may_break_off: Asked in the main thread, between two of its instructions.
+        grace_s: Seconds for the current step.
+        may_break_off: Called in the main thread, between two of its instructions.
 
     Attributes:
         received: The signal that stops the run; None while there is none.
         is_urgent: A second signal has come.
-        has_broken_off: `KeyboardInterrupt` was raised; a library that it passes through may raise another error for it.
-        grace_is_over: The step under way is not waited for any more.
+        has_broken_off: `KeyboardInterrupt` was raised; a library that it passes through may turn it into another error.
+        grace_is_over: The time of the current step is over.
     """
 
     def __init__(self, grace_s: float, may_break_off: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class StopSignals:
         self.begin_ending()
 
     def begin_ending(self) -> None:
-        """The step under way has ended or was broken off: from here on only a second signal breaks off anything."""
+        """Note the end of the current step: from here on only a second signal interrupts the main thread."""
         self._is_ending = True
         self._wakes.put(True)
 
@@ -128,7 +128,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A step whose last update has been made: what a checkpoint of it records."""
+    """A step whose last update is done, as a checkpoint records it."""
 
     step: int
     loader: LoaderState
@@ -136,16 +136,16 @@ class _Finished:
 
 
 class RunEnd:
-    """Decides how a run of training ends. The loop runs inside `watching`, and tells how far each step is.
+    """Ends a run of training. The loop runs inside `watching`, and reports the progress of each step.
 
     Args:
-        checkpoints: Saves, as the keys `checkpointing.*` say.
-        policy: What is saved.
-        run_dir: Where metrics are, for the last line.
+        checkpoints: Saves, by the keys `checkpointing.*`.
+        policy: The policy to save.
+        run_dir: Folder of metrics, for the last line.
         say: Shows a line to a person.
-        waits_for_rollouts: Whether the main thread generates or scores rollouts now, which may be broken off.
-        make_room: Called before a save in the middle of a step: waits for what is done beside the main thread, and ends
-            the engines if the weights are exported, for which they come to the devices.
+        waits_for_rollouts: Whether the main thread generates or scores rollouts now, which may be interrupted.
+        make_room: Called before a save in the middle of a step: waits for other threads, and ends the engines if the
+            weights are exported, which needs them on the devices.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class RunEnd:
         self._finished: _Finished | None = None
         self._saved_step = 0  # on disk
         self._begun_step = 0  # its save has begun, and may have ended
-        self._is_between = False  # the updates of a step have been made, which `trained` has not told yet
+        self._is_between = False  # the updates of a step are done, which `trained` has not reported yet
         self._is_saving = False
         self._is_stopping = False
 
@@ -200,33 +200,33 @@ class RunEnd:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The policy's updates of a step. Afterwards its state is that of the step which `trained` tells."""
+        """Wrap the policy's updates of a step; afterwards its state is that of the step that `trained` reports."""
         if self._signals.grace_is_over:
             raise KeyboardInterrupt
-        yield  # where it raises, the workers know whether they have updated anything
+        yield  # if it raises, the workers know whether they have updated anything
         self._finished, self._is_between = None, True
 
     def trained(self, step: int, loader: LoaderState, metrics: Mapping[str, float]) -> None:
-        """The updates of a step have been made.
+        """Report that the updates of a step are done.
 
         Args:
             step: Its number.
-            loader: Where the data stand.
-            metrics: Of its training, `total_tokens` among them.
+            loader: Position in the data.
+            metrics: Of its training, with `total_tokens`.
         """
         self._finished = _Finished(step, loader, {"train": metrics, "val": {}})
         self._is_between = False
 
     def save_is_due(self, step: int, is_last: bool) -> bool:
-        """Tell whether a checkpoint belongs to this step; asked once a step, when all but its save is done."""
+        """Whether a checkpoint belongs to this step; called once a step, before its save."""
         self._deadline.step_done()
         return self._checkpoints.is_due(step, is_last or self._deadline.reached)
 
     def save(self, validation: Mapping[str, float], *, prunes: bool = True) -> str | None:
-        """Save the step that was trained last, with the metrics of its validation; what objects, if it is not saved.
+        """Save the last trained step with its validation metrics; return the reason if it cannot be saved, else None.
 
         Raises:
-            CheckpointError: It cannot be written, or the save before it could not.
+            CheckpointError: It cannot be written, or the previous save could not.
         """
         finished = self._finished
         assert finished is not None, "no step was trained"
@@ -236,14 +236,14 @@ class RunEnd:
             return problem
         metrics = {**finished.metrics, "val": validation}
         with self._saving():
-            self._checkpoints.finish()  # the save before this one
+            self._checkpoints.finish()  # the previous save
         with self._saving():
             self._begun_step = finished.step
             self._checkpoints.save(finished.step, self._policy, finished.loader, metrics, prunes=prunes)
         return None
 
     def step_done(self, step: int, last_step: int) -> bool:
-        """Complete a save that has been written by now; whether the run ends with this step.
+        """Complete a save that has been written by now, and tell whether the run ends with this step.
 
         Raises:
             CheckpointError: The save could not be written.
@@ -271,7 +271,7 @@ class RunEnd:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A call that begins or ends saves; no signal but a second one breaks it off."""
+        """Wrap a call that begins or ends saves; only a second signal interrupts it."""
         self._is_saving = True
         try:
             with self._deadline.saving():
@@ -286,7 +286,7 @@ class RunEnd:
             self._deadline.save_ended()
 
     def _end(self, error: BaseException | None) -> None:
-        """Save what is left, and tell it; where a signal stops the run, raise what gives the process its status."""
+        """Save the rest, and report; if a signal stops the run, raise the exception of its exit status."""
         self._signals.begin_ending()
         try:
             trouble = "a second signal came" if self._signals.is_urgent else self._save_what_is_left(error)
@@ -309,7 +309,7 @@ class RunEnd:
             error.add_note(LastLine(line))
 
     def _save_what_is_left(self, error: BaseException | None) -> str | None:
-        """Complete the save under way and save the last finished step; the reason where one of them is not on disk."""
+        """Complete a save that has begun and save the last finished step; return the reason if one is not on disk."""
         if isinstance(error, CheckpointError):
             return "the save failed" if self._unsaved else None
         if not self._checkpoints.is_saving and (self._unsaved is None or not self._settings.enabled):

@@ -36,7 +36,7 @@ class NLLLoss:
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Sigmoid preference loss, and on demand the negative log-likelihood of the better response beside it."""
+    """Sigmoid preference loss, plus on demand the negative log-likelihood of the better response."""
 
     settings: DpoSectionConfig
 
@@ -83,8 +83,8 @@ class DpoLoss:
 
 
 def counted_sums(logprobs_BS: Tensor, batch: TrainBatch) -> Tensor:
-    """[B] float64: the sum of the logprobs that the loss counts.
+    """[B] float64: the sum of the counted logprobs.
 
-    In float64, since two sums over thousands of tokens are subtracted that differ in their last digits only.
+    DPO subtracts two sums over thousands of tokens that differ in their last digits only, which needs float64.
     """
     return (zero_where_masked(logprobs_BS, batch.loss_mask) * batch.loss_mask).double().sum(dim=1)

@@ -1,4 +1,4 @@
-"""A user's own parts of GRPO: loss, advantages, when a rollout stops, which rollouts are trained on."""
+"""A user's own parts of GRPO: the loss, advantages, the end of rollouts, the choice of rollouts to train on."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_ADVANTAGES = ("rewards", "parts", "correct", "truncated", "lengths", "mask",
 
 @dataclass(frozen=True)
 class GrpoCode:
-    """What a user has put in the place of parts of GRPO.
+    """A user's replacements of parts of GRPO.
 
     Attributes:
-        loss: In place of the clipped loss.
+        loss: Replaces the clipped loss.
         adv_estimator: A function `(rewards, ...) -> advantages`; see `advantages`.
-        rollout_filter: A function from the rollouts of a group to whether each is trained on.
-        rollout_stop: A function of a response and the environment's reply that says whether the rollout ends there.
+        rollout_filter: A function of the rollouts of a group that tells for each whether it is trained on.
+        rollout_stop: A function of a response and the environment's reply that tells whether the rollout ends there.
     """
 
     loss: UserLoss | None = None
@@ -39,15 +39,14 @@ class GrpoCode:
 
     @staticmethod
     def load(grpo: GrpoSectionConfig, loss: ClippedPGLossConfig) -> GrpoCode:
-        """Import and check what the keys name.
+        """Import and check the code that the keys name.
 
         Raises:
             UserCodeError: It cannot be used.
         """
+        example, names = example_batch(PolicyGradientBatch), ("loss", "actor_loss")
         made = GrpoCode(
-            loss=UserLoss.load(
-                loss, ClippedPGLoss(loss), example_batch(PolicyGradientBatch), names=("loss", "actor_loss")
-            ),
+            loss=UserLoss.load(loss, ClippedPGLoss(loss), example, names=names),
             adv_estimator=_named("grpo.adv_estimator", grpo.adv_estimator),
             rollout_filter=_named("grpo.rollout_filter", grpo.rollout_filter),
             rollout_stop=_named("grpo.rollout_stop", grpo.rollout_stop),
@@ -61,24 +60,23 @@ class GrpoCode:
         return made
 
     def stopped(self, response: Response, observation: Observation) -> Score | Unscored | None:
-        """The score of a rollout that the user's function ends where it could go on; None where it goes on.
+        """The score of a rollout that the user's function ends; None if it goes on.
 
-        The function returns False to go on, True to end with the score that the observation has for that case, or a
-        `Score`.
+        The function returns False to go on, True to end with the observation's fallback score, or a `Score`.
 
         Raises:
-            UserCodeError: It fails, or returns something else.
+            UserCodeError: It fails, or returns another value.
         """
         code = self.rollout_stop
-        found = False if code is None else code.call(response, observation)
+        if code is None:
+            return None
+        found = code.call(response, observation)
         if isinstance(found, Score):
-            assert code is not None
             try:
                 return plain_score(found)
             except ValueError as error:
                 raise UserCodeError(f"{code.label} ({code.place}): it returned {found!r:.80}; {error}") from error
         if not isinstance(found, bool):
-            assert code is not None
             raise UserCodeError(
                 f"{code.label} ({code.place}): it returned {kind_of(found)}; return True to end the rollout, False to "
                 "go on, or a Score to end with"
@@ -86,17 +84,17 @@ class GrpoCode:
         return observation.otherwise if found else None
 
     def advantages(self, rollouts: RolloutBatch, rewards_PG: Tensor, mask_BS: Tensor) -> Tensor | None:
-        """[B, S] by the user's function; None where there is none.
+        """[B, S] by the user's function; None without one.
 
-        It is given by name what it has parameters for: `rewards` [P, G] float32 after scaling and shaping (NaN where a
-        rollout has no score), `scored` [P, G] bool, `parts`, a mapping of names to [P, G], what rewards were made of
-        before weights (NaN where a rollout has none), `correct` and `truncated` [P, G] bool, `lengths` [P, G] of the
-        responses in tokens, `mask` [B, S] of the tokens that the loss counts; P prompts, G responses to each, B = P *
-        G. It returns [P, G], or [B, S] by token. A group with a rollout that has no score is not trained on where the
-        function makes its advantages NaN, as one without `nanmean` does.
+        The function gets, by name, those of these arguments that it has parameters for (P prompts, G responses to each,
+        B = P * G): `rewards` [P, G] float32 after scaling and shaping (NaN without a score), `scored` [P, G] bool,
+        `parts` of rewards before weights, a mapping of names to [P, G] (NaN for a rollout without the part), `correct`
+        and `truncated` [P, G] bool, `lengths` [P, G] of the responses in tokens, `mask` [B, S] of counted tokens. It
+        returns [P, G], or [B, S] by token. In a group with an unscored rollout, advantages that are NaN (from a mean
+        over all rewards, for example) become 0, so that the group is not trained on.
 
         Raises:
-            UserCodeError: It fails, or returns something else.
+            UserCodeError: It fails, or returns another value.
         """
         code = self.adv_estimator
         if code is None:
@@ -125,16 +123,16 @@ class GrpoCode:
         in_whole_group = in_rows(scored_PG.all(dim=1, keepdim=True).expand_as(scored_PG), mask_BS, owners)
         if not (found.isfinite() | ~in_whole_group).all():
             raise UserCodeError(
-                f"{code.label} ({code.place}): advantages are not all finite; divide by no zero, and leave out rewards "
-                "that are NaN, of rollouts without a score (`scored`)"
+                f"{code.label} ({code.place}): advantages are not all finite; do not divide by 0, and leave out "
+                "rewards of NaN, of unscored rollouts (`scored`)"
             )
         return found.masked_fill(~(found.isfinite() & in_rows(scored_PG, mask_BS, owners)), 0.0)
 
     def kept(self, rollouts: RolloutBatch) -> Tensor | None:
-        """[B] float32: 0 for rollouts that the user's function leaves out of the loss; None where there is none.
+        """[B] float32: 0 for rollouts that the user's function leaves out of the loss; None without a function.
 
         Raises:
-            UserCodeError: It fails, or returns something else than one boolean for each rollout.
+            UserCodeError: It fails, or does not return one boolean for each rollout.
         """
         code = self.rollout_filter
         if code is None:

@@ -1,4 +1,4 @@
-"""A user's own loss in the place of GRPO's, SFT's or DPO's: `loss_fn.target`."""
+"""A user's own loss instead of GRPO's, SFT's or DPO's: `loss_fn.target`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nemo_offload_rl.targets import UserCode
 class UserLoss:
     """A function `(logprobs, batch, norm) -> loss` or `-> (loss, metrics)`.
 
-    It is pickled by value: policy workers on other hosts need not have its file. All metrics of the algorithm's own
-    loss are measured too.
+    It is pickled by value, so that policy workers on other hosts need not have its file. All metrics of the algorithm's
+    own loss are measured too.
 
     Attributes:
         code: The function.
@@ -38,7 +38,7 @@ class UserLoss:
     def load(
         section: OwnCodeConfig | None, standard: LossFn, example: TrainBatch, names: tuple[str, ...] = ("loss",)
     ) -> UserLoss | None:
-        """The loss that `loss_fn.target` names, tried on a batch; None where it names none.
+        """The loss that `loss_fn.target` names, tried on a batch; None if it names none.
 
         Raises:
             UserCodeError: It cannot be used.
@@ -95,7 +95,7 @@ class UserLoss:
 
 
 def _inside_nucleus(logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, TrainBatch]:
-    """Logprobs and batch with tokens outside the policy's nucleus masked, so that a function meets no infinity."""
+    """Logprobs and batch with tokens outside the policy's nucleus masked, so that a function gets no infinity."""
     is_inside_BS = is_inside(logprobs_BS)
     if isinstance(batch, PolicyGradientBatch):
         is_inside_BS = is_inside_BS & is_inside(batch.prev_logprobs)
@@ -105,7 +105,7 @@ def _inside_nucleus(logprobs_BS: Tensor, batch: TrainBatch) -> tuple[Tensor, Tra
 
 
 def example_batch(kind: type[TrainBatch]) -> TrainBatch:
-    """Two short rows as the loss of an algorithm gets them: GRPO's `PolicyGradientBatch`, DPO's pair, SFT's batch."""
+    """Two short rows as a loss gets them: GRPO's `PolicyGradientBatch`, a pair of DPO, or SFT's batch."""
     mask_BS = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     plain = TrainBatch(
         input_ids=torch.ones(2, 4, dtype=torch.int64),
@@ -114,11 +114,11 @@ def example_batch(kind: type[TrainBatch]) -> TrainBatch:
         sample_mask=torch.ones(2),
     )
     if kind is PreferenceBatch:
-        return PreferenceBatch(**vars(plain), reference_sums=torch.tensor([-3.0, -2.0], dtype=torch.float64))
+        return plain.as_kind(PreferenceBatch, reference_sums=torch.tensor([-3.0, -2.0], dtype=torch.float64))
     if kind is PolicyGradientBatch:
         logprobs_BS = torch.linspace(-2.0, -0.5, 8).reshape(2, 4) * mask_BS
-        return PolicyGradientBatch(
-            **vars(plain),
+        return plain.as_kind(
+            PolicyGradientBatch,
             rewards=torch.tensor([1.0, 0.0]),
             advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 4).contiguous(),
             prev_logprobs=logprobs_BS,
@@ -129,7 +129,7 @@ def example_batch(kind: type[TrainBatch]) -> TrainBatch:
 
 
 def kind_of(value: object) -> str:
-    """What a user's function returned, for messages."""
+    """Type of a value that a user's function returned, for messages."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
