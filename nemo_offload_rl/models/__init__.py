@@ -1,1 +1,1 @@
-"""What is known of model architectures before a model is built. Imports no model library."""
+"""Model architectures before a model is built: families, sizes, windows, rotary embeddings."""

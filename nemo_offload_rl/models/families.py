@@ -346,7 +346,7 @@ def unsupported_settings(config: ModelConfig, backend: str) -> str | None:
         return "layer_types with sliding_attention, but no sliding_window that is used"
     parts = sorted(rotated_parts(config))
     if len(parts) > 1:
-        return f"partial_rotary_factor {parts[0]} and {parts[1]}, in rope_parameters and beside them, which differ"
+        return f"partial_rotary_factor {parts[0]} and {parts[1]}, inside and outside rope_parameters, which differ"
     if parts not in ([], [1]) and not family.rotates_part:
         return f"partial_rotary_factor {parts[0]}, and models of its family rotate whole heads"
     if (reason := uncomputed_rope(config, by_layer_type=family.ropes_by_layer_type)) is not None:
