@@ -132,7 +132,7 @@ class AdamW(Optimizer):
 
 
 def round_by_chance_(values: Tensor, chance: Tensor) -> None:
-    """Round to values of bfloat16, in place. NaN and infinities stay; what is finite stays finite.
+    """Round to values of bfloat16, in place. NaN and infinities stay; finite values stay finite.
 
     Args:
         values: [N] float32.

@@ -94,7 +94,7 @@ class TrainBatch(TokenBatch):
         return self.token_mask * self.sample_mask.unsqueeze(1)
 
     def num_positive_tokens(self) -> float:
-        """Counted tokens of samples whose reward is above 0; 0 where there are no rewards."""
+        """Counted tokens of samples whose reward is above 0; 0 if there are no rewards."""
         return 0.0
 
     def is_scored(self) -> Tensor:
@@ -227,7 +227,7 @@ class SampledSequence:
 
     Attributes:
         token_ids: [T] prompt, then everything that followed.
-        token_mask: [T] 1 for tokens that the policy sampled, 0 for the prompt and for what an environment wrote.
+        token_mask: [T] 1 for tokens that the policy sampled, 0 for others.
         generation_logprobs: [T] the sampler's logprobs; 0 where the mask is 0.
         sample_mask: 0 leaves the whole sequence out of the loss.
     """
@@ -270,7 +270,7 @@ def collate_pairs(
 
 
 def collate_samples(sequences: Sequence[SampledSequence], *, pad_id: int, multiple: int = 1) -> SampledBatch:
-    """Rollouts as a batch; the loss counts what the policy sampled. Padding and errors as in `collate_examples`."""
+    """Rollouts as a batch; the loss counts sampled tokens. Padding and errors as in `collate_examples`."""
     batch = _collated(
         [sequence.token_ids for sequence in sequences],
         [sequence.token_mask for sequence in sequences],

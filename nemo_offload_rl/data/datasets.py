@@ -62,7 +62,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> Splits[Prompt]:
-    """Prompts for training, and for validation what `data.train` keeps aside and all of `data.validation`.
+    """Prompts for training, and for validation: rows that `data.train` keeps aside and all of `data.validation`.
 
     An evaluation has no `data.train`, and no prompts for training.
 

@@ -20,7 +20,7 @@ _START_ANEW = "or another checkpointing.checkpoint_dir to start anew"
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands; plain numbers, so that any checkpoint format can hold it."""
+    """Position of a loader; plain numbers, so that any checkpoint format can hold it."""
 
     epoch: int
     position: int
@@ -40,7 +40,7 @@ class BatchLoader[T](Protocol):
 
     @property
     def num_batches_left(self) -> int:
-        """Batches to come; `sys.maxsize` where there is no last one."""
+        """Batches to come; `sys.maxsize` if there is no last one."""
         ...
 
     def state_dict(self) -> LoaderState:
@@ -62,7 +62,7 @@ class ShuffledLoader[T]:
         seed: Seed of the order.
         parts: Of a mixture: its runs of `items`; () draws every item once an epoch.
         num_epochs: Epochs after which the batches end; None for no end.
-        digest: Of the items, as `digest_of_lengths` gives it, for the state; "" where nobody asks.
+        digest: Of the items, as `digest_of_lengths` gives it, for the state; "" if unused.
         batch_size_key: The key that sets `batch_size`, for messages.
 
     Raises:

@@ -46,7 +46,7 @@ class PromptFile:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplates:
-    """Contents of the prompt files; None where there is none."""
+    """Contents of the prompt files; None if there is none."""
 
     prompt: PromptFile | None
     system: str | None
@@ -152,7 +152,7 @@ def processor_named(name: str | None) -> Processor:
 def _of_user(target: str) -> Processor:
     """Wrap a user's function `(prompt, answer, **row)`; text that it returns becomes a user message.
 
-    `prompt` is the row's messages where it has some.
+    `prompt` is the row's messages if it has any.
     """
     code = UserCode.named("processor", target)
 

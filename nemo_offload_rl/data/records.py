@@ -27,8 +27,8 @@ class Row:
         answer: The reference answer that an environment compares with, or the response that SFT imitates.
         origin: Where the row comes from, for error messages: "train.jsonl:12" or "arithmetic problem 3".
         metadata: Anything else that an environment reads.
-        tools: For the chat template; None where the assistant has none.
-        messages: The prompt as messages, not ending with the assistant; None where the prompt is `question` alone.
+        tools: For the chat template; None if the assistant has none.
+        messages: The prompt as messages, not ending with the assistant; None if the prompt is `question` alone.
     """
 
     question: str
@@ -170,7 +170,7 @@ class Splits[T]:
     Attributes:
         train: Rows to train on.
         validation: Rows kept aside; of several data sets one of each in turn, so that the first rows are of all.
-        parts: Of a mixture: the runs of `train` that its data sets gave, in order; () where there is no mixture.
+        parts: Of a mixture: the runs of `train` that its data sets gave, in order; () if there is no mixture.
         overlong: Training rows that are longer than the limit, masked or left out, by data set.
     """
 

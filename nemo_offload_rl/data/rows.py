@@ -279,7 +279,7 @@ def _messages(value: Any, key: str, origin: str) -> tuple[Message, ...]:
         raise DataError(f"{origin}: field {key!r} is {kind}; write a list of messages with `role` and `content`")
     messages = []
     for number, entry in enumerate(value, start=1):
-        # Tables give every message every field, None where it had none.
+        # Tables give every message all fields of any, None for those that it lacks.
         message = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
         message = with_tool_calls(message, f"{origin}: message {number} of {key!r}")
         if isinstance(message.get("content"), list):

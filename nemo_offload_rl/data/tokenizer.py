@@ -21,7 +21,7 @@ type Decode = Callable[[Sequence[int]], str]
 
 
 def load_tokenizer(settings: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with a chat template, an end token and a padding token (the end token where it has none).
+    """The tokenizer with a chat template, an end token and a padding token (the end token if it has none).
 
     Raises:
         DataError: There is no tokenizer, it has no chat template or end token, or the configured template is none.
@@ -121,7 +121,7 @@ def whole_text(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def example_text(example: Example, decode: Decode) -> str:
-    """The text of an example, with [[ ]] around what the loss counts."""
+    """The text of an example, with [[ ]] around counted tokens."""
     runs = groupby(zip(example.token_ids.tolist(), example.token_mask.tolist(), strict=True), key=lambda pair: pair[1])
     texts = [(is_counted, decode([token for token, _ in run])) for is_counted, run in runs]
     return "".join(f"[[{text}]]" if is_counted else text for is_counted, text in texts)

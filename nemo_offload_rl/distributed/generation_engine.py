@@ -29,7 +29,7 @@ class RayGenerationEngine:
     Args:
         cluster: Slots of the engines, which end with the cluster.
         settings: The engines; engine i has `seed` + i.
-        env_vars: Added to what vLLM needs in its environment; these win.
+        env_vars: Override variables that vLLM needs in its environment.
 
     Raises:
         ConfigError: `tensor_parallel_size` does not fit the cluster.

@@ -2,7 +2,7 @@
 
 1. The constructor starts one actor in each slot, and it or `build` begins to build the workers, all at once; neither
    waits.
-2. The first call (or `wait_until_ready`) waits for them and raises what went wrong.
+2. The first call (or `wait_until_ready`) waits for them and raises their errors.
 3. A call fails with the first error of any rank, without waiting for ranks that hang because of it.
 4. A call in which no rank makes progress any more fails too (see `watch.py`).
 5. After an error or a death the group is good for `shutdown` only, unless the caller knows the workers to be in step.

@@ -23,7 +23,7 @@ from nemo_offload_rl.targets import UserCode
 _GIVEN = ("prompt", "response", "answer")
 _ON_DEMAND = ("truncated", "rendered_prompt", "earlier")
 _MOST_AT_ONCE = 64  # responses that one worker awaits together
-_ASYNC_SLACK_S = 5.0  # that a worker has beyond the limit of what it awaits
+_ASYNC_SLACK_S = 5.0  # of a worker beyond the limit of the calls that it awaits
 
 
 @dataclass(frozen=True)

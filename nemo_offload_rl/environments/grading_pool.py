@@ -35,7 +35,7 @@ from nemo_offload_rl.environments.sandboxed_process import die_with_parent
 from nemo_offload_rl.errors import UserCodeError, UserError, WorkerDiedError
 from nemo_offload_rl.targets import UserCode
 
-_KEEPER_S = 30.0  # within which a keeper kills what its worker has left, on a busy machine
+_KEEPER_S = 30.0  # for a keeper to kill all processes of its worker, on a busy machine
 _START_TIMEOUT_S = 120.0  # interpreter, imports and warm-up, on a busy machine
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "

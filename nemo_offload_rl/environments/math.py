@@ -18,7 +18,7 @@ def verified_answer(response_text: str, reference_answer: str) -> tuple[bool, st
     think forever about an answer such as a tower of powers.
 
     Returns:
-        Whether they are equal, and the answer as one formula, None where there is none.
+        Whether they are equal, and the answer as one formula, None if there is none.
     """
     import math_verify  # heavy (sympy)
 

@@ -100,7 +100,7 @@ def run_python(
         with suppress(BrokenPipeError):
             process.stdin.close()
         output, is_within = _read_until_exit(process, max_output_bytes, deadline)
-    # The block above has killed what was left and waited for it.
+    # The block above has killed all processes and waited for them.
     status = process.returncode
     text = output.decode(errors="replace")
     return SandboxResult(text, "killed" if status < 0 or not is_within else "failed" if status else "done")

@@ -135,7 +135,7 @@ def _restrict_by_landlock() -> bool:
 
 
 def _drop_rights() -> bool:
-    """Become nobody where this is root, and drop every capability; False where it stays root."""
+    """Become nobody if this is root, and drop every capability; False if the process stays root."""
     if os.geteuid() == 0:
         try:
             os.setgroups([])
@@ -161,7 +161,7 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
 
 
 def _filter_system_calls() -> bool:
-    """Refuse every call that is not allowed above, in all threads at once; False where the kernel takes no filter."""
+    """Refuse every call that is not allowed above, in all threads at once; False if the kernel takes no filter."""
     steps = [
         (_LOAD, 0, 0, _OFFSET_ARCH), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCH_X86_64), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _OFFSET_NUMBER),
@@ -195,7 +195,7 @@ def run(code: str) -> None:
 
 
 def run_to_the_end(code: bytes) -> int:
-    """Run the code, print the error that ends it; 1 where it failed."""
+    """Run the code, print the error that ends it, and return its exit status."""
     try:
         run(json.loads(code))
     except SystemExit as left:

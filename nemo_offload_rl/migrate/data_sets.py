@@ -1,4 +1,4 @@
-"""The sections `data` and `env`: data sets, prompts and what scores responses."""
+"""Conversions of the sections `data` and `env`, and of files of evaluations, which have their keys elsewhere."""
 
 from __future__ import annotations
 

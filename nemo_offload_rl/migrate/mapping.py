@@ -83,10 +83,10 @@ def algorithm_of(config: Mapping[str, Any]) -> str | None:
 
 
 def migrate_file(path: str | Path, overrides: Sequence[str] = ()) -> Migration:
-    """Read a NeMo-RL file with what its `defaults:` name, relative to itself, and map it.
+    """Read a NeMo-RL file with its `defaults:`, relative to itself, and map it.
 
     Raises:
-        ConfigError: The file cannot be read, or is none of NeMo-RL's for one of `ALGORITHMS`.
+        ConfigError: The file cannot be read, or is not NeMo-RL's for one of `ALGORITHMS`.
     """
     return migrate(load_config(path, overrides), Path(path))
 
@@ -99,7 +99,7 @@ def migrate(config: Mapping[str, Any], path: Path | None = None) -> Migration:
         path: Its file, for messages and to find its prompt files.
 
     Raises:
-        ConfigError: It is none of NeMo-RL's for one of `ALGORITHMS`.
+        ConfigError: It is not NeMo-RL's for one of `ALGORITHMS`.
     """
     name = path or "the configuration"
     if (algorithm := algorithm_of(config)) is None:
@@ -149,7 +149,7 @@ def _leave_out_what_is_off(draft: Draft) -> None:
 
 
 def rule_for(path: str) -> Rule | None:
-    """The most exact rule about a key of theirs."""
+    """The most exact rule about a key of NeMo-RL, or None."""
     for rules in (SAME, RENAMED, IGNORED, FEATURES):
         if path in rules:
             return rules[path]
@@ -160,7 +160,7 @@ def rule_for(path: str) -> Rule | None:
 
 
 def is_converted(path: str) -> bool:
-    """Whether a function accounts for a key of theirs."""
+    """Whether a function accounts for a key of NeMo-RL."""
     return any(matches(pattern, path) for conversion in CONVERSIONS for pattern in conversion.keys)
 
 

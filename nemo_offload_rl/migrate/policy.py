@@ -1,4 +1,4 @@
-"""Conversions of keys of devices, engine, placement and training, and what is known of a model by its name."""
+"""Conversions of keys of devices, engine, placement and training, and facts about a model by its name."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Ignored:
-    """The key changes nothing that is trained; `reason` says why."""
+    """The key does not change training; `reason` says why."""
 
     reason: str
 

@@ -19,7 +19,7 @@ _MOVES = ("residency/bytes_out", "residency/bytes_in", "residency/bytes_freed")
 
 @dataclass(frozen=True)
 class Lines:
-    """A figure of one line for each metric that the run has; left out where it has no finite value of any.
+    """A figure of one line for each metric; left out if the run has no finite value of any.
 
     Attributes:
         title: Unique on the page.

@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(figure: Lines | Stack, metrics: Metrics) -> str | None:
-    """An SVG element, or None where the run has nothing to draw."""
+    """An SVG element, or None if the run has nothing to draw."""
     if isinstance(figure, Stack):
         layers = figure.layers(metrics)
         return None if layers is None else svg(figure.title, lambda axes: _draw_stack(axes, layers, metrics))

@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 WANDB_ID_FILE = "wandb_run_id"
 MLFLOW_ID_FILE = "mlflow_run_id"
-_MLFLOW_PARAMETERS_AT_ONCE = 100  # what its interface takes in one call
+_MLFLOW_PARAMETERS_AT_ONCE = 100  # the limit of one call
 
 
 class MetricSink(Protocol):

@@ -27,8 +27,8 @@ def test_a_saved_tokenizer_comes_back_and_the_configured_template_replaces_its_o
     [
         ("mine", "'mine' has no Jinja expression"),
         ("", "has no Jinja expression"),
-        ("none.jinja", "'none.jinja' cannot be read: No such file or directory"),
-        ("latin.jinja", r"latin\.jinja' is not UTF-8 text \(byte 3\)"),
+        ("none.jinja", "none.jinja cannot be read: No such file or directory"),
+        ("latin.jinja", r"latin\.jinja is not UTF-8 text \(byte 3\)"),
         ("empty.jinja", r"empty\.jinja' has no Jinja expression"),
     ],
 )
