@@ -9,6 +9,7 @@ Shape suffixes: B samples, S positions, P prompts, G group size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def token_advantages(
             scored_PG=scored_PG,
         )
         return clip_advantages(advantages_BS, settings.advantage_clip_low, settings.advantage_clip_high)
-    by_group = {"leave_one_out": leave_one_out, "normalize": normalize, "scored_PG": scored_PG}
+    by_group: dict[str, Any] = {"leave_one_out": leave_one_out, "normalize": normalize, "scored_PG": scored_PG}
     if estimator.name == "gdpo":
         advantages_PG = decoupled_advantages(parts_PG or {}, estimator.reward_weights, **by_group)
     else:

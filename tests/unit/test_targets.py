@@ -122,7 +122,7 @@ def test_a_file_that_was_corrected_after_its_import_failed_is_imported_anew(fold
             {},
             "unknown parameter colour; remove it, give it a default, or set kwargs; arguments are prompt, response",
         ),
-        (lambda reponse: 0, {}, "unknown parameter reponse; did you mean response?"),
+        (lambda answers: 0, {}, "unknown parameter answers; did you mean answer?"),
         (lambda response: 0, {"factor": 2}, "kwargs has factor, but it takes response"),
         (lambda response, /: 0, {}, "parameter response is positional-only, but gets its name; drop the /"),
         (3, {}, "it is a int; name a function or a class"),
