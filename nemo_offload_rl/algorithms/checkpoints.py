@@ -489,21 +489,21 @@ def resume_point(
     mine = loader.state_dict()
     if newest.loader.get("parts", mine.get("parts")) != mine.get("parts"):
         logger.warning(
-            "the weights of data.train are not those of %s: rows of a data set that weighs less now are repeated, and "
-            "rows of one that weighs more are left out, in the pass over it that the run is in",
+            "the weights of data.train are not those of %s: until the next pass over a data set, rows are repeated if "
+            "its weight is lower now, and left out if it is higher",
             newest.folder,
         )
     if newest.loader.get("digest", mine.get("digest")) != mine.get("digest"):
         logger.warning(
-            "the rows of data.train are as many as those of %s, but other ones: the run goes on at their number, and "
-            "may train on rows that were kept aside for validation there",
+            "data.train has the same number of rows as %s, but other rows: the run goes on at the same position, and "
+            "may train on rows that were kept for validation before",
             newest.folder,
         )
     key = "max_num_steps" if newest.step >= max_num_steps else "max_num_epochs"
     last_step = min(max_num_steps, newest.step + loader.num_batches_left)
     if newest.step >= last_step:
         raise ConfigError(
-            f"{newest.folder} is as far as this run of {last_step} steps goes; raise {section}.{key} to go on, or "
+            f"{newest.folder} is already the end of this run of {last_step} steps; raise {section}.{key} to go on, or "
             "change checkpointing.checkpoint_dir to start anew"
         )
     return newest, last_step

@@ -142,7 +142,7 @@ class FolderLock:
             raise CheckpointError(
                 f"{self._folder} (checkpointing.checkpoint_dir) was taken over by another run, "
                 f"{_holder(content) or 'unknown'}, since this one did not renew {LOCK_FILE} for {self._patience_s:.0f} "
-                "s; this run ends, and its checkpoints up to then are in use there"
+                "s; this run ends, and the other one has its checkpoints up to then"
             )
 
     # -- inside

@@ -180,8 +180,8 @@ class ChatEncoder:
                 text += piece
         if text != whole:
             raise DataError(
-                f"{origin}: the chat template changes what stands in {{% generation %}} later, so the "
-                "assistant's part cannot be told; set policy.tokenizer.chat_template to one that writes it as it is"
+                f"{origin}: the chat template changes the text of {{% generation %}} afterwards, so the assistant's "
+                "part is unknown; set policy.tokenizer.chat_template to one that keeps it"
             )
         return [(begin, end) for turn, begin, end in spans if turn in counted]
 
@@ -223,8 +223,8 @@ class ChatEncoder:
             if not (after.startswith(before) and whole.startswith(after)):
                 fix = "sft.only_unmask_final=true, or set " if not (is_last or self.last_turn_only) else ""
                 raise DataError(
-                    f"{origin}: the chat template writes what comes up to message {turn + 1} differently than it does "
-                    f"in the whole conversation, so the assistant's part cannot be told; use {fix}"
+                    f"{origin}: the chat template renders the messages up to {turn + 1} differently alone than in the "
+                    f"whole conversation, so the assistant's part is unknown; use {fix}"
                     "policy.tokenizer.chat_template to one that only appends, or that marks it with {% generation %}"
                 )
             end_token = self.tokenizer.eos_token
@@ -240,8 +240,8 @@ class ChatEncoder:
         )
         if self.loss_span == "message" or not found:
             raise DataError(
-                f"{origin}: the conversation begins with the assistant, and what the template writes before its text "
-                "cannot be told from a system prompt; set data.loss_span=response, or begin with another message"
+                f"{origin}: the conversation begins with the assistant, and the template's text before it may be a "
+                "system prompt; set data.loss_span=response, or begin with another message"
             )
         return before
 
@@ -368,8 +368,8 @@ class TurnEncoder:
         lost = [content for content in told if rest and isinstance(content, str) and content.strip() not in rest[-1]]
         if len(rest) != 1 or lost:
             raise DataError(
-                f"the chat template does not show once what the assistant said, and the message {(lost or told)[0]!r} "
-                "after it; set policy.tokenizer.chat_template, or max_rollout_turns of grpo or distillation to 1"
+                f"the chat template does not show the assistant's response and the message {(lost or told)[0]!r} after "
+                "it exactly once; set policy.tokenizer.chat_template, or max_rollout_turns of grpo or distillation to 1"
             )
         token_ids = list(self.tokenizer.encode(rest[0], add_special_tokens=False))
         if response and response[-1] in token_ids:

@@ -445,5 +445,5 @@ def _check_resources(settings: ClusterConfig) -> None:
         if sum(count >= settings.workers_per_node for count in counts) < settings.num_nodes:
             raise ConfigError(
                 f"{asked} needs {settings.num_nodes} hosts with {settings.workers_per_node} {resource}s each, but "
-                f"those of the Ray cluster have {', '.join(map(str, sorted(counts, reverse=True)))}; change one of them"
+                f"those of the Ray cluster have {', '.join(map(str, sorted(counts, reverse=True)))}; lower either key"
             )

@@ -31,13 +31,13 @@ def listening(host: str, port: int, *, key: str) -> Listening:
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
         raise ConfigError(
-            f"the environment variable {TOKEN_VARIABLE} has fewer than {MIN_TOKEN_LENGTH} characters, or others than "
-            "printable ASCII; set another, as `openssl rand -hex 32` prints one"
+            f"the environment variable {TOKEN_VARIABLE} has fewer than {MIN_TOKEN_LENGTH} characters, or some that are "
+            "not printable ASCII; set it to the output of `openssl rand -hex 32`"
         )
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"{key}={host} can be reached from other machines, and no token is set; set the environment variable "
-            f"{TOKEN_VARIABLE} to a secret, as `openssl rand -hex 32` prints one, or use 127.0.0.1"
+            f"{TOKEN_VARIABLE} to a secret, such as the output of `openssl rand -hex 32`, or use 127.0.0.1"
         )
     return Listening(host, port, token)
 

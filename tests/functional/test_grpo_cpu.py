@@ -200,5 +200,5 @@ def test_a_run_that_is_finished_says_so_instead_of_starting(run, folder, model_f
     )
     assert done.status == 2
     (line,) = done.stderr.splitlines()
-    assert "step_5 is as far as this run of 5 steps goes" in line
+    assert "step_5 is already the end of this run of 5 steps" in line
     assert not (folder / "again").exists()

@@ -58,7 +58,7 @@ def test_a_chat_template_that_forgets_earlier_turns_ends_the_run_before_it_start
     )
     assert done.status == 2
     (line,) = done.stderr.splitlines()
-    assert "does not show once what the assistant said" in line
+    assert "does not show the assistant's response" in line
     assert not (tmp_path / "run").exists()
 
 

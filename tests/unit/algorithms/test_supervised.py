@@ -207,7 +207,9 @@ def test_a_resumed_run_goes_on_bitwise_as_the_uninterrupted_one(folder, run: Run
     whole = run(folder, name, "checkpointing.save_period=2", "policy.offload_optimizer_states_for_logprob=true")
     forget_after(folder, name, 2)
     assert results(run(folder, name, "policy.dtensor_cfg.offload_optimizer_states=true")) == results(whole)
-    with pytest.raises(ConfigError, match=rf"step_4 is as far as this run of 4 steps goes; raise {run.__name__}\.max"):
+    with pytest.raises(
+        ConfigError, match=rf"step_4 is already the end of this run of 4 steps; raise {run.__name__}\.max"
+    ):
         run(folder, name)
     with pytest.raises(CheckpointError, match=f"step_4 is a checkpoint of {run.__name__}, which"):
         (dpo if run is sft else sft)(folder, name)

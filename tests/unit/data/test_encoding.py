@@ -163,7 +163,7 @@ def test_a_last_turn_without_a_mark_is_nothing_to_learn_and_no_earlier_turn_take
 
 def test_a_template_that_changes_what_it_has_marked_is_refused():
     template = "{% set all %}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    with pytest.raises(DataError, match=r"changes what stands in \{% generation %\} later"):
+    with pytest.raises(DataError, match=r"changes the text of \{% generation %\} afterwards"):
         shown(template + "{% endset %}{{ all[1:] }}")
 
 
@@ -178,7 +178,9 @@ def test_the_text_is_tokenized_as_the_engine_will_read_it():
 
 
 def test_a_template_that_writes_a_turn_differently_later_is_refused_with_a_way_out():
-    with pytest.raises(DataError, match=r"d\.jsonl:1: the chat template writes .* message 3 .*only_unmask_final"):
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:1: the chat template renders the messages up to 3 .*only_unmask_final"
+    ):
         shown(FORGETS_THOUGHTS)
     assert "<assistant>[[[thinks] bye <|im_end|>]]\n" in shown(FORGETS_THOUGHTS, last_turn_only=True)
 
@@ -284,7 +286,7 @@ def test_variables_of_the_template_are_handed_over():
 def test_a_template_that_forgets_what_was_said_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = FORGETFUL
-    with pytest.raises(DataError, match="does not show once what the assistant said"):
+    with pytest.raises(DataError, match="does not show the assistant's response"):
         TurnEncoder(tokenizer, None)(MESSAGE, ())
 
 

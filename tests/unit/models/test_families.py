@@ -97,7 +97,7 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3-tied", {"sliding_window": 8}, "sliding_window 8 without a layer that has it"),
     ("olmo3", {"layer_types": ["full_attention"] * 2}, "sliding_window 8 without a layer that has it"),
     ("qwen3-window", {"max_window_layers": 2, "layer_types": None}, "sliding_window 8 without a layer that has it"),
-    ("qwen3-window", {"max_window_layers": 1, "layer_types": None}, "layers with a sliding window beside layers"),
+    ("qwen3-window", {"max_window_layers": 1, "layer_types": None}, "layers with and without a sliding window"),
     ("phi3-window", {"layer_types": TURNS}, "layer_types that differ"),
     ("qwen3", {"attention_bias": True}, "attention_bias true, which the engine would leave out"),
     ("cohere-tied", {"tie_word_embeddings": False}, "tie_word_embeddings false, where the engine has one matrix"),
