@@ -380,10 +380,10 @@ def _telling(label: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise UserCodeError(f"{label}: {_told(error)}") from error
+        raise UserCodeError(f"{label}: {told(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """The error, and its place in the user's code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}; correct that line"

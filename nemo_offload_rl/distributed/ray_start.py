@@ -148,13 +148,20 @@ def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # "auto" and the like, which Ray looks up
-    try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
-    except OSError as error:
+    if (error := _connection_error(host, int(port), _ANSWER_TIMEOUT_S)) is not None:
         raise ConfigError(
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}); start it, or unset "
             "RAY_ADDRESS to use this machine"
         ) from error
+
+
+def _connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
+    """The error of an attempt to connect; None if something listens."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _write_token() -> None:
@@ -200,10 +207,5 @@ def _runs(process: psutil.Process) -> bool:
 def _listens(address: str) -> bool:
     """Tell whether something listens at an address, or its host is slow to answer."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_GCS_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-    return True
+    error = _connection_error(host.strip("[]"), int(port), _GCS_TIMEOUT_S)
+    return not isinstance(error, ConnectionRefusedError)

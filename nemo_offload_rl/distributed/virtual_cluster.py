@@ -198,7 +198,8 @@ def cluster_session(
             cluster = VirtualCluster(settings, num_colocated_groups, started)
             yield cluster
     finally:
-        with _deaf_to_stop_signals():
+        # Cleaning up takes seconds; a second Ctrl-C would leave workers behind.
+        with _handling(STOP_SIGNALS, signal.SIG_IGN):
             error = sys.exception()
             has_lost_ray = started_here and cluster is not None and cluster.daemons.ended() is not None
             if has_lost_ray or (error is not None and _any_ended(started)):
@@ -240,11 +241,21 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def _handling(numbers: Sequence[int], handler: Any) -> Iterator[None]:
+    """Handle signals in the block; outside of the main thread, which alone may, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
 
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
     status: list[int] = []
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -254,17 +265,14 @@ def _signals_as_exit() -> Iterator[None]:
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGINT]
     # Under `nohup` SIGHUP is ignored, and stays so.
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, leave) for number in heard}
     try:
-        yield
+        with _handling(heard, leave):
+            yield
     except SystemExit:
         # A wait inside Ray turns every SystemExit into one of status 1.
         if status:
             raise SystemExit(status[0]) from None
         raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _shut_ray_down(daemons: list[psutil.Process]) -> None:
@@ -324,20 +332,6 @@ def _exit_status(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return EXIT_USER_ERROR if isinstance(error, UserError) else int(error is not None)
-
-
-@contextmanager
-def _deaf_to_stop_signals() -> Iterator[None]:
-    """Ignore `STOP_SIGNALS` while cleaning up for seconds: a second Ctrl-C would leave workers behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def find_free_port(low: int, high: int, given: Collection[int] = ()) -> int:

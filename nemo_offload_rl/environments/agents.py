@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import logging
 import os
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 from nemo_offload_rl.data.records import Message
 from nemo_offload_rl.environments.grading_pool import Failed, GradingPool, MadeOnce, TimedOut
 from nemo_offload_rl.environments.outcomes import OnError, Outcome, plain_score
-from nemo_offload_rl.targets import UserCode
+from nemo_offload_rl.targets import UserCode, told
 
 _CHATTY = ("httpx", "httpx2")  # HTTP clients that write a line for every call
 _SLACK_S = 10.0  # that a worker has beyond the limit of its rollouts
@@ -90,7 +89,7 @@ class AgentRuns(MadeOnce):
                 else:
                     value = await asyncio.get_running_loop().run_in_executor(threads, run, task)
         except Exception as error:  # an agent may raise anything
-            return TimedOut() if limit.expired() else Failed(_told(error))
+            return TimedOut() if limit.expired() else Failed(told(error))
         try:
             return plain_score(value)
         except ValueError as error:
@@ -156,17 +155,3 @@ def _reach_directly(hosts: Collection[str]) -> None:
     added = sorted(set(hosts) - {*known, ""})
     if added and "*" not in known:
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*known, *added])
-
-
-def _told(error: Exception) -> str:
-    """The error, and its place in the user's code."""
-    text = (str(error).splitlines() or [""])[0]
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
-    where = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"{type(error).__name__}: {text}{where}"
-
-
-def _is_own(path: str) -> bool:
-    return path != __file__ and not any(
-        part in path for part in ("site-packages", "dist-packages", "/lib/python", "<frozen")
-    )
