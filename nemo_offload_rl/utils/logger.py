@@ -33,7 +33,7 @@ import yaml
 from nemo_offload_rl.errors import ConfigError, UserCodeError
 from nemo_offload_rl.keys.run import LoggerConfig
 from nemo_offload_rl.utils.config import without_secrets
-from nemo_offload_rl.utils.metric_sinks import open_sinks, user_sinks
+from nemo_offload_rl.utils.metric_sinks import RunOfSinks, open_sinks, user_sinks
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ class RunLogger:
                 yaml.safe_dump(dict(resolved_config), sort_keys=False), encoding="utf-8"
             )
             (self.run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        self._sinks = [*open_sinks(settings, self.run_dir, resolved_config, record, resume_after), *users]
+        run = RunOfSinks(self.run_dir, resolved_config, record, resume_after)
+        self._sinks = [*open_sinks(settings, run), *users]
 
     def _next_folder(self) -> Path:
         """A new folder below the run folder with the next number, unique for simultaneous starts too."""

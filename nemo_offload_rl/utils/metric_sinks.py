@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,29 @@ _LOG = logging.getLogger(__name__)
 WANDB_ID_FILE = "wandb_run_id"
 MLFLOW_ID_FILE = "mlflow_run_id"
 _MLFLOW_PARAMETERS_AT_ONCE = 100  # the limit of one call
+
+
+@dataclass(frozen=True)
+class RunOfSinks:
+    """The run whose metrics sinks get.
+
+    Attributes:
+        folder: The run folder.
+        config: Plain dictionaries.
+        record: Git revision, command and versions, as in run.json.
+        resume_after: The step that the run goes on after, with the runs of Weights & Biases and MLflow whose ids
+            `folder` holds; None for a new run.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    record: Mapping[str, Any]
+    resume_after: int | None
+
+    def known_id(self, id_file: Path) -> str | None:
+        """The id of a resumed run elsewhere, None if there is none."""
+        is_known = self.resume_after is not None and id_file.is_file()
+        return id_file.read_text(encoding="utf-8").strip() if is_known else None
 
 
 class MetricSink(Protocol):
@@ -83,23 +107,21 @@ class LossySink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard events into `folder`: metrics, samples, configuration and run record.
+    """Writes TensorBoard events: metrics, samples, configuration and run record.
 
     TensorBoard hides events of an earlier start about steps after `resume_after`, which are done again.
     """
 
-    def __init__(
-        self, folder: Path, resolved_config: Mapping[str, Any], record: Mapping[str, Any], resume_after: int | None
-    ) -> None:
+    def __init__(self, run: RunOfSinks) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        first_step = None if resume_after is None else resume_after + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=first_step)
-        self._writer.add_text("config", _as_block(yaml.safe_dump(dict(resolved_config), sort_keys=False)))
-        self._writer.add_text("run", _as_block(json.dumps(record, indent=2)))
+        first_step = None if run.resume_after is None else run.resume_after + 1
+        self._writer = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=first_step)
+        self._writer.add_text("config", _as_block(yaml.safe_dump(dict(run.config), sort_keys=False)))
+        self._writer.add_text("run", _as_block(json.dumps(run.record, indent=2)))
         # `add_hparams` would make a run of its own for them.
-        for summary in hparams(dict(_leaves(resolved_config)), {}):
+        for summary in hparams(dict(_leaves(run.config)), {}):
             self._writer._get_file_writer().add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -114,28 +136,21 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes to Weights & Biases; with mode `offline`, into `run_dir`/wandb only.
+    """Writes to Weights & Biases; with mode `offline`, into the run folder only.
 
-    The id of the run is kept in `run_dir`, so that a resumed run is the same run there. Metrics are drawn over `step`,
-    not over the count of calls: a resumed run repeats steps that were logged after its checkpoint.
+    The id of the run is kept in the run folder, so that a resumed run is the same run there. Metrics are drawn over
+    `step`, not over the count of calls: a resumed run repeats steps that were logged after its checkpoint.
     """
 
-    def __init__(
-        self,
-        settings: WandbConfig,
-        run_dir: Path,
-        resolved_config: Mapping[str, Any],
-        record: Mapping[str, Any],
-        resume: bool,
-    ) -> None:
+    def __init__(self, settings: WandbConfig, run: RunOfSinks) -> None:
         try:
             import wandb
             from wandb.errors import Error as WandbError
         except ModuleNotFoundError as error:
             raise not_installed("wandb", "wandb") from error
         mode: Any = settings.mode
-        id_file = run_dir / WANDB_ID_FILE
-        known_id = _known_id(id_file, resume)
+        id_file = run.folder / WANDB_ID_FILE
+        known_id = run.known_id(id_file)
         try:
             self._run = wandb.init(
                 project=settings.project,
@@ -145,8 +160,8 @@ class WandbSink:
                 tags=settings.tags or None,
                 id=known_id,
                 resume="allow" if known_id else None,
-                dir=str(run_dir),
-                config={**resolved_config, "run": dict(record)},
+                dir=str(run.folder),
+                config={**run.config, "run": dict(run.record)},
                 mode=mode,
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -182,18 +197,11 @@ class WandbSink:
 class MlflowSink:
     """Writes to MLflow: metrics, samples, and the configuration as parameters and, with the run record, as files.
 
-    The id of the run is kept in `run_dir`, so that a resumed run is the same run there. MLflow keeps its first
+    The id of the run is kept in the run folder, so that a resumed run is the same run there. MLflow keeps its first
     parameters; config.yaml becomes the present one.
     """
 
-    def __init__(
-        self,
-        settings: MlflowConfig,
-        run_dir: Path,
-        resolved_config: Mapping[str, Any],
-        record: Mapping[str, Any],
-        resume: bool,
-    ) -> None:
+    def __init__(self, settings: MlflowConfig, run: RunOfSinks) -> None:
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
@@ -203,10 +211,10 @@ class MlflowSink:
             raise not_installed("mlflow", "mlflow", packages) from error
         self._new_metric = Metric
         _LOG.info("opening an MLflow run at %s", _without_password(settings.tracking_uri))
-        parameters = [Param(name, str(value)) for name, value in _leaves(resolved_config)]
-        tags = {"mlflow.source.git.commit": record["git_revision"]} if record["git_revision"] else {}
-        id_file = run_dir / MLFLOW_ID_FILE
-        known_id = _known_id(id_file, resume)
+        parameters = [Param(name, str(value)) for name, value in _leaves(run.config)]
+        tags = {"mlflow.source.git.commit": run.record["git_revision"]} if run.record["git_revision"] else {}
+        id_file = run.folder / MLFLOW_ID_FILE
+        known_id = run.known_id(id_file)
         try:
             self._client = MlflowClient(tracking_uri=settings.tracking_uri)
             if known_id is not None and self._is_there(known_id):
@@ -218,8 +226,8 @@ class MlflowSink:
                 self._run_id = self._client.create_run(experiment, tags=tags, run_name=settings.run_name).info.run_id
                 for some in batched(parameters, _MLFLOW_PARAMETERS_AT_ONCE):
                     self._client.log_batch(self._run_id, params=some)
-            self._client.log_dict(self._run_id, dict(resolved_config), "config.yaml")
-            self._client.log_dict(self._run_id, dict(record), "run.json")
+            self._client.log_dict(self._run_id, dict(run.config), "config.yaml")
+            self._client.log_dict(self._run_id, dict(run.record), "run.json")
         except (MlflowException, OSError, ImportError) as error:  # the last where artifacts need another client
             raise ConfigError(
                 f"MLflow did not start at logger.mlflow.tracking_uri {_without_password(settings.tracking_uri)} "
@@ -305,39 +313,22 @@ def user_sinks(settings: LoggerConfig, callbacks: Sequence[Any] = ()) -> list[Me
     return [*named, *(UserSink(UserCode("callbacks", callback)) for callback in callbacks)]
 
 
-def open_sinks(
-    settings: LoggerConfig,
-    run_dir: Path,
-    resolved_config: Mapping[str, Any],
-    record: Mapping[str, Any],
-    resume_after: int | None,
-) -> list[MetricSink]:
+def open_sinks(settings: LoggerConfig, run: RunOfSinks) -> list[MetricSink]:
     """Open the sinks that are enabled.
-
-    Args:
-        settings: The keys `logger.*`.
-        run_dir: The run folder.
-        resolved_config: Plain dictionaries.
-        record: Git revision, command and versions, as in run.json.
-        resume_after: Go on after this step, with the runs of Weights & Biases and MLflow whose ids `run_dir` holds;
-            None for a new run.
 
     Raises:
         ConfigError: One is not installed, did not start, or has no section.
     """
     sinks: list[MetricSink] = []
-    resume = resume_after is not None
     if settings.tensorboard_enabled:
-        board = TensorBoardSink(run_dir / "tensorboard", resolved_config, record, resume_after)
-        sinks.append(LossySink("TensorBoard", board))
+        sinks.append(LossySink("TensorBoard", TensorBoardSink(run)))
     if settings.wandb_enabled:
-        wandb = WandbSink(_section(settings.wandb, "wandb"), run_dir, resolved_config, record, resume)
+        wandb = WandbSink(_section(settings.wandb, "wandb"), run)
         sinks.append(LossySink("Weights & Biases", wandb, WandbSink.abandon))
     if settings.mlflow_enabled:
-        mlflow = MlflowSink(_section(settings.mlflow, "mlflow"), run_dir, resolved_config, record, resume)
-        sinks.append(LossySink("MLflow", mlflow))
+        sinks.append(LossySink("MLflow", MlflowSink(_section(settings.mlflow, "mlflow"), run)))
     if settings.prometheus_enabled:
-        sinks.append(LossySink("Prometheus", PrometheusSink(_section(settings.prometheus, "prometheus"), run_dir)))
+        sinks.append(LossySink("Prometheus", PrometheusSink(_section(settings.prometheus, "prometheus"), run.folder)))
     return sinks
 
 
@@ -345,10 +336,6 @@ def _section[Section](section: Section | None, name: str) -> Section:
     if section is None:
         raise ConfigError(f"logger.{name}_enabled is true, but the section logger.{name} is gone; keep it")
     return section
-
-
-def _known_id(id_file: Path, resume: bool) -> str | None:
-    return id_file.read_text(encoding="utf-8").strip() if resume and id_file.is_file() else None
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

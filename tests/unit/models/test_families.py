@@ -140,7 +140,7 @@ def test_what_the_engine_computes_alike_is_served() -> None:
     ("name", "changes", "words"),
     [
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, and models of its family rotate whole"),
-        ("glm4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 and 0.5, in rope_parameters and"),
+        ("glm4", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 and 0.5, inside and outside"),
         (
             "mistral-window",
             {"layer_types": TURNS},
