@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_offload_rl.algorithms.losses import DpoLoss, counted_sums
 from nemo_offload_rl.algorithms.reference_logprobs import ReferenceFile
-from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch, collate_pairs
 from nemo_offload_rl.data.records import ExamplePair, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text

@@ -1,13 +1,15 @@
-"""The loss of GRPO: a clipped policy gradient with a KL term to a reference policy; KL estimators, reductions.
+"""Losses: GRPO's clipped policy gradient with a KL term to a reference policy, SFT's and DPO's; their reductions.
 
-Sources: PPO's clipped ratio (arXiv 1707.06347), asymmetric clipping (DAPO, arXiv 2503.14476), the dual clip for
-negative advantages (arXiv 1912.09729), GRPO's KL term (arXiv 2402.03300), one ratio per sequence (GSPO, arXiv
-2507.18071), clipped weights on logprobs (CISPO, arXiv 2506.13585), a constant divisor (Dr. GRPO, arXiv 2503.20783),
-weights between sampler and policy that are truncated or masked (truncated importance sampling, IcePop, seq-mask-tis, as
-in NeMo-RL). KL estimators: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the
-values; "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients;
-docs/reference/metrics.md lists which quantity each estimator's value and gradient estimate.
-Metric names are NeMo-RL's where it has the same metric. Shape suffixes: B samples, S positions.
+GRPO: PPO's clipped ratio (arXiv 1707.06347), asymmetric clipping (DAPO, arXiv 2503.14476), the dual clip for negative
+advantages (arXiv 1912.09729), GRPO's KL term (arXiv 2402.03300), one ratio per sequence (GSPO, arXiv 2507.18071),
+clipped weights on logprobs (CISPO, arXiv 2506.13585), a constant divisor (Dr. GRPO, arXiv 2503.20783), truncated or
+masked weights between sampler and policy (truncated importance sampling, IcePop, seq-mask-tis, as in NeMo-RL). KL
+estimators: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, for the values; "On a few
+pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477) for the gradients; docs/reference/metrics.md
+lists which quantity each estimator's value and gradient estimate.
+DPO: arXiv 2305.18290, equation 7; label smoothing as in conservative DPO (E. Mitchell,
+https://ericmitchell.ai/cdpo.pdf); log-ratios averaged over tokens as in NeMo-RL's `preference_average_log_probs`.
+Metric names are NeMo-RL's if it has the same metric. Shape suffixes: B rows, S positions, P pairs.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, TrainBatch
+from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch, PreferenceBatch, TrainBatch
 from nemo_offload_rl.keys.grpo import ClippedPGLossConfig
+from nemo_offload_rl.keys.supervised import DpoSectionConfig
 from nemo_offload_rl.protocols.loss import ReferenceLoss, TokenStat
 
 # As in verl: clipping and truncation act far below exp(20), whose products and squares are finite in float32.
@@ -355,3 +359,77 @@ def constant_mean_share(values_BS: Tensor, mask_BS: Tensor, norm: LossNorm, leng
     """Sum over each sequence's counted tokens divided by `length`, then the mean over sequences (Dr. GRPO)."""
     total = zero_where_masked(values_BS, mask_BS).mul(mask_BS).sum()
     return total / (length * max(norm.num_valid_seqs, 1.0))
+
+
+# -- SFT and DPO -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NLLLoss:
+    """Mean of minus the logprob over the counted tokens of the global batch."""
+
+    @property
+    def token_stat(self) -> TokenStat:
+        """See `LossFn`."""
+        return TokenStat.ACCURACY
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of one micro-batch; see `LossFn`."""
+        loss = token_mean_share(-logprobs_BS, batch.loss_mask, norm)
+        return loss, {"loss": loss.detach()}
+
+
+@dataclass(frozen=True)
+class DpoLoss:
+    """Sigmoid preference loss, plus on demand the negative log-likelihood of the better response."""
+
+    settings: DpoSectionConfig
+
+    @property
+    def token_stat(self) -> None:
+        """See `LossFn`."""
+        return None
+
+    def __call__(self, logprobs_BS: Tensor, batch: TrainBatch, norm: LossNorm) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of one micro-batch of whole pairs; see `LossFn`. `batch` has to be a `PreferenceBatch`."""
+        assert isinstance(batch, PreferenceBatch), type(batch)
+        settings = self.settings
+        sums_B, counts_B = counted_sums(logprobs_BS, batch), batch.loss_mask.sum(dim=1).clamp(min=1.0)
+        ratio_B = sums_B - batch.reference_sums * batch.sample_mask
+        if settings.preference_average_log_probs:
+            ratio_B = ratio_B / counts_B
+        chosen_P, rejected_P = (settings.reference_policy_kl_penalty * ratio_B).view(-1, 2).unbind(dim=1)
+        margin_P = chosen_P - rejected_P
+        preference_P = -(1 - settings.label_smoothing) * F.logsigmoid(margin_P)
+        preference_P = preference_P - settings.label_smoothing * F.logsigmoid(-margin_P)
+        sft_P = -(sums_B / counts_B if settings.sft_average_log_probs else sums_B).view(-1, 2)[:, 0]
+
+        sums_P2, is_kept_P = sums_B.view(-1, 2), batch.sample_mask.view(-1, 2)[:, 0]
+
+        def share(values_P: Tensor) -> Tensor:
+            return (values_P * is_kept_P).sum() / max(norm.num_valid_seqs / 2, 1.0)
+
+        preference_loss, sft_loss = share(preference_P), share(sft_P)
+        loss = settings.preference_loss_weight * preference_loss
+        if settings.sft_loss_weight > 0:
+            loss = loss + settings.sft_loss_weight * sft_loss
+        metrics = {
+            "loss": loss,
+            "preference_loss": preference_loss,
+            "sft_loss": sft_loss,
+            "accuracy": share((margin_P > 0).double()),
+            "rewards_chosen_mean": share(chosen_P),
+            "rewards_rejected_mean": share(rejected_P),
+            "rewards_margin_mean": share(margin_P),
+            "logps_chosen_mean": share(sums_P2[:, 0]),
+            "logps_rejected_mean": share(sums_P2[:, 1]),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def counted_sums(logprobs_BS: Tensor, batch: TrainBatch) -> Tensor:
+    """[B] float64: the sum of the counted logprobs.
+
+    DPO subtracts two sums over thousands of tokens that differ in their last digits only, which needs float64.
+    """
+    return (zero_where_masked(logprobs_BS, batch.loss_mask) * batch.loss_mask).double().sum(dim=1)

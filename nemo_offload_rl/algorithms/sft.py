@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import TrainBatch, collate_examples
 from nemo_offload_rl.data.records import Example, Splits
 from nemo_offload_rl.data.tokenizer import Decode, example_text

@@ -1,7 +1,7 @@
 """The report of a run: `python -m nemo_offload_rl.report RUN_DIR`.
 
-1. `metrics`: read metrics.jsonl of the run folder.
-2. `figures`: one table says which metrics make which figure; `plot` draws them as SVG, `memory` GPU memory by owner.
+1. `figures`: reads metrics.jsonl of the run folder; one table has the metrics of each figure.
+2. `plot` draws figures as SVG.
 3. `page`: write RUN_DIR/report/index.html, a file with everything inside.
 """
 

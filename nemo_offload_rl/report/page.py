@@ -19,8 +19,7 @@ from nemo_offload_rl.report.figures import (
     bytes_moved,
     read_metrics,
 )
-from nemo_offload_rl.report.memory import draw_memory, memory_samples
-from nemo_offload_rl.report.plot import draw, svg
+from nemo_offload_rl.report.plot import draw, draw_memory, memory_samples, svg
 from nemo_offload_rl.utils.logger import SAMPLES_FOLDER
 
 _STEPS_NAMED = 5

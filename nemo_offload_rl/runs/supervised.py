@@ -16,12 +16,12 @@ from rich.console import Console
 from nemo_offload_rl.algorithms.checkpoints import CheckpointKeeper, resume_point
 from nemo_offload_rl.algorithms.dpo import DpoRecipe
 from nemo_offload_rl.algorithms.identity import Identity, run_identity
+from nemo_offload_rl.algorithms.losses import DpoLoss, NLLLoss
 from nemo_offload_rl.algorithms.metric_names import data_set_problem
 from nemo_offload_rl.algorithms.reference_logprobs import FILE_NAME, ReferenceFile, fingerprint
 from nemo_offload_rl.algorithms.sft import SftRecipe
 from nemo_offload_rl.algorithms.supervised import Recipe, SupervisedParts, SupervisedTrainer
-from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, NLLLoss
-from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
+from nemo_offload_rl.algorithms.user_code import UserLoss, example_batch
 from nemo_offload_rl.backends.factory import check_model
 from nemo_offload_rl.backends.hf.model_folder import model_vocab_size
 from nemo_offload_rl.data.batch import PreferenceBatch, TrainBatch

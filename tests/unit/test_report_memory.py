@@ -4,7 +4,7 @@ import json
 import re
 
 from nemo_offload_rl.report import write_report
-from nemo_offload_rl.report.memory import memory_samples, read_samples
+from nemo_offload_rl.report.plot import memory_samples, read_samples
 from nemo_offload_rl.utils.memory_sampler import MEMORY_FILE
 
 

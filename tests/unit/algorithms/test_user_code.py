@@ -11,8 +11,7 @@ import torch
 from local_grpo import make_prompts
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.user_code import GrpoCode
-from nemo_offload_rl.algorithms.user_loss import UserLoss, example_batch
+from nemo_offload_rl.algorithms.user_code import GrpoCode, UserLoss, example_batch
 from nemo_offload_rl.data.batch import LossNorm, PolicyGradientBatch
 from nemo_offload_rl.environments.interfaces import Observation, Response, Score, Unscored
 from nemo_offload_rl.errors import UserCodeError

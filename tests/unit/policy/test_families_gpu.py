@@ -18,7 +18,7 @@ from model_families import drawn_model, family_config
 from policy_cases import hf_logprobs, make_batch, make_settings, worker_of
 from tiny_models import make_tokenizer
 
-from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.keys.policy import BatchingConfig
 from nemo_offload_rl.models.families import MEGATRON
 from nemo_offload_rl.models.page import PACKING

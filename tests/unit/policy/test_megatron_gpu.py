@@ -17,7 +17,7 @@ from tiny_models import VOCAB_SIZE, make_tokenizer, qwen3_config, save_model_fol
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.backends.megatron.optimizer_spec import optimizer_spec
 from nemo_offload_rl.backends.megatron.upstream import buffer_room
 from nemo_offload_rl.keys.policy import BatchingConfig

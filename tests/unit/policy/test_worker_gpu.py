@@ -10,7 +10,7 @@ import torch
 from policy_cases import make_batch, make_settings, save_family, worker_of
 from tiny_models import make_qwen3, make_tokenizer, qwen3_config, save_model_folder
 
-from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.errors import UserError
 from nemo_offload_rl.policy.worker import PolicyWorker
 from nemo_offload_rl.protocols.backend import ProcessInfo

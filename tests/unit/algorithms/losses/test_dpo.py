@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import make_qwen3, make_tokenizer
 from torch import Tensor
 
-from nemo_offload_rl.algorithms.supervised_losses import DpoLoss, counted_sums
+from nemo_offload_rl.algorithms.losses import DpoLoss, counted_sums
 from nemo_offload_rl.data.batch import LossNorm, PreferenceBatch
 from nemo_offload_rl.keys.supervised import DpoSectionConfig
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from nemo_offload_rl.algorithms.supervised_losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import LossNorm, TrainBatch
 
 
