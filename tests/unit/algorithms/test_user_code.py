@@ -125,7 +125,7 @@ def test_advantages_of_a_function_leave_out_what_has_no_score():
     assert mean_of(lambda scored: scored + 1.0) == [2.0, 0.0, 2.0, 2.0]
     # A mean that knows nothing of NaN leaves out the group.
     assert mean_of(lambda rewards: rewards - rewards.mean(1, keepdim=True)) == [0.0, 0.0, -0.5, 0.5]
-    with pytest.raises(UserCodeError, match="leave out rewards that are NaN"):
+    with pytest.raises(UserCodeError, match="leave out rewards of NaN"):
         mean_of(lambda rewards: rewards - rewards.mean())
 
 
