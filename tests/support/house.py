@@ -28,9 +28,9 @@ SMALL_LINES = 60
 LIMITS = {
     "imports upward": 0,
     "circles of modules": 0,
-    "modules": 359,
-    "lines": 53050,
-    "modules under 60 lines with one importer": 24,
+    "modules": 324,
+    "lines": 51970,
+    "modules under 60 lines with one importer": 12,
 }
 
 
