@@ -18,6 +18,12 @@ from nemo_offload_rl.keys.section import FromEnvironment, from_mapping
 from nemo_offload_rl.utils.config import flatten_keys, unknown_key_message
 
 _MAX_SHOWN = 3
+# Keys that earlier versions had, and what to do now.
+REMOVED_KEYS: Mapping[str, str] = {
+    "policy.reference_dir": (
+        "leave it out: the reference is in host memory, in policy.precision; docs/guides/memory.md says what needs less"
+    ),
+}
 # A key of the one does not mean the key of that name of the other: only one of the two is in use.
 _EXCLUDE_EACH_OTHER = (("dtensor_cfg", "megatron_cfg"), ("megatron_cfg", "dtensor_cfg"))
 
@@ -50,6 +56,8 @@ def missing_key_message(schema: type, raw: Mapping[str, Any], path: str, value: 
     """
     if _takes(schema, _with_value(raw, path, value), path):
         return f"{path}: not set by the file; write +{path} to add it"
+    if path in REMOVED_KEYS:
+        return _removed_message(path)
     known = _known_at(schema, path)
     present = set(flatten_keys(raw))
     if path in known:  # of another kind of section: the first part of it that is not there says most
@@ -67,7 +75,9 @@ def join_problems(messages: list[str]) -> str:
 def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) -> list[str]:
     unknown = {_path(e["loc"], raw): e["input"] for e in errors if e["type"] == "extra_forbidden"}
     messages = [
-        unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
+        _removed_message(path)
+        if path in REMOVED_KEYS
+        else unknown_key_message(path, _known_at(schema, path), partial(_accepts, schema, raw, path, value))
         for path, value in unknown.items()
     ]
     # A misspelt key makes the right one missing: one message for both.
@@ -80,6 +90,10 @@ def _messages(errors: list[ErrorDetails], raw: Mapping[str, Any], schema: type) 
             continue
         messages.append(_one_line(error, path, schema, _written(raw, error)))
     return messages
+
+
+def _removed_message(path: str) -> str:
+    return f"{path}: removed; {REMOVED_KEYS[path]}"
 
 
 def _known_at(schema: type, path: str) -> list[str]:

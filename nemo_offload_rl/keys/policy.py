@@ -157,14 +157,6 @@ class TrainedPolicyConfig:
         str | None,
         doc("Folder for snapshots of the CUDA allocator when memory runs out, one file per rank; null for none."),
     ]
-    reference_dir: Annotated[
-        str | None,
-        doc(
-            "Folder on a disk of each host for the frozen reference of GRPO and DPO. Each worker writes its shard "
-            "once, to an unnamed file that disappears with the worker, and reads it for each pass. Uses 0.125 GiB "
-            "of host memory per worker. null keeps the reference in host memory."
-        ),
-    ]
     use_pinned_optimizer_offload: Annotated[
         bool,
         doc(

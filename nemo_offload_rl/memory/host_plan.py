@@ -37,7 +37,6 @@ from nemo_offload_rl.residency import (
     reserve_host_memory,
     resident_bytes,
     resolve_plan,
-    staging_bytes,
 )
 
 _GIB = 2**30
@@ -81,7 +80,7 @@ class HostNeed:
     Attributes:
         settings: The policy's settings.
         sizes: Bytes of the state groups by row of the plan.
-        reference_bytes: What a frozen reference takes, on the host or on disk; 0 without one.
+        reference_bytes: What a frozen reference takes; 0 without one.
         device_bytes: Memory of the worker's device.
         other: Bytes by name of what is no offloaded state, offloaded activations aside.
         activation_bytes: What offloaded activations can take.
@@ -109,9 +108,6 @@ class HostNeed:
         held = {name: size for name, size in sizes.items() if plan.leaves_the_device(name)}
         if not self.reference_bytes:
             return HostPlan(plan, dict(sizes), held)
-        if settings.reference_dir is not None:
-            sizes = {**sizes, REFERENCE: self.reference_bytes}
-            return HostPlan(plan, sizes, {**held, REFERENCE: staging_bytes(self.reference_bytes)})
         if self.reference_is_cast:
             # Swapped in without room beside them, it pushes the policy's own parameters to the host.
             held[PARAMS] = sizes[PARAMS]
@@ -256,17 +252,11 @@ def _changes(need: HostNeed) -> list[Change]:
         changes.append(Change(key, lambda need: _with_settings(need, offload_optimizer_states_for_logprob=False)))
     if settings.colocated:
         changes += [_kept(name) for name in (OPTIMIZER, PARAMS) if settings.residency_overrides.get(name) != "device"]
-    if need.reference_bytes and settings.reference_dir is None:
-        # Passes wait for a disk.
-        on_disk = Change("policy.reference_dir=DIR", lambda need: _with_settings(need, reference_dir="DIR"), rank=1)
-        changes.append(on_disk)
     # The numbers of a run become others.
     has_engine = settings.colocated or settings.engine_memory_share > 0
     if need.reference_bytes:
         key = "loss_fn.reference_policy_kl_penalty=0" if has_engine else "dpo.precompute_reference_logprobs=true"
-        # A folder for no reference is refused.
-        folder = "" if settings.reference_dir is None else " policy.reference_dir=null"
-        changes.append(Change(key + folder, lambda need: replace(need, reference_bytes=0), rank=2))
+        changes.append(Change(key, lambda need: replace(need, reference_bytes=0), rank=1))
     if (moments := _narrow_moments(settings)) is not None:
         changes.append(moments)
     return changes
@@ -301,7 +291,7 @@ def _narrow_moments(settings: PolicySettings) -> Change | None:
         states = {name: size * new // old for name, size in need.sizes.items() if name in (OPTIMIZER, OPTIMIZER_PART)}
         return replace(need, sizes={**need.sizes, **states})
 
-    return Change(override, narrowed, rank=2)
+    return Change(override, narrowed, rank=1)
 
 
 def _with_settings(need: HostNeed, **changes: object) -> HostNeed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -35,14 +34,11 @@ from nemo_offload_rl.residency import (
     Device,
     HostArenas,
     ResidencyManager,
-    disk_problem,
     part_copy_bytes,
     row_of,
     snapshot_bytes,
     snapshot_is_cast,
 )
-
-CHOOSE_ANOTHER = "choose a folder on a local disk with enough room, or null to keep the reference in host memory"
 
 
 def limit_gpu_memory(limit_gib: float | None, device: Device, process: ProcessInfo) -> None:
@@ -81,7 +77,7 @@ def begin_host_memory(
         device: Where the groups will live.
 
     Raises:
-        ConfigError: The state will not fit into host memory, or the reference not into its folder.
+        ConfigError: The state will not fit into host memory.
     """
     arenas = HostArenas(device.new_arena)
     if sizes := expected.state:
@@ -97,11 +93,6 @@ def begin_host_memory(
         arenas.limit(claim_host_memory(need))
         plan = need.resolve()
         arenas.begin_reserve(plan.plan.host_bytes(plan.arena))
-    if keep_reference and settings.reference_dir is not None:
-        problem = disk_problem(Path(settings.reference_dir), expected.reference)
-        if problem is not None:
-            arenas.close()
-            raise ConfigError(f"policy.reference_dir cannot hold a worker's reference: {problem}; {CHOOSE_ANOTHER}")
     return arenas
 
 
@@ -153,8 +144,7 @@ def build_manager(
         if manager.passing is not None:
             backend.use_parts(manager.passing)
         if keep_reference:
-            folder = None if settings.reference_dir is None else Path(settings.reference_dir)
-            manager.snapshot(PARAMS, REFERENCE, folder)
+            manager.snapshot(PARAMS, REFERENCE)
         unless_done.pop_all()
     return manager, need
 

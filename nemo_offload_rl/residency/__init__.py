@@ -20,8 +20,7 @@ from nemo_offload_rl.residency.host.limits import (
 )
 from nemo_offload_rl.residency.host.regions import new_region_on
 from nemo_offload_rl.residency.manager import ResidencyManager
-from nemo_offload_rl.residency.state.casts import part_copy_bytes, snapshot_bytes, snapshot_is_cast
-from nemo_offload_rl.residency.state.disk_copy import disk_problem, staging_bytes
+from nemo_offload_rl.residency.state.frozen_copy import part_copy_bytes, snapshot_bytes, snapshot_is_cast
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.streams.streaming import (
     NamedTensors,
@@ -116,7 +115,6 @@ __all__ = [
     "TransitionReport",
     "aligned",
     "choose_resident",
-    "disk_problem",
     "divide_optimizer",
     "judge_host_memory",
     "loaded_nccl",
@@ -136,7 +134,6 @@ __all__ = [
     "row_of",
     "snapshot_bytes",
     "snapshot_is_cast",
-    "staging_bytes",
     "storage_bytes",
     "storage_key",
     "totals",

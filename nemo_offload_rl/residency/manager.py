@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from torch import Tensor
 
@@ -300,13 +299,14 @@ class ResidencyManager:
 
     # -- snapshots
 
-    def snapshot(self, group: str, name: str, folder: Path | None = None) -> None:
-        """Keep a frozen copy of a group's present contents, in a file in `folder` or, with None, on the host.
+    def snapshot(self, group: str, name: str) -> None:
+        """Keep a frozen copy of a group's present contents on the host.
 
         Raises:
-            ResidencyError: The group is not on the device, the name is taken, or the file cannot be written.
+            HostBudgetError: There is no host memory for it.
+            ResidencyError: The group is not on the device, or the name is taken.
         """
-        self._snapshots.take(group, name, folder)
+        self._snapshots.take(group, name)
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
@@ -316,7 +316,7 @@ class ResidencyManager:
         the plan has a host copy of them, which is needed and out of date. They are back after an exception too.
 
         Raises:
-            ResidencyError: The group is not on the device, or a file or the group's own bytes could not be read.
+            ResidencyError: The group is not on the device, or its own bytes could not be brought back.
         """
         if self.phase is None:
             raise ResidencyError(f"swap in {name!r}: no phase has been entered yet; enter LP_INFERENCE first")

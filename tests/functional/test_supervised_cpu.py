@@ -57,7 +57,7 @@ def sft_output(folder, tmp_path_factory):
 def dpo_keys(folder, sft_output):
     model = f"policy.model_name={folder / 'sft' / 'checkpoints' / 'step_4' / 'hf'}"
     packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
-    return [model, *packing, f"policy.reference_dir={folder}"]
+    return [model, *packing]
 
 
 @pytest.fixture(scope="module")

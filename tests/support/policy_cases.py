@@ -196,7 +196,6 @@ def _plain_settings(model_name: Path | str, tensor_parallel_size: int) -> Policy
         host_memory_budget_gib=None,
         gpu_memory_limit_gib=None,
         memory_snapshot_dir=None,
-        reference_dir=None,
         engine_memory_share=0.0,
         engine_kv_cache_gib=None,
         use_pinned_optimizer_offload=True,

@@ -75,8 +75,7 @@ def test_phases_are_sums_of_bytes_for_each_parameter():
         "GENERATION": (0, pytest.approx(39.6)),
     }
     cache = "policy.generation.vllm_cfg.kv_cache_memory_gib=60"
-    on_disk = "policy.reference_dir=/on/the/other/machine"
-    assert phases_gib(plan_fit(file, [cache, on_disk], 79.2, 2048, GIB))["GENERATION"] == (0, 62)
+    assert phases_gib(plan_fit(file, [cache], 79.2, 2048, GIB))["GENERATION"] == (0, 62)
     assert fit.streamed == () and not fit.omits_teacher and not fit.problems
     assert plan_fit(ROOT / "examples" / "configs" / "distillation_math.yaml", [], 79.2, 2048, GIB).omits_teacher
     whole = "policy.dtensor_cfg.offload_optimizer_states=true"

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 
 from nemo_offload_rl.backends.dtensor import rules as dtensor
 from nemo_offload_rl.backends.hf.local_config import local_model_config
@@ -40,7 +39,6 @@ from nemo_offload_rl.memory.host_plan import (
 )
 from nemo_offload_rl.models.shape import ModelShape
 from nemo_offload_rl.policy.communicators import nccl_problem, placement_problem
-from nemo_offload_rl.policy.residency_setup import CHOOSE_ANOTHER
 from nemo_offload_rl.protocols.backend import COMPUTE_DTYPES
 from nemo_offload_rl.residency import (
     BASE,
@@ -55,7 +53,6 @@ from nemo_offload_rl.residency import (
     Phase,
     ResidencyPlan,
     ResidencySettings,
-    disk_problem,
     memory_total_bytes,
     resolve_plan,
 )
@@ -371,22 +368,6 @@ def _keeps_reference(cfg: RunConfig) -> bool:
     return isinstance(cfg, DpoMasterConfig) and not cfg.dpo.precompute_reference_logprobs
 
 
-def reference_fits_its_folder(cfg: RunConfig) -> str | None:
-    """The folder of the reference is on a disk with room for it, and there is a reference."""
-    if (name := cfg.policy.reference_dir) is None:
-        return None
-    if not name:
-        return f"policy.reference_dir is empty, which would be the current folder; {CHOOSE_ANOTHER}"
-    if not _keeps_reference(cfg):
-        return f"policy.reference_dir {name} is for a reference, and this run keeps none; set it to null"
-    if _PLANNED.get() is not None or cfg.cluster.num_nodes != 1 or "RAY_ADDRESS" in os.environ:
-        return None  # each worker looks at its own disk
-    groups = group_bytes(cfg)
-    worker_bytes = 0 if groups is None else host_need(cfg, groups).reference_bytes
-    problem = disk_problem(Path(name), worker_bytes * cfg.cluster.world_size)
-    return None if problem is None else f"policy.reference_dir cannot hold the reference: {problem}; {CHOOSE_ANOTHER}"
-
-
 def _teacher_bytes(cfg: DistillationMasterConfig) -> int | None:
     """Of one worker's part of the teacher; None for a model that is no local folder."""
     if (sizes := _model_sizes(cfg.teacher.model_name)) is None:
@@ -402,7 +383,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
     gpu_limit_is_within_the_gpu,
     training_state_fits_the_gpu,
     host_memory_holds_the_state,
-    reference_fits_its_folder,
 )
 ROLLOUT_RULES: tuple[Rule[RolloutMasterConfig], ...] = (
     engine_leaves_room_for_the_policy,

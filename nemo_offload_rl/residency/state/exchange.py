@@ -1,12 +1,11 @@
-"""Contents that change places: a group's on the device with a snapshot's, which is on the device or on the host.
+"""Exchanges a group's contents on the device with those of a snapshot, on the device or on the host, and back.
 
-They pass through a little device memory, which is taken beforehand and kept until they are back: a pass that ran out
-of memory must not keep them from going back.
+The contents pass through a little device memory, which is taken beforehand and kept until they are back: a pass that
+ran out of memory must not keep them from going back.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -26,22 +25,25 @@ type Pairs = list[tuple[Tensor, Tensor]]
 type Moved = Callable[[Transfer, bool], None]
 
 
-class Exchange(ABC):
-    """One exchange and its way back.
+class Exchange:
+    """One exchange and its way back. Takes no host memory; with the host, both directions of the link are in use.
 
     Args:
         device: Where the first of each pair is.
         where: The same as a torch device.
-        num_bytes: Of all pairs; for fewer than `PIECE_BYTES` less device memory is taken.
+        num_bytes: Size of all pairs; for fewer than `PIECE_BYTES` less device memory is taken.
+        with_host: The second of each pair is on the host.
 
     Raises:
         DeviceOutOfMemoryError: There is no room for two pieces; none is taken then.
     """
 
-    def __init__(self, device: Device, where: torch.device, num_bytes: int) -> None:
+    def __init__(self, device: Device, where: torch.device, num_bytes: int, *, with_host: bool) -> None:
         self._device = device
+        self._with_host = with_host
         self._piece_bytes = min(PIECE_BYTES, num_bytes)
         self._done: list[Pairs] = []
+        self._is_torn = False
         storages = [torch.empty(0, dtype=torch.uint8, device=where).untyped_storage() for _ in range(_NUM_BUFFERS)]
         try:
             device.allocate([Room(storage, self._piece_bytes) for storage in storages])
@@ -53,21 +55,24 @@ class Exchange(ABC):
         self._buffers = [storage_bytes(storage, self._piece_bytes) for storage in storages]
 
     def run(self, pairs: Iterable[tuple[Tensor, Tensor]], moved: Moved) -> None:
-        """Have the uint8 contents of each pair change places. Where it raises, `undo` takes back what did.
+        """Exchange the uint8 contents of each pair. If it raises, `undo` takes back what was exchanged.
 
         Args:
-            pairs: The second of each is on the device too, or on the host.
+            pairs: On the device, and on the device or the host.
             moved: Called with each copy over the link, and whether it came to the device.
         """
-        self._through(in_batches(pairs, self._piece_bytes), moved, self._done.append)
+        self._through(in_batches(pairs, self._piece_bytes), moved)
 
     def undo(self, moved: Moved) -> None:
-        """Have what `run` exchanged where it was; `moved` as there.
+        """Exchange back what `run` exchanged; `moved` as there.
 
         Raises:
             ResidencyError: `run` broke off in the middle of a piece, whose contents are lost.
         """
-        self._through(reversed(list(self._done)), moved, self._forget)
+        was_torn, batches, self._done = self._is_torn, self._done, []
+        self._through(batches, moved)
+        if was_torn:
+            raise ResidencyError("an exchange of device contents broke off in the middle of a piece")
 
     def close(self) -> None:
         """Free the device memory."""
@@ -75,84 +80,59 @@ class Exchange(ABC):
             self._device.release(buffer.untyped_storage())
         self._buffers = []
 
-    @abstractmethod
-    def _through(self, batches: Iterator[Pairs], moved: Moved, after_each: Callable[[Pairs], None]) -> None:
-        """Exchange every batch; `after_each` is called with those that have been."""
-
-    def _forget(self, batch: Pairs) -> None:
-        self._done.pop()
-
-
-class DeviceExchange(Exchange):
-    """Both sides are on the device."""
-
-    def _through(self, batches: Iterator[Pairs], moved: Moved, after_each: Callable[[Pairs], None]) -> None:
-        for batch in batches:
-            left, right = (list(side) for side in zip(*batch, strict=True))
-            kept = _parts_of(self._buffers[0], batch)
-            copy_at_once(kept, left)
-            copy_at_once(left, right)
-            copy_at_once(right, kept)
-            after_each(batch)
-
-
-class HostExchange(Exchange):
-    """The second of each pair is on the host. Takes no host memory; both directions of the link are in use at once."""
-
-    def __init__(self, device: Device, where: torch.device, num_bytes: int) -> None:
-        super().__init__(device, where, num_bytes)
-        self._is_torn = False
-
-    def undo(self, moved: Moved) -> None:
-        was_torn = self._is_torn
-        super().undo(moved)
-        if was_torn:
-            raise ResidencyError("an exchange of device contents with the host broke off in the middle of a piece")
-
-    def _through(self, batches: Iterator[Pairs], moved: Moved, after_each: Callable[[Pairs], None]) -> None:
-        arriving: tuple[Pairs, list[Tensor], Transfer] | None = None
+    def _through(self, batches: Iterable[Pairs], moved: Moved) -> None:
+        """Exchange batches. The contents of one are fetched while those of the one before it leave."""
+        fetched: tuple[Pairs, list[Tensor], Transfer | None] | None = None
         try:
             for index, batch in enumerate(batches):
                 kept = _parts_of(self._buffers[index % _NUM_BUFFERS], batch)
-                transfer = self._device.copy_in(Copy(new, host) for new, (_, host) in zip(kept, batch, strict=True))
-                before, arriving = arriving, (batch, kept, transfer)
+                before, fetched = fetched, (batch, kept, self._fetch(kept, batch))
                 if before is not None:
-                    self._finish(*before, moved, after_each)
-            if arriving is not None:
-                self._finish(*arriving, moved, after_each)
+                    self._finish(*before, moved)
+            if fetched is not None:
+                self._finish(*fetched, moved)
         except BaseException:
-            if arriving is not None:
-                arriving[2].wait_host()  # its memory is released next
+            if fetched is not None and fetched[2] is not None:
+                fetched[2].wait_host()  # its memory is released next
             raise
 
-    def _finish(
-        self,
-        batch: Pairs,
-        kept: list[Tensor],
-        coming: Transfer,
-        moved: Moved,
-        after_each: Callable[[Pairs], None],
-    ) -> None:
-        """The host's contents have come, or are about to: let the device's go there, and take their place."""
-        coming.wait_device()
-        moved(coming, True)
+    def _fetch(self, kept: list[Tensor], batch: Pairs) -> Transfer | None:
+        """Bring the second contents to `kept`, or start to."""
+        if self._with_host:
+            return self._device.copy_in(Copy(new, host) for new, (_, host) in zip(kept, batch, strict=True))
+        copy_at_once(kept, [other for _, other in batch])
+        return None
+
+    def _finish(self, batch: Pairs, kept: list[Tensor], coming: Transfer | None, moved: Moved) -> None:
+        """Overwrite the second contents of a batch, of which `kept` has a copy, with the first, and these with it."""
+        own, others = (list(side) for side in zip(*batch, strict=True))
+        if coming is not None:
+            coming.wait_device()
+            moved(coming, True)
         self._is_torn = True
+        if coming is None:
+            copy_at_once(others, own)
+        else:
+            moved(self._send(own, others, kept), False)
+        copy_at_once(own, kept)
+        self._done.append(batch)
+        self._is_torn = False
+
+    def _send(self, own: list[Tensor], hosts: list[Tensor], kept: list[Tensor]) -> Transfer:
+        """Copy to the host. If that cannot start, the host has its contents again, of which `kept` has a copy."""
         try:
-            going = self._device.copy_out(Copy(own, host) for own, host in batch)
+            going = self._device.copy_out(map(Copy, own, hosts))
         except BaseException:
-            for new, (_, host) in zip(kept, batch, strict=True):
+            for host, new in zip(hosts, kept, strict=True):
                 host.copy_(new)
             self._is_torn = False
             raise
         going.wait_device()
-        moved(going, False)
-        copy_at_once([own for own, _ in batch], kept)
-        after_each(batch)
-        self._is_torn = False
+        return going
 
 
 def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterator[Pairs]:
-    """All elements side by side and in order, in lists whose first tensors have at most `num_bytes` together."""
+    """All elements in order, in lists whose first tensors have at most `num_bytes` together."""
     batch: Pairs = []
     held_bytes = 0
     for left, right in pairs:
@@ -169,10 +149,10 @@ def in_batches(pairs: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Iterat
 
 @torch.no_grad()
 def copy_at_once(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """In few kernels: one for each tensor would have the host busy for longer than the device."""
+    """Copy in few kernels: one for each tensor would have the host busy for longer than the device."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parts_of(buffer: Tensor, batch: Pairs) -> list[Tensor]:
-    """Of a [N] uint8 buffer, a part for each pair of a batch of at most N bytes."""
+    """A part of a [N] uint8 buffer for each pair of a batch of at most N bytes."""
     return list(buffer[: sum(own.numel() for own, _ in batch)].split([own.numel() for own, _ in batch]))

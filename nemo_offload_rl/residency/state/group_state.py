@@ -19,7 +19,7 @@ from nemo_offload_rl.residency.device.device import Device, Room, Transfer
 from nemo_offload_rl.residency.device.pieces import Copy
 from nemo_offload_rl.residency.host.arena import HostMirror
 from nemo_offload_rl.residency.state.arrival_order import ArrivalOrder
-from nemo_offload_rl.residency.state.frozen import FrozenCopy
+from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
 from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes, storage_key
 from nemo_offload_rl.residency.table.ledger import TransitionReport
@@ -77,7 +77,7 @@ class GroupState:
         """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
         if place is Placement.FREED or not self._is_refreshing(on_device):
-            self._settle()
+            self.settle()
         move = report.group(self.group.name)
         freed = sum(record.storage.nbytes() for record in on_device.values())
         if place is Placement.FREED:
@@ -132,7 +132,7 @@ class GroupState:
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
         """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
-        self._settle()  # of a group that is leaving, copies still read it
+        self.settle()  # of a group that is leaving, copies still read it
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
@@ -222,18 +222,7 @@ class GroupState:
             self._finish()
 
     def settle(self) -> float:
-        """Wait for copies under way and release the memory of those that left; returns the seconds waited.
-
-        Raises:
-            ResidencyError: What was to arrive could not be read from disk.
-        """
-        waited = 0.0
-        if self._flight is not None and self.is_arriving:
-            waited = self._flight.transfer.wait_host()
-            self._flight.transfer.wait_device()
-        return waited + self._settle()
-
-    def _settle(self) -> float:
+        """Wait for copies under way and release the memory of those that left; returns the seconds waited."""
         if self._flight is None:
             return 0.0
         start = time.perf_counter()
@@ -357,7 +346,7 @@ class GroupState:
     ) -> None:
         spans, num_needed = self._order.of(absent)
         ordered = list({span.record.key: span.record for span in spans}.values())
-        rooms = {r.key: Room(r.storage, self._num_bytes(r.key, source)) for r in ordered}
+        rooms = {record.key: Room(record.storage, self.mirror.bytes_of(record.key).numel()) for record in ordered}
         self._device.allocate(list(rooms.values()))
         self._brought = {record.key: record.weak_ref for record in ordered}
         targets = {key: storage_bytes(room.storage, room.num_bytes) for key, room in rooms.items()}
@@ -366,20 +355,11 @@ class GroupState:
             pairs = ((span.of(targets[span.record.key]), span.of(hosts[span.record.key])) for span in spans)
             transfer = self._device.copy_in(Copy(target, host) for target, host in pairs)
         else:
-            # It may be narrower than the group: it comes to the last bytes of each storage.
-            ends = ((key, target[-source.size_bytes(key) :]) for key, target in targets.items())
-            transfer, num_needed = source.copy_in(self._device, ends, behind=True), [len(targets)]
+            transfer, num_needed = self._device.copy_in(source.copies_to(targets)), [len(targets)]
         report.group(self.group.name).bytes_in += transfer.num_bytes
         self._flight = _Flight(transfer, report, num_needed=num_needed)
         if transfer.finished:
-            transfer.wait_device()  # raises what went wrong
             self._finish()
-
-    def _num_bytes(self, key: int, source: FrozenCopy | None) -> int:
-        """Of a storage that is not on the device."""
-        if source is None or self.mirror.has(key):
-            return self.mirror.bytes_of(key).numel()
-        return source.size_bytes(key)
 
     @property
     def _is_released(self) -> bool:

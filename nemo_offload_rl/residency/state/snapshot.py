@@ -1,16 +1,12 @@
-"""A frozen copy of one group's contents that can take their place for a while: the reference policy's parameters.
+"""Frozen copies of a group's contents that can take their place for a while: the reference policy's parameters.
 
-Three ways to swap, the same bits:
+Three ways to swap, with the same bits:
 1. With room on the device the snapshot comes there ahead of its use, and the two exchange their contents there: one
    crossing, behind earlier work.
-2. Without room, and where the plan has a host copy of the group, the snapshot's bytes are written over the group's,
-   which come back from that copy: two crossings that are waited for.
+2. Without room, if the plan has a host copy of the group, the snapshot is written over the group, which comes back
+   from that copy: two crossings that are waited for.
 3. A group that never leaves the device has no host copy, and none is made: its bytes and the snapshot's on the host
-   change places piece by piece, there and back. What is on disk cannot: it comes beside the group, as in the first way.
-
-Of parameters that passes cast before they read them (`StateGroup.read_dtype`) the snapshot has the cast values, which
-give a pass the same bits. They cross as they are kept, into the last bytes of where they belong, and become as wide as
-the parameters there. Such a snapshot has less room than the group needs, so the third way is not open to it.
+   are exchanged piece by piece, there and back. A snapshot that is narrower than the group has no room for this.
 """
 
 from __future__ import annotations
@@ -18,22 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from nemo_offload_rl.residency.device.device import Device, Room, Transfer
-from nemo_offload_rl.residency.host.arena import HostArena, HostMirror
-from nemo_offload_rl.residency.state.casts import Form, are_cast, contents_of, forms_of, snapshot_bytes, widen
-from nemo_offload_rl.residency.state.disk_copy import DiskCopy
-from nemo_offload_rl.residency.state.exchange import DeviceExchange, Exchange, HostExchange
-from nemo_offload_rl.residency.state.frozen import FrozenCopy, HostCopy
+from nemo_offload_rl.residency.host.arena import HostArena
+from nemo_offload_rl.residency.state.exchange import Exchange
+from nemo_offload_rl.residency.state.frozen_copy import Form, FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.passing import PassingParts
 from nemo_offload_rl.residency.table.errors import DeviceOutOfMemoryError, ResidencyError
-from nemo_offload_rl.residency.table.groups import StateGroup, StorageRecord, storage_bytes
+from nemo_offload_rl.residency.table.groups import StorageRecord, storage_bytes
 from nemo_offload_rl.residency.table.ledger import TransitionReport
 from nemo_offload_rl.residency.table.plan import Placement, ResidencyPlan
 
@@ -42,9 +35,9 @@ class Snapshot:
     """One snapshot.
 
     Args:
-        name: What it is called in reports.
+        name: Its name in reports.
         state: Its group.
-        copy: Where its bytes are kept.
+        copy: Host memory for its contents.
         device: Where its group lives.
         has_host_copy: The plan has host memory for a copy of the group itself.
     """
@@ -64,12 +57,11 @@ class Snapshot:
     def take(self, records: Mapping[int, StorageRecord]) -> None:
         """Copy the group's present contents, once."""
         self.state.wait_arrival()
-        self._forms = forms_of(self.state.group, records)
-        self.copy.keep(self._device, contents_of(records, self._forms))
+        self._forms = self.copy.keep(self._device, self.state.group, records)
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the device where it is staged."""
+        """Device memory that it takes when it is staged."""
         return sum(form.num_bytes for form in self._forms.values())
 
     def covered(self, records: Mapping[int, StorageRecord]) -> dict[int, StorageRecord]:
@@ -79,7 +71,7 @@ class Snapshot:
         longest sequence), are no part of it: a pass finds them as the module left them.
 
         Raises:
-            ResidencyError: A parameter has got other memory since, so that its frozen contents have no place.
+            ResidencyError: A parameter has other memory since, so that its frozen contents have no place.
         """
         found = {
             key: record
@@ -98,10 +90,10 @@ class Snapshot:
         return found
 
     def stage(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> bool:
-        """Start to bring the bytes to the device, beside the group's own; False where there is no room after all."""
+        """Start to bring the bytes to the device, in addition to the group's own; False if there is no room."""
         if self._staged:
             return True
-        places = {
+        rooms = {
             key: Room(
                 torch.empty(0, dtype=torch.uint8, device=record.storage.device).untyped_storage(),
                 record.storage.nbytes(),
@@ -109,12 +101,12 @@ class Snapshot:
             for key, record in self.covered(records).items()
         }
         try:
-            self._device.allocate(list(places.values()))
+            self._device.allocate(list(rooms.values()))
         except DeviceOutOfMemoryError:
             return False
-        self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in places.items()}
+        self._staged = {key: storage_bytes(room.storage, room.num_bytes) for key, room in rooms.items()}
         self._is_widened = False
-        self._transfer = self._start_copies(self._staged, behind=True)
+        self._transfer = self._device.copy_in(self.copy.copies_to(self._staged))
         self.state.track(self._transfer, report)
         report.group(self.name).bytes_in += self._transfer.num_bytes
         return True
@@ -132,36 +124,27 @@ class Snapshot:
 
         Raises:
             DeviceOutOfMemoryError: There is no room for what an exchange needs.
-            ResidencyError: The snapshot cannot be read from disk.
         """
         self.state.wait_arrival()
-        if not self._has_host_copy and isinstance(self.copy, DiskCopy) and not self.stage(records, report):
-            raise DeviceOutOfMemoryError(
-                f"{self.name!r} is on disk and group {self.state.group.name!r} has no host copy, so both have to be on "
-                f"the device at once, which has no room for {self.device_bytes / 2**30:.2f} GiB more; set "
-                "policy.reference_dir=null, with which they change places through host memory"
-            )
         if self._transfer is not None:
             self._widen_staged(self._transfer)
-        elif self._has_host_copy or are_cast(self._forms):
+        elif self._has_host_copy or any(form.is_cast for form in self._forms.values()):
             self.state.refresh_mirror(records, report)
             return
-        for record in list(records.values())[:1]:
-            kind = HostExchange if self._transfer is None else DeviceExchange
-            self._exchange = kind(self._device, record.storage.device, self.device_bytes)
+        if records:
+            where = next(iter(records.values())).storage.device
+            self._exchange = Exchange(self._device, where, self.device_bytes, with_host=self._transfer is None)
 
     def swap_in(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         """Have the snapshot's bytes in the group's storages; `prepare` came before."""
+        places = {key: storage_bytes(record.storage, record.storage.nbytes()) for key, record in records.items()}
         if self._exchange is None:
-            places = {key: _whole(record.storage) for key, record in records.items()}
-            self.state.overwrite(self._start_copies(places), report, self.name)
-            widen(places, self._forms)
+            self.state.overwrite(self._device.copy_in(self.copy.copies_to(places)), report, self.name)
+            self.copy.widen(places)
             return
-        others = self._staged  # what was made after it came is no part of it
-        if self._transfer is None:
-            assert isinstance(self.copy, HostCopy), "`prepare` has staged it"
-            others = {key: self.copy.bytes_of(key) for key in records}
-        pairs = ((_whole(record.storage), others[key]) for key, record in records.items() if key in others)
+        # What was made after the copy came to the device is no part of it.
+        others = self._staged if self._transfer is not None else {key: self.copy.bytes_of(key) for key in records}
+        pairs = ((place, others[key]) for key, place in places.items() if key in others)
         self._exchange.run(pairs, self._charged_to(report, coming=self.name, going=self.state.group.name))
 
     def swap_out(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
@@ -176,7 +159,7 @@ class Snapshot:
             exchange.close()
 
     def _charged_to(self, report: TransitionReport, *, coming: str, going: str) -> Callable[[Transfer, bool], None]:
-        """What charges the copies of an exchange with the host to those whose contents move."""
+        """Make a function that charges the copies of an exchange with the host to those whose contents move."""
 
         def charge(transfer: Transfer, is_coming: bool) -> None:
             self.state.track(transfer, report, is_beside=is_coming)
@@ -192,19 +175,14 @@ class Snapshot:
             return
         try:
             transfer.wait_device()
-            widen(self._staged, self._forms)
+            self.copy.widen(self._staged)
         except BaseException:
-            self.release()  # some of it is missing, or neither wide nor narrow
+            self.release()  # it is neither wide nor narrow
             raise
         self._is_widened = True
 
-    def _start_copies(self, places: Mapping[int, Tensor], *, behind: bool = False) -> Transfer:
-        """To the last bytes of each place."""
-        ends = ((key, place[place.numel() - self._forms[key].kept_bytes :]) for key, place in places.items())
-        return self.copy.copy_in(self._device, ends, behind=behind)
-
     def close(self) -> None:
-        """Free host and device memory, and the file."""
+        """Free host and device memory."""
         try:
             self.release()
         finally:
@@ -215,10 +193,10 @@ class Snapshots:
     """All snapshots of a worker.
 
     Args:
-        groups: The groups; their `failure` is set where contents cannot be brought back.
+        groups: The groups; their `failure` is set if contents cannot be brought back.
         passing: The parameters that pass through the device part by part, which have copies of their own.
         plan: Says which groups have host memory for a copy of their own.
-        arena_for: Host memory for a snapshot, by its name.
+        arena_for: Returns host memory for a snapshot, by its name.
 
     Attributes:
         all: By name.
@@ -239,12 +217,12 @@ class Snapshots:
         self._plan = plan
         self._arena_for = arena_for
 
-    def take(self, group: str, name: str, folder: Path | None) -> None:
+    def take(self, group: str, name: str) -> None:
         """Copy a group's present contents; see `ResidencyManager.snapshot`."""
         if name in self.all:
             raise ResidencyError(f"snapshot {name!r} exists already; take it under another name")
         state = self._on_device(group, f"take the snapshot {name!r}")
-        copy = self._new_copy(state.group, name, folder)
+        copy = FrozenCopy(name, self._arena_for(name))
         made = Snapshot(name, state, copy, self._groups.device, has_host_copy=self._plan.leaves_the_device(group))
         try:
             made.take(self._groups.records()[group])
@@ -254,13 +232,6 @@ class Snapshots:
             made.close()  # else `close` would raise for its host memory, and hide this error
             raise
         self.all[name] = made
-
-    def _new_copy(self, group: StateGroup, name: str, folder: Path | None) -> FrozenCopy:
-        arena = self._arena_for(name)
-        if folder is None:
-            return HostCopy(HostMirror(name, arena))
-        parts_bytes = 0 if self._passing is None else self._passing.copy_bytes
-        return DiskCopy(name, folder, snapshot_bytes(group) + parts_bytes, arena)
 
     @contextmanager
     def swapped_in(self, name: str, report: TransitionReport) -> Iterator[None]:
@@ -287,7 +258,7 @@ class Snapshots:
                 self._groups.failure = self.present = None
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of all snapshots."""
+        """Host bytes by name."""
         return {name: snapshot.copy.num_bytes for name, snapshot in self.all.items()}
 
     def release_staged(self) -> int:
@@ -295,7 +266,7 @@ class Snapshots:
         return sum(snapshot.release() for name, snapshot in self.all.items() if name != self.present)
 
     def close(self) -> None:
-        """Free host and device memory, and files."""
+        """Free host and device memory."""
         for snapshot in self.all.values():
             snapshot.close()
         self.all.clear()
@@ -306,7 +277,3 @@ class Snapshots:
         if state.location is not Placement.DEVICE:
             raise ResidencyError(f"cannot {purpose}: group {group!r} is {state.location.value}; enter a phase first")
         return state
-
-
-def _whole(storage: torch.UntypedStorage) -> Tensor:
-    return storage_bytes(storage, storage.nbytes())

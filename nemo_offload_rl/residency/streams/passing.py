@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.state.casts import Form, contents_of, forms_of, part_copy_bytes, widen
-from nemo_offload_rl.residency.state.frozen import FrozenCopy
+from nemo_offload_rl.residency.state.frozen_copy import FrozenCopy
 from nemo_offload_rl.residency.state.group_state import GroupState
 from nemo_offload_rl.residency.state.transaction import GroupSet
 from nemo_offload_rl.residency.streams.streaming import records_of
@@ -66,7 +65,6 @@ class PassingParts:
         self._limit_parts = limit_parts
         self.phase = Phase.TRAINING
         self._report = TransitionReport(None, self.phase)
-        self._forms: dict[FrozenCopy, list[dict[int, Form]]] = {}  # of each part in each copy
         self._narrow: set[int] = set()  # parts that have come from a copy as it is kept
         self._shown: FrozenCopy | None = None
         self._leaving: list[GroupState] = []
@@ -126,8 +124,8 @@ class PassingParts:
             self._narrow.add(index)
         self._arrive(state, self._shown)
         if self._shown is not None and index in self._narrow:
-            forms, records = self._forms[self._shown][index], self._records(state)
-            widen({key: storage_bytes(records[key].storage, form.num_bytes) for key, form in forms.items()}, forms)
+            storages = ((key, record.storage) for key, record in self._records(state).items())
+            self._shown.widen({key: storage_bytes(it, it.nbytes()) for key, it in storages if self._shown.has(key)})
         self._narrow.discard(index)
 
     def bring_gradients(self, index: int) -> None:
@@ -237,19 +235,11 @@ class PassingParts:
         self._leave(state)
         state.settle()
 
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of a frozen copy of all parts."""
-        return sum(part_copy_bytes(state.group) for state in self._params)
-
     def keep_in(self, copy: FrozenCopy) -> None:
         """Keep all parts in a frozen copy as passes read them now."""
-        self._forms[copy] = kept = []
         for index, state in enumerate(self._params):
             with self.on_device(index):
-                records = self._records(state)
-                kept.append(forms_of(state.group, records))
-                copy.keep(self._device, contents_of(records, kept[-1]))
+                copy.keep(self._device, state.group, self._records(state))
 
     @contextmanager
     def showing(self, copy: FrozenCopy) -> Iterator[None]:

@@ -222,9 +222,8 @@ def test_an_engine_of_another_model_ends_the_run_in_one_line_and_the_step_is_sav
 )  # fmt: skip
 def test_every_metric_is_what_plain_code_computes_from_the_rollouts_and_every_one_is_documented(tmp_path, model, keys):
     kinds = [MIXED, NEVER, LATE, BROKEN] * 3
-    on_disk = [f"policy.reference_dir={tmp_path}"] if any("reference_policy" in key for key in keys) else []
     run = local_grpo(
-        tmp_path, model, kinds, *keys, *on_disk, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
+        tmp_path, model, kinds, *keys, "grpo.max_num_steps=3", "grpo.log_rollouts=true", "grpo.val_period=3",
         "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.2, total_iters: 9}}]",
         "grpo.val_num_generations_per_prompt=2", "grpo.val_batch_size=2", "grpo.max_val_samples=3",
         prompts=with_an_overlong_one(make_prompts(kinds, ("sums", "products"))),

@@ -14,7 +14,7 @@ from nemo_offload_rl.config.rules import memory
 from nemo_offload_rl.errors import ConfigError
 from nemo_offload_rl.memory import host_plan
 from nemo_offload_rl.policy import communicators
-from nemo_offload_rl.residency import HostLimit, disk_problem
+from nemo_offload_rl.residency import HostLimit
 from nemo_offload_rl.runs.loading import load_dpo_config, load_grpo_config, load_sft_config
 from nemo_offload_rl.utils.flops import ModelSizes
 from nemo_offload_rl.utils.gpu_memory import GpuUse
@@ -396,26 +396,6 @@ def test_the_part_of_the_embedding_fits_the_gpu_wherever_state_comes_in_parts(lo
     loaded(two, gpu_gib=46)  # 32 of parameters and gradients, 8 of the embedding's states
     with pytest.raises(ConfigError, match=r"\(params 16\.0, grads 16\.0, optimizer 8\.0, contexts .*; use more GPUs$"):
         loaded(two, gpu_gib=41)
-
-
-def test_a_folder_for_the_reference_is_looked_at_before_anything_starts(load, tmp_path, monkeypatch):
-    on_disk, kl = f"policy.reference_dir={tmp_path}", "loss_fn.reference_policy_kl_penalty"
-    asked = []
-
-    def problem_of(folder, num_bytes):
-        asked.append(num_bytes)
-        return None if folder == tmp_path else disk_problem(folder, num_bytes)
-
-    monkeypatch.setattr(memory, "disk_problem", problem_of)
-    load([on_disk, f"{kl}=0.01", "cluster.gpus_per_node=2"], parameters=GIB, gpu_gib=80)
-    assert asked == [2 * GIB]  # bfloat16, over both workers
-    with pytest.raises(ConfigError, match=r"reference_dir cannot hold the reference: .* is no folder; choose a folder"):
-        load([f"{on_disk}/nowhere", f"{kl}=0.01"], parameters=GIB, gpu_gib=80)
-    with pytest.raises(ConfigError, match=r"is empty, which would be the current folder; choose a folder"):
-        load(["policy.reference_dir=''", f"{kl}=0.01"], parameters=GIB, gpu_gib=80)
-    for overrides, name in (([f"{kl}=0"], None), ([], "sft.yaml"), ([PRECOMPUTED], "dpo.yaml")):
-        with pytest.raises(ConfigError, match=r"is for a reference, and this run keeps none; set it to null"):
-            load([on_disk, *overrides], parameters=GIB, gpu_gib=80, name=name)
 
 
 def test_state_that_passes_through_the_gpu_stays_nowhere_else(load):

@@ -51,6 +51,11 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(override: str, expect
     assert expected in message(override)
 
 
+@pytest.mark.parametrize("override", ["policy.reference_dir=/scratch", "++policy.reference_dir=null"])
+def test_a_removed_key_is_refused_with_what_to_do(override: str) -> None:
+    assert message(override).startswith("policy.reference_dir: removed; leave it out: the reference is in host memory")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

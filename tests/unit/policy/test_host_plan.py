@@ -100,12 +100,8 @@ def test_where_the_state_leaves_no_room_activations_stay_on_the_device(budget_gi
 
 def test_a_run_without_an_engine_is_told_its_own_keys():
     # Nothing leaves for an engine: the reference is all.
-    message = refused(need_of(3.9, activations=0, colocated=False))
-    assert "use policy.reference_dir=DIR, which needs 0.12" in message
     message = refused(need_of(0.1, activations=0, colocated=False))
     assert "use dpo.precompute_reference_logprobs=true, which needs 0.00" in message
-    message = refused(need_of(0.1, activations=0, colocated=False, reference_dir="a-folder"))
-    assert "use dpo.precompute_reference_logprobs=true policy.reference_dir=null, which needs 0.00" in message
 
 
 def test_an_engine_of_its_own_leaves_grpos_keys():
@@ -177,9 +173,7 @@ def obey(need, message):
     policy = need.settings
     for override in re.search(r"; use (.*), which needs", message)[1].split():
         key, _, value = override.lstrip("+").partition("=")
-        if key == "policy.reference_dir":
-            policy = replace(policy, reference_dir=value)
-        elif key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
+        if key in ("loss_fn.reference_policy_kl_penalty", "dpo.precompute_reference_logprobs"):
             has_engine = policy.colocated or policy.engine_memory_share > 0
             assert key.startswith("loss_fn" if has_engine else "dpo")
             need = replace(need, reference_bytes=0)
@@ -245,15 +239,6 @@ def test_parameters_that_stay_are_counted_on_the_host_only_beside_a_reference_of
     wider = need_of(None, reference_is_cast=True, **streamed).resolve().arena
     assert wider == {OPTIMIZER_PART: 12 * GIB, REFERENCE: 4 * GIB, PARAMS: 4 * GIB}
     assert need_of(None, keep_reference=False, **streamed).resolve().arena == {OPTIMIZER_PART: 12 * GIB}
-
-
-@pytest.mark.parametrize("is_cast", [False, True])
-def test_a_reference_on_disk_takes_two_pieces_of_the_host_and_no_copy_of_parameters_that_stay(is_cast):
-    stays = {"activations": 0, "residency_overrides": {PARAMS: "device"}, "reference_is_cast": is_cast}
-    arena = need_of(None, reference_dir="a-folder", **stays).resolve().arena
-    assert arena == {OPTIMIZER: 8 * GIB, REFERENCE: GIB // 8}
-    leaves = need_of(None, activations=0, reference_dir="a-folder", reference_is_cast=is_cast).resolve().arena
-    assert leaves == {PARAMS: 4 * GIB, OPTIMIZER: 8 * GIB, REFERENCE: GIB // 8}
 
 
 def test_what_a_refusal_says_of_parameters_that_leave_is_that_keeping_them_saves_their_copy():

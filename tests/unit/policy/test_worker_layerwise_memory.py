@@ -12,8 +12,7 @@ from passing_cases import assert_same_steps, in_parts, steps
 from policy_cases import NLL, Poisoned, assert_equal, forward_hook_on_layer, full_params, make_batch, one_rank_worker
 
 from nemo_offload_rl.backends.dtensor.host_held import layerwise as layerwise_module
-from nemo_offload_rl.residency import CpuDevice, Phase, Placement, ResidencyError
-from nemo_offload_rl.residency.state import disk_copy as disk_copy_module
+from nemo_offload_rl.residency import CpuDevice, Phase, Placement
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 recomputed = partial(one_rank_worker, activation_checkpointing=True)
@@ -203,33 +202,31 @@ def test_a_reference_crosses_as_wide_as_passes_read_it(eight_layers, use_device,
         assert sum(move.bytes_in for group in moved for name, move in group if "params/part" in name) == expected
 
 
-def test_a_narrow_reference_on_disk_survives_failed_reads_and_passes_beside_kept_parts(
-    eight_layers, use_device, tmp_path, monkeypatch
-):
+def test_a_narrow_reference_survives_failed_copies_and_passes_beside_kept_parts(eight_layers, use_device, monkeypatch):
     changes = {"keep_reference": True, "precision": "bfloat16", "train_micro_batch_size": 1, "logprob_batch_size": 1}
     batch = make_batch()
     with recomputed(eight_layers[0], **changes) as clean, ExitStack() as stack:
-        use_device(Measured())
-        hurt = stack.enter_context(in_parts(eight_layers[0], reference_dir=str(tmp_path), **changes))
+        use_device(device := Measured())
+        hurt = stack.enter_context(in_parts(eight_layers[0], **changes))
         for worker in (clean, hurt):
             worker.prepare_for_training()
             worker.train(batch, NLL())
-        read, num_left = disk_copy_module._read, 0
+        copy_in, num_left = device.copy_in, 0
 
-        def fails_once(*args):
+        def fails_once(copies):
             nonlocal num_left
             num_left -= 1
             if num_left == 0:
-                raise OSError("bad block")
-            read(*args)
+                raise OSError("the link is gone")
+            return copy_in(copies)
 
-        monkeypatch.setattr(disk_copy_module, "_read", fails_once)
+        monkeypatch.setattr(device, "copy_in", fails_once)
         for failing in (2, 4, 7):
-            num_left = failing
             for worker in (clean, hurt):
                 worker.forward_backward(batch, NLL())
             assert kept(hurt)
-            with pytest.raises(ResidencyError, match="bad block"):
+            num_left = failing
+            with pytest.raises(OSError, match="the link is gone"):
                 hurt.get_reference_logprobs(batch)
             assert torch.equal(clean.get_logprobs(batch), hurt.get_logprobs(batch))
             hook = forward_hook_on_layer(hurt, 5, RaisesOnce(torch.OutOfMemoryError("no memory")))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
-import torch
 from deferred_device import DeferredDevice
-from open_files import open_files
 from passing_cases import (
     FailingDevice,
     WatchedCpu,
@@ -59,29 +56,6 @@ def test_steps_in_parts_equal_bit_by_bit_those_of_a_model_that_stays_on_the_devi
         use_device(device)
         with in_parts(folder, keep_reference=True, **changes) as worker:
             assert_same_steps(steps(worker, 2), expected)
-
-
-@pytest.mark.parametrize(
-    ("precision", "device"),
-    [("bfloat16", CpuDevice()), ("float32", DeferredDevice()), ("bfloat16", DeferredDevice(free_bytes=0))],
-    ids=["whole", "overlapped", "tight"],
-)
-def test_a_reference_on_disk_is_read_part_by_part_and_changes_no_bit(folders, tmp_path, use_device, precision, device):
-    folder, _ = folders("qwen3-tied")
-    changes = {"keep_reference": True, "precision": precision}
-    with one_rank_worker(folder, **changes) as worker:
-        expected = steps(worker, 2)
-    use_device(device)
-    with in_parts(folder, reference_dir=str(tmp_path), residency_verify=True, **changes) as worker:
-        (file,) = open_files(tmp_path)
-        assert worker.residency.host_bytes()["reference"] <= worker._host_need.resolve().arena["reference"]
-        assert_same_steps(steps(worker, 2), expected)
-        own = worker.get_logprobs(make_batch())
-        os.truncate(file, file.stat().st_size // 2)
-        with pytest.raises(ResidencyError, match="could not be read: it ends at byte"):
-            worker.get_reference_logprobs(make_batch())
-        assert torch.equal(worker.get_logprobs(make_batch()), own)
-    assert open_files(tmp_path) == []
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

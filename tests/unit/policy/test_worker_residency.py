@@ -1,12 +1,10 @@
 """Where a worker's state is in each phase, that moving it changes no bit, and the reference; one rank, this process."""
 
-import os
 import shutil
 
 import pytest
 import torch
 from deferred_device import DeferredDevice
-from open_files import open_files
 from policy_cases import (
     NLL,
     RaisesAt,
@@ -25,7 +23,6 @@ from nemo_offload_rl.errors import ConfigError, UserError
 from nemo_offload_rl.policy import residency_setup
 from nemo_offload_rl.policy import worker as worker_module
 from nemo_offload_rl.residency import HostArenas, OpenStepError, Phase, ResidencyError
-from nemo_offload_rl.residency.state import disk_copy
 from nemo_offload_rl.residency.streams.work_memory import RESERVE_BYTES
 
 
@@ -146,70 +143,6 @@ def test_parameters_that_stay_on_the_device_take_no_host_memory_beside_a_referen
             assert (worker.residency.host_bytes()["params"] > 0) == (place == "host")
             assert worker.residency._arenas.reserved_bytes == sum(planned.values())
     assert torch.equal(seen["host"], seen["device"])
-
-
-@pytest.mark.parametrize(("place", "precision"), [("host", "bfloat16"), ("device", "float32")])
-def test_a_reference_on_disk_has_the_same_logprobs_and_no_host_memory_but_two_pieces(
-    make_worker, folders, tmp_path, monkeypatch, place, precision
-):
-    monkeypatch.setattr(disk_copy, "PIECE_BYTES", 2048)
-    folder, _ = folders("qwen3-tied")
-    changes = {"residency_overrides": {"params": place}, "precision": precision, "residency_verify": True}
-    seen = []
-    for reference_dir in (None, str(tmp_path)):
-        with make_worker(folder, keep_reference=True, reference_dir=reference_dir, **changes) as worker:
-            scores = []
-            for seed in range(2):
-                worker.prepare_for_training()
-                worker.train(make_batch(seed=seed), NLL())
-                cycle(worker, make_batch(seed=seed))
-                scores.append(worker.get_reference_logprobs(make_batch(seed=seed)))
-                scores.append(worker.get_logprobs(make_batch(seed=seed)))
-            seen.append(torch.stack(scores))
-            planned = worker._host_need.resolve().arena
-            assert worker.residency._arenas.reserved_bytes == sum(planned.values())
-            held = worker.residency.host_bytes()
-            if reference_dir is not None:
-                assert held["reference"] == planned["reference"] == 2 * 2048
-                assert (held["params"] > 0) == (place == "host")
-                assert list(tmp_path.iterdir()) == [] and len(open_files(tmp_path)) == 1
-    assert torch.equal(*seen)
-    assert open_files(tmp_path) == []
-
-
-def test_a_reference_pass_that_fails_or_cannot_be_read_from_disk_leaves_the_policy_as_it_was(
-    make_worker, folders, tmp_path
-):
-    folder, _ = folders("qwen3-tied")
-    batch = make_batch()
-    with make_worker(folder, keep_reference=True, reference_dir=str(tmp_path)) as worker:
-        worker.prepare_for_training()
-        worker.train(batch, NLL())
-        worker.prepare_for_lp_inference()
-        own, first = full_params(worker), worker.get_reference_logprobs(batch)
-
-        def fail(*_):
-            raise ArithmeticError("in the middle of a layer")
-
-        hook = forward_hook_on_layer(worker, 1, fail)
-        with pytest.raises(ArithmeticError):
-            worker.get_reference_logprobs(batch)
-        hook.remove()
-        assert_equal(full_params(worker), own)
-        assert torch.equal(worker.get_reference_logprobs(batch), first)
-        (file,) = open_files(tmp_path)
-        os.truncate(file, file.stat().st_size // 2)
-        with pytest.raises(ResidencyError, match="could not be read: it ends at byte"):
-            worker.get_reference_logprobs(batch)
-        assert_equal(full_params(worker), own)
-        worker.prepare_for_training()
-        worker.train(batch, NLL())
-
-
-def test_a_folder_that_cannot_hold_the_reference_is_refused_before_a_weight_is_read(make_worker, folders, tmp_path):
-    folder, _ = folders("qwen3-tied")
-    with pytest.raises(ConfigError, match=r"reference_dir cannot hold a worker's .*nowhere is no folder; choose"):
-        make_worker(folder, keep_reference=True, reference_dir=f"{tmp_path}/nowhere").__enter__()
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_host_memory_behind(folders, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from toy_training import Training, assert_bitwise_equal
 
 from nemo_offload_rl.residency import DeviceOutOfMemoryError, Phase, ResidencyError, snapshot_bytes, storage_key
 from nemo_offload_rl.residency.device.device import Room
-from nemo_offload_rl.residency.state import casts, disk_copy, exchange, frozen
+from nemo_offload_rl.residency.state import exchange, frozen_copy
 
 NO_ROOM = 1 << 20
 RESIDENT = frozenset({"params"})
@@ -22,13 +21,12 @@ def with_reference(
     free_bytes: int = 1 << 40,
     read_dtype: torch.dtype = torch.float32,
     resident_groups: frozenset[str] = frozenset(),
-    folder: Path | None = None,
 ) -> tuple[Training, dict[str, torch.Tensor]]:
     """Training that has passed through a logprob phase once, and its first parameters as passes read them."""
     device = DeferredDevice(free_bytes)
     training = Training(device=device, read_dtype=read_dtype, verify=True, resident_groups=resident_groups)
     training.manager.enter(Phase.LP_INFERENCE)
-    training.manager.snapshot("params", "reference", folder)
+    training.manager.snapshot("params", "reference")
     initial = training.state_as_read(read_dtype)
     training.step()
     training.manager.enter(Phase.REFIT)
@@ -40,18 +38,14 @@ def with_reference(
 @pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("resident", [frozenset(), RESIDENT], ids=["leaves", "stays"])
 @pytest.mark.parametrize("free_bytes", [1 << 40, NO_ROOM], ids=["staged", "without room"])
-@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 def test_every_way_of_swapping_shows_the_same_bits_and_restores_the_policys(
-    on_disk, free_bytes, resident, read_dtype, monkeypatch, tmp_path
+    free_bytes, resident, read_dtype, monkeypatch
 ):
-    monkeypatch.setattr(disk_copy, "PIECE_BYTES", 200)
-    monkeypatch.setattr(disk_copy, "_READ_BYTES", 64)
-    monkeypatch.setattr(casts, "CAST_AT_ONCE_BYTES", 100)
-    monkeypatch.setattr(frozen, "CAST_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(frozen_copy, "CAST_AT_ONCE_BYTES", 100)
     monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
     plain = Training()
     plain.step()
-    training, initial = with_reference(free_bytes, read_dtype, resident, tmp_path if on_disk else None)
+    training, initial = with_reference(free_bytes, read_dtype, resident)
     training.manager.enter(Phase.LP_INFERENCE)
     for _ in range(2):
         with training.manager.swapped_in("reference"):
@@ -130,7 +124,7 @@ def test_a_staged_copy_that_cannot_be_widened_is_given_up_and_the_next_pass_has_
         raise torch.OutOfMemoryError("no room for what is read while it is covered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(casts, "copy_at_once", fail)
+        patched.setattr(frozen_copy, "copy_at_once", fail)
         with pytest.raises(torch.OutOfMemoryError), training.manager.swapped_in("reference"):
             pytest.fail("the body ran with half a reference")
     assert_bitwise_equal(dict(training.model.state_dict()), own)
