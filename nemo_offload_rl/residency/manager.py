@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nemo_offload_rl.residency.device.device import Device
 from nemo_offload_rl.residency.host.arena import HostArena, HostArenas, HostMirror
-from nemo_offload_rl.residency.state.group_state import GroupState
-from nemo_offload_rl.residency.state.layer_waits import LayerWaits
+from nemo_offload_rl.residency.state.group_state import GroupState, LayerWaits
 from nemo_offload_rl.residency.state.snapshot import Snapshots
 from nemo_offload_rl.residency.state.transaction import GroupSet, Records, Transaction, device_bytes
 from nemo_offload_rl.residency.streams.passing import PassingParts

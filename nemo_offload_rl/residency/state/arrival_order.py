@@ -1,6 +1,6 @@
-"""In which order a group's bytes come to the device: that in which a forward pass first reads them.
+"""Orders a group's bytes as a forward pass first reads them.
 
-A storage of many parameters, such as Megatron's flat buffer, comes in as many spans as layers read of it.
+A storage of many parameters, such as Megatron's flat buffer, is divided into one or more spans for each layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Span:
 
     Attributes:
         record: The storage.
-        begin_bytes: The first.
-        end_bytes: Behind the last; None for the storage's end.
+        begin_bytes: Offset of the first byte.
+        end_bytes: Offset behind the last byte; None for the storage's end.
     """
 
     record: StorageRecord
@@ -31,13 +31,13 @@ class Span:
     end_bytes: int | None
 
     def of(self, storage_bytes: Tensor) -> Tensor:
-        """[n] uint8: these of a storage's bytes [N], or of a copy of them."""
+        """Take the span, [n] uint8, out of all bytes of the storage or of a copy, [N]."""
         return storage_bytes[self.begin_bytes : self.end_bytes]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Bytes of a storage, up to those of the next place in it, and the number of the layer that reads them first."""
+    """Begin of the bytes, up to the next place of the storage, that a layer (0: none, from 1) reads first."""
 
     layer: int
     begin_bytes: int
@@ -47,8 +47,8 @@ class ArrivalOrder:
     """Finds spans and their order, once for each storage.
 
     Args:
-        group: Whose layers they are. A parameter that no layer has is needed before the first, and so is any other
-            tensor that shares its storage with no parameter.
+        group: The group. A parameter in no layer is needed before the first layer, and so is any other tensor that
+            shares its storage with no parameter.
     """
 
     def __init__(self, group: StateGroup) -> None:
@@ -59,8 +59,8 @@ class ArrivalOrder:
         """Spans of these storages in order.
 
         Returns:
-            The spans that are needed before any layer, then those of each layer in turn; and how many there are up to
-            each of these points, `len(layers) + 1` numbers.
+            The spans needed before any layer, then those of each layer in turn; and the number of spans up to each of
+            these points, `len(layers) + 1` numbers.
         """
         if not all(key in self._places and not self._places[key][0].expired() for key in records):
             self._look(records)
@@ -91,7 +91,7 @@ class ArrivalOrder:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's first byte is in its storage, and where its last byte ends."""
+    """Offsets in the storage of a tensor's first byte and of the end of its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     if tensor.numel() == 0:
         return begin * size, begin * size
@@ -100,11 +100,11 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _places(extents: Sequence[tuple[int, int, int]]) -> Iterator[_Place]:
-    """Of one storage's parameters, begin, end and layer in order. What lies between two goes with the first."""
+    """Places of one storage from begin, end and layer of its parameters, in order. Gaps go with what precedes them."""
     apart: list[tuple[int, int, int]] = []
     for begin, end, layer in [it for it in extents if it[0] < it[1]] or extents[:1]:
         if apart and begin < apart[-1][1]:
-            # Two views of the same bytes: whoever is first needs them.
+            # Overlapping views: the bytes belong to the earliest layer that reads them.
             first, before, other = apart.pop()
             begin, end, layer = first, max(before, end), min(other, layer)
         apart.append((begin, end, layer))

@@ -1,18 +1,19 @@
-"""One state group's place, host copy and copies under way.
+"""One state group's place, host copy and copies under way; the waits of layers for their parameters.
 
-A group arrives in the order of use: a forward pass starts while the parameters of its later layers are on their way.
-Copies go in the order in which a forward pass first reads them, and before its own forward each layer has the device
-wait for those up to its own. The host waits for none.
+A group arrives in the order in which a forward pass first reads it. The pass starts while parameters of later layers
+are still arriving: a hook before each layer's forward makes the device wait for the copies up to that layer's. The host
+does not wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.residency.device.device import Device, Room, Transfer
@@ -32,13 +33,13 @@ class _Flight:
 
     Attributes:
         transfer: The copies.
-        report: What they are charged to.
-        to_release: For a group that leaves, storages to release as they finish.
-        read: For a group that stays, storages that are copied. It may leave meanwhile, as they finish.
-        num_released: How many of these have been released.
-        num_needed: For a group that arrives, how many of the copies are needed at once, and how many with each layer.
-        is_beside: They ran beside others, whose seconds on the link are counted.
-        order: Earlier ones have a smaller number.
+        report: The report that is charged.
+        to_release: Storages of a leaving group, released as their copies finish.
+        read: Storages of a staying group whose host copy is updated; they become `to_release` if it leaves meanwhile.
+        num_released: Number of storages released so far.
+        num_needed: Of an arriving group: copies needed before any layer, then up to each layer.
+        is_beside: Other copies run at the same time, and their seconds on the link count instead.
+        order: Grows with each flight.
     """
 
     transfer: Transfer
@@ -52,11 +53,11 @@ class _Flight:
 
 
 class GroupState:
-    """Moves one group. Others decide when; a method here either does all of its move or raises with none done.
+    """Moves one group when told to. Each method makes its whole move, or raises with nothing moved.
 
     Attributes:
-        location: Where the group is, or is on its way to.
-        version: Counts the writes to the device contents; a host copy of an older version is out of date.
+        location: Where the group is or is going.
+        version: Number of writes to the device contents; a host copy of an older version is out of date.
     """
 
     def __init__(self, group: StateGroup, device: Device, mirror: HostMirror, verify: bool) -> None:
@@ -69,12 +70,12 @@ class GroupState:
         self._verify = verify
         self._flight: _Flight | None = None
         self._unaccounted: list[_Flight] = []
-        # Storages whose memory `allocate` made. A reference keeps the key from being used again.
+        # Storages whose memory `allocate` made; the references keep keys from being used again.
         self._brought: dict[int, StorageWeakRef] = {}
-        self._is_foreign = False  # the device has a snapshot's contents, which never go to the group's own host copy
+        self._is_foreign = False  # the device has a snapshot's contents, which must not overwrite the host copy
 
     def leave(self, place: Placement, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Go to the host, or be freed. Memory of asynchronous copies is released as they finish."""
+        """Go to the host, or be freed. Memory is released as its copies finish."""
         on_device = {key: record for key, record in records.items() if record.storage.nbytes()}
         if place is Placement.FREED or not self._is_refreshing(on_device):
             self.settle()
@@ -90,12 +91,12 @@ class GroupState:
     def arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
-        """Come to the device from the host copy, or anew after having been freed.
+        """Come to the device from the host copy, or start from nothing after having been freed.
 
         Args:
             records: The group's storages.
-            report: What is charged.
-            source: A snapshot of the group, whose contents come in the place of its own until it leaves.
+            report: The report to charge.
+            source: A snapshot, whose contents take the place of the group's own until the group leaves.
         """
         if source is None and self._is_whole(records):
             self._stay()
@@ -113,7 +114,7 @@ class GroupState:
     def arrive_alone(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> None:
-        """`arrive` outside of a transaction, which would undo one that fails."""
+        """`arrive` outside of a transaction: undoes itself if it fails."""
         try:
             self.arrive(records, report, source)
         except BaseException:
@@ -123,7 +124,7 @@ class GroupState:
     def try_arrive(
         self, records: Mapping[int, StorageRecord], report: TransitionReport, source: FrozenCopy | None = None
     ) -> bool:
-        """`arrive_alone`, if there is room after all: free memory may be in pieces. False with nothing changed."""
+        """`arrive_alone` if there is room; free memory may be in pieces. False with nothing changed."""
         try:
             self.arrive_alone(records, report, source)
         except DeviceOutOfMemoryError:
@@ -131,17 +132,17 @@ class GroupState:
         return True
 
     def undo_arrival(self, records: Mapping[int, StorageRecord]) -> None:
-        """Empty what a failed `arrive` has allocated: memory without its contents must not be taken for state."""
-        self.settle()  # of a group that is leaving, copies still read it
+        """Release what a failed `arrive` allocated: memory without its contents must not be taken for state."""
+        self.settle()  # copies of a leaving group still read its memory
         for key, record in records.items():
             if record.storage.nbytes() and self.mirror.has(key):
                 self._device.release(record.storage)
 
     def hand_over(self) -> None:
-        """Release the memory of a group that is leaving before its copies have finished.
+        """Release the memory of a leaving group before its copies have finished.
 
-        Copies to the device that start later wait for them there. The host waits only where memory was not allocated by
-        `arrive`, as that of states which their first update has made.
+        Copies to the device that start later wait on the device for these. The host waits only for memory that `arrive`
+        did not allocate, such as that of states made by their first update.
         """
         flight = self._flight
         if flight is None or not self.is_leaving or self._is_released:
@@ -157,21 +158,21 @@ class GroupState:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that the group holds, as far as it has a host copy; until its release, if it is leaving."""
+        """Device memory that the group holds, as far as it has a host copy; also while it is leaving."""
         if self.location is Placement.DEVICE or (self.is_leaving and not self._is_released):
             return self.mirror.num_bytes
         return 0
 
     @property
     def leaving_bytes(self) -> int:
-        """Device memory that the group still holds while it is leaving; 0 where it is not."""
+        """Device memory that a leaving group still holds; 0 for others."""
         if self._flight is None or not self.is_leaving:
             return 0
         return sum(storage.nbytes() for storage in self._flight.to_release)
 
     @property
     def can_release(self) -> bool:
-        """Tell whether copies out have finished whose memory is still to be released."""
+        """Whether there is memory to release whose copies have finished."""
         flight = self._flight
         if flight is None or not self.is_leaving:
             return False
@@ -179,12 +180,12 @@ class GroupState:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether copies out are under way, whose memory is still to be released."""
+        """Whether copies out are under way, or have memory left to release."""
         return self._flight is not None and self.location is not Placement.DEVICE
 
     @property
     def order(self) -> int:
-        """When the copies under way were asked for, beside those of other groups."""
+        """Rank of the copies under way among those of all groups, the earliest first."""
         return self._flight.order if self._flight is not None else 0
 
     def wait_some(self) -> None:
@@ -194,7 +195,7 @@ class GroupState:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether copies in are under way whose last one nothing has waited for."""
+        """Whether copies in are under way and nothing has waited for the last one."""
         return self._flight is not None and bool(self._flight.num_needed)
 
     @property
@@ -203,12 +204,12 @@ class GroupState:
         return self._flight is not None and not self._flight.transfer.finished
 
     def wait_arrival(self, num_layers: int | None = None) -> None:
-        """Have the device run nothing more before the group's copies have arrived.
+        """Make all later work on the device wait for the group's copies.
 
-        Copies out of a group that stays are waited for as a whole, and are still under way for the host after it.
+        Copies out of a group that stays are waited for as a whole, and stay under way for the host.
 
         Args:
-            num_layers: Only what is needed at once and in this many of the group's first layers; None for all.
+            num_layers: Wait only for what is needed before and in this many of the first layers; None for all.
         """
         flight = self._flight
         if flight is None or self.location is not Placement.DEVICE:
@@ -227,7 +228,6 @@ class GroupState:
             return 0.0
         start = time.perf_counter()
         while self._flight.num_released < len(self._flight.to_release):
-            # Memory is released while later copies still run.
             self._flight.transfer.wait_some()
             self.release_finished()
         self._flight.transfer.wait_host()
@@ -236,15 +236,16 @@ class GroupState:
         return waited
 
     def wait_copies(self) -> None:
-        """Wait for every copy of the group, those that only the device waits for and those of snapshots too."""
+        """Wait for every copy of the group, including those of snapshots and those that only the device waited for."""
         self.settle()
         for flight in self._unaccounted:
             flight.transfer.wait_host()
 
     def settle_and_charge(self, *, is_exposed: bool = True) -> TransitionReport | None:
-        """Settle outside a transition: the wait counts for the report that the copies belong to, which is returned.
+        """Settle outside of a transition; returns the report of the copies, which is charged.
 
-        `is_exposed`: somebody waits for this.
+        Args:
+            is_exposed: Charge the wait as exposed seconds.
         """
         if self._flight is None:
             return None
@@ -254,7 +255,7 @@ class GroupState:
         return report
 
     def release_finished(self) -> bool:
-        """Release the memory of copies out that have finished; whether those are all of them."""
+        """Release the memory of copies out that have finished; True once all have."""
         flight = self._flight
         if flight is None:
             return False
@@ -272,18 +273,18 @@ class GroupState:
         self._unaccounted = [flight for flight in self._unaccounted if not flight.transfer.finished]
 
     def track(self, transfer: Transfer, report: TransitionReport, *, is_beside: bool = False) -> None:
-        """Charge a copy of the group that its caller waits for; see `_Flight`."""
+        """Charge a copy that the caller waits for; see `_Flight`."""
         self._unaccounted.append(_Flight(transfer, report, is_beside=is_beside))
 
     def start_refresh(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Begin to bring the host copy up to date while the group is only read, so that it can leave without a copy."""
+        """Start to update the host copy while the group is only read, so that it can leave without a copy later."""
         self.settle()
         transfer, dirty = self._copy_dirty(records, report)
         if dirty:
             self._flight = _Flight(transfer, report, read=[record.storage for record in dirty])
 
     def refresh_mirror(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
-        """Bring the host copy up to date while the group stays on the device."""
+        """Update the host copy of a group that stays on the device."""
         transfer, _ = self._copy_dirty(records, report)
         transfer.wait_host()
         self.track(transfer, report)
@@ -294,7 +295,7 @@ class GroupState:
         self.overwrite(transfer, report, self.group.name)
 
     def overwrite(self, transfer: Transfer, report: TransitionReport, charged_to: str) -> None:
-        """Have the device run nothing more before contents have been overwritten by a transfer that has started."""
+        """Make later work on the device wait for a transfer that overwrites the contents."""
         transfer.wait_device()
         report.group(charged_to).bytes_in += transfer.num_bytes
         self.track(transfer, report)
@@ -303,7 +304,7 @@ class GroupState:
         self, records: Mapping[int, StorageRecord], report: TransitionReport
     ) -> tuple[Transfer, list[StorageRecord]]:
         """Start copying out what changed since its last copy."""
-        if records:  # else what the group had keeps its place: gradients come again
+        if records:  # without any, the host copy keeps its place: gradients come again
             self.mirror.cover(records)
         clean = [record for key, record in records.items() if self.mirror.is_clean(key, self.version)]
         clean_keys = {record.key for record in clean}
@@ -327,7 +328,7 @@ class GroupState:
     def _start_leaving(self, records: Mapping[int, StorageRecord], report: TransitionReport) -> None:
         refresh = self._flight
         transfer, dirty = self._copy_dirty({} if self._is_foreign else records, report)
-        # From here on storages may be without contents: should anything fail, `arrive` brings back those that are.
+        # From here on storages may lose their contents; if anything fails, `arrive` brings those back.
         self.location = Placement.HOST
         to_release = [record.storage for record in dirty] if refresh is None else refresh.read
         self._flight = refresh or _Flight(transfer, report)
@@ -366,7 +367,7 @@ class GroupState:
         return self._flight is None or self._flight.num_released == len(self._flight.to_release)
 
     def _is_refreshing(self, records: Mapping[int, StorageRecord]) -> bool:
-        """Whether the copies under way are those with which the group can leave."""
+        """Whether the copies under way update the host copy, so that the group can leave with them."""
         flight = self._flight
         if flight is None or not flight.read or self._is_foreign or self._verify:
             return False
@@ -380,14 +381,14 @@ class GroupState:
         return all(record.storage.nbytes() or not self.mirror.has(key) for key, record in records.items())
 
     def _stay(self) -> None:
-        """Do not leave after all: the host copy is made, as of a group that is only read, and no memory is released."""
+        """Stop leaving: the copies go on as an update of the host copy, and no memory is released."""
         assert self._flight is not None
         self._flight.to_release = ()
         self.location = Placement.DEVICE
 
     def _finish(self) -> None:
         if self._flight is not None:
-            # Kept for its seconds only: a storage in it would outlive the tensor that its owner drops.
+            # Kept for its seconds only; its storages would outlive tensors that their owner drops.
             self._flight.to_release = self._flight.read = ()
             self._unaccounted.append(self._flight)
             self._flight = None
@@ -396,3 +397,32 @@ class GroupState:
 def _copy(record: StorageRecord, mirror: HostMirror) -> Copy:
     host = mirror.bytes_of(record.key)
     return Copy(storage_bytes(record.storage, host.numel()), host)
+
+
+class LayerWaits:
+    """Hooks that make each layer wait for its own parameters, whichever groups hold them.
+
+    They run before the hooks that a layer has already, since FSDP's reads the layer's parameters.
+
+    Args:
+        states: All groups of a worker.
+    """
+
+    def __init__(self, states: Iterable[GroupState]) -> None:
+        self._layers: dict[nn.Module, list[tuple[GroupState, int]]] = {}
+        for state in states:
+            for place, layer in enumerate(state.group.layers, start=1):
+                self._layers.setdefault(layer, []).append((state, place))
+        self._hooks = [layer.register_forward_pre_hook(self._before, prepend=True) for layer in self._layers]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
+        late = [(state, place) for state, place in self._layers[layer] if state.is_arriving]
+        for state, place in late:
+            state.wait_arrival(place)
+        if late:
+            late[0][0].group.layer_arrived(layer)

@@ -1,4 +1,4 @@
-"""The groups of one worker together: which storages they have, and moving some of them, all or none."""
+"""All groups of one worker: their storages, and transactions, which move all of the wanted groups or none."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class GroupSet:
     """All groups of a worker.
 
     Args:
-        states: The groups, in the order in which a storage that several of them list is counted.
+        states: The groups; a storage that several of them list belongs to the first.
         device: Where they live.
 
     Attributes:
-        failure: Why nothing may move any more; None while all is well.
+        failure: Why nothing may move any more, or None.
     """
 
     def __init__(self, states: Mapping[str, GroupState], device: Device) -> None:
@@ -50,16 +50,16 @@ class GroupSet:
             )
 
     def account(self) -> None:
-        """Fill the seconds in that are known by now. Does not block."""
+        """Add the seconds that are known by now to the reports. Does not block."""
         self.device.account()
         for state in self.states.values():
             state.account()
 
     @torch.no_grad()
     def records(self) -> Records:
-        """Storages on this device by group; one that several groups list belongs to the first.
+        """Storages on this device by group.
 
-        Good for one transition, unless they are kept: what a group replaces, or makes later, is not in it.
+        Valid for one transition, unless kept: storages that a group replaces or makes later are missing.
         """
         claimed: set[int] = set()
         records: Records = {}
@@ -77,20 +77,20 @@ class GroupSet:
         return records
 
     def keep(self, records: Records) -> None:
-        """Take these for the groups' storages until `forget`: a mixture of experts has tens of thousands of tensors."""
+        """Have `records` return these until `forget`: listing the tens of thousands of a mixture of experts is slow."""
         self._kept = {n: found for n, found in records.items() if self.states[n].location is not Placement.FREED}
 
     def forget(self) -> None:
-        """List storages anew from here on: groups may have other tensors by now."""
+        """List storages anew from here on, since groups may have other tensors."""
         self._kept = {}
 
     def on_host(self, names: Collection[str]) -> list[str]:
-        """Those that are on the host; of these names, where any are given."""
+        """Names of the groups that are on the host, out of `names` if any are given."""
         here = [name for name, state in self.states.items() if state.location is Placement.HOST]
         return [name for name in here if not names or name in names]
 
     def leaving_after(self, phase: Phase, plan: ResidencyPlan) -> list[str]:
-        """Groups on the device that `phase` only reads and that leave the device after it."""
+        """Names of groups on the device that `phase` only reads and that leave after it."""
         spec = PHASES[phase]
         if spec.reads_before is None:
             return []
@@ -100,9 +100,9 @@ class GroupSet:
         ]
 
     def prepare(self, wanted: Mapping[str, Placement]) -> Records:
-        """Have the groups that will move drop their temporary copies; the storages after that."""
+        """Have the groups that will move drop their temporary copies; returns the storages after that."""
         if not self._kept:
-            self.device.advance_out()  # listing the storages takes a moment, in which paced copies go on
+            self.device.advance_out()  # paced copies go on while the storages are listed
         for name, place in wanted.items():
             if place not in (Placement.UNCHANGED, self.states[name].location):
                 self.states[name].group.prepare()
@@ -111,11 +111,10 @@ class GroupSet:
 
     @contextmanager
     def visiting(self, wanted: Mapping[str, Placement], report: TransitionReport) -> Iterator[None]:
-        """Groups where they are wanted inside the body, with all copies in waited for; on the host after it."""
+        """Have groups where they are wanted inside the body, all copies in waited for, and on the host after it."""
         Transaction(self, wanted, report).run()
         for state in self.states.values():
-            # What was on its way already is read now too.
-            state.wait_arrival()
+            state.wait_arrival()  # groups that were arriving already are read too
         try:
             yield
         finally:
@@ -123,15 +122,15 @@ class GroupSet:
             self.settle(release_cache=True)
 
     def wait_arrival(self, names: Collection[str]) -> None:
-        """Have the device run nothing more before those of these groups that are arriving are there."""
+        """Make later work on the device wait for these groups, as far as they are arriving."""
         for name, state in self.states.items():
             if name in names and state.is_arriving:
                 state.wait_arrival()
 
     def host_view(self, tensor: Tensor) -> Tensor | None:
-        """A tensor's contents in its group's host copy; None where they are on the device.
+        """A tensor's contents in its group's host copy; None if they are on the device.
 
-        The result has the tensor's shape and strides, and shares the host copy's memory.
+        The result has the tensor's shape and strides and shares the host copy's memory.
         """
         for state in self.states.values():
             state.wait_arrival()
@@ -141,19 +140,19 @@ class GroupSet:
             if state.location is Placement.HOST and state.mirror.has(key):
                 state.settle()
                 flat = state.mirror.bytes_of(key).view(local.dtype)
-                # An offset of `as_strided` counts from the start of the block that the host copy is a part of.
+                # `as_strided` counts its offset from the start of the block that the host copy is part of.
                 return flat.as_strided(local.size(), local.stride(), flat.storage_offset() + local.storage_offset())
         return None
 
     def release_finished(
         self, *, release_cache: bool, starts_more: bool = True, report: TransitionReport | None = None
     ) -> None:
-        """Release the memory of copies out that have finished; does not block.
+        """Release the memory of copies out that have finished. Does not block.
 
         Args:
-            release_cache: Release cached memory to the driver too when the last of them has; of paced ones, any.
-            starts_more: Start paced copies.
-            report: What releasing it is charged to; without it, what the copies belong to.
+            release_cache: Release cached memory to the driver too, once all have finished or, if they are paced, any.
+            starts_more: Start further paced copies.
+            report: The report to charge instead of that of the copies.
         """
         settled = None
         for state in self.states.values():
@@ -168,8 +167,8 @@ class GroupSet:
         """Start all copies out that were held back.
 
         Args:
-            report: What releasing memory is charged to.
-            release_cache: Release what has left by now to the driver first, which would wait for them.
+            report: The report to charge for releasing memory.
+            release_cache: First release the memory of finished copies to the driver, which would wait for the new ones.
         """
         if release_cache:
             self.release_finished(release_cache=False)
@@ -178,35 +177,35 @@ class GroupSet:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the memory of some group is still to be released."""
+        """Whether any group is leaving."""
         return any(state.is_leaving for state in self.states.values())
 
     def leftovers(self, records: Records | None, check: LeftoverCheck, cache_released: bool) -> list[Leftover]:
-        """See `LeftoverCheck`; none while a group is leaving. The records are those of now, where None is given."""
+        """See `LeftoverCheck`; none while a group is leaving. Lists the storages if `records` is None."""
         if self.is_leaving:
             return []
         here = {name for name, state in self.states.items() if state.location is Placement.DEVICE}
         return check.check(records or self.records(), here, cache_released)
 
     def leave_at_most(self, limit_bytes: int, report: TransitionReport) -> None:
-        """Wait for copies out, in their order, until the driver has all but so much of this process's memory back.
+        """Wait for copies out, in their order, until this process holds at most `limit_bytes` of the device.
 
-        Other paced copies are not started: who waits for this maps memory next, which waits for copies out.
+        Starts no further paced copies: the engine maps memory next, which waits for all that run.
 
         Args:
-            limit_bytes: What torch's allocator may hold.
-            report: Whose exposed seconds these are.
+            limit_bytes: Most bytes that torch's allocator may hold.
+            report: The report to charge.
         """
         with report.held_up():
             self.release_finished(release_cache=False, starts_more=False, report=report)
-            # Once for all that tensors give up, since it waits for the copies that run and holds up the next ones.
+            # Once for all tensors: releasing waits for running copies and holds up the next ones.
             self._wait_for(lambda: self.device.allocated_bytes() <= limit_bytes, report, release_cache=False)
             self.release_cache_for(report)
-            # Of blocks that are in use in part there may be more.
+            # Blocks that are partly in use may need further copies.
             self._wait_for(lambda: self.device.reserved_bytes() <= limit_bytes, report, release_cache=True)
 
     def _wait_for(self, is_enough: Callable[[], bool], report: TransitionReport, *, release_cache: bool) -> None:
-        """Wait for copies out, in their order, until enough has left or all has."""
+        """Wait for copies out, in their order, until enough or all have finished."""
         while not is_enough() and (leaving := [state for state in self.states.values() if state.is_leaving]):
             self.device.advance_out()
             min(leaving, key=lambda state: state.order).wait_some()
@@ -220,13 +219,13 @@ class GroupSet:
         report: TransitionReport | None = None,
         is_exposed: bool = True,
     ) -> None:
-        """Wait for every copy under way and release the memory of what left.
+        """Wait for every copy under way and release the memory of groups that left.
 
         Args:
             arrivals: Wait for copies in too.
             release_cache: Release cached memory to the driver too.
-            report: What releasing it is charged to; without it, what the copies belong to.
-            is_exposed: Somebody waits for this; else it is charged to no report.
+            report: The report to charge for that instead of that of the copies.
+            is_exposed: Charge the wait; False charges no report.
         """
         waiting = [state for state in self.states.values() if arrivals or not state.is_arriving]
         reports = (state.settle_and_charge(is_exposed=is_exposed) for state in waiting)
@@ -237,9 +236,11 @@ class GroupSet:
             charged.device_used_after_bytes = self.device.used_bytes()
 
     def release_cache(self) -> float:
-        """Release cached memory to the driver, unless that waits for many copies out; returns the seconds it took."""
-        # Releasing memory to the driver (cudaFree) waits for everything that runs on the GPU, copies included: done
-        # while a group is leaving, it would make the caller wait for what was to be hidden. Of paced copies few run.
+        """Release cached memory to the driver, unless that waits for many copies out; returns the seconds.
+
+        cudaFree waits for everything that runs on the GPU, copies included. Called while a group is leaving, it would
+        expose copies that are meant to be hidden. Of paced copies few run at a time.
+        """
         if not self.device.lets_memory_go and self.is_leaving:
             return 0.0
         start = time.perf_counter()
@@ -247,7 +248,7 @@ class GroupSet:
         return time.perf_counter() - start
 
     def release_cache_for(self, report: TransitionReport | None) -> None:
-        """`release_cache`, whose seconds are charged to a report."""
+        """`release_cache`, charged to a report."""
         took_s = self.release_cache()
         if report is not None:
             report.give_back_s += took_s
@@ -255,17 +256,17 @@ class GroupSet:
 
 
 class Transaction:
-    """One move of groups to where they are wanted. If any of it fails, every group goes back where it was.
+    """One move of groups to where they are wanted. If any of it fails, every group goes back to its old place.
 
-    If that fails too, the groups' `failure` is set, and nothing moves ever again.
+    If that fails too, the groups' `failure` is set and nothing moves any more.
 
     Args:
         groups: All groups of the worker.
         wanted: Placement by group.
-        report: What is charged.
+        report: The report to charge.
 
     Attributes:
-        records: Storages of all groups, as they were listed before the move.
+        records: Storages of all groups, listed before the move.
     """
 
     def __init__(self, groups: GroupSet, wanted: Mapping[str, Placement], report: TransitionReport) -> None:
@@ -278,7 +279,7 @@ class Transaction:
         """Make the move.
 
         Args:
-            release_cache: Release cached memory to the driver too, unless copies out are still under way.
+            release_cache: Release cached memory to the driver too; see `GroupSet.release_cache`.
         """
         device, report = self._groups.device, self._report
         before = {name: state.location for name, state in self._groups.states.items()}
@@ -302,10 +303,9 @@ class Transaction:
         for name in leaving:
             states[name].leave(moving[name], records[name], report)
             if moving[name] is Placement.FREED:
-                # The list must not keep alive what the group has just dropped.
-                records[name].clear()
+                records[name].clear()  # it must not keep alive what the group has just dropped
         if arriving:
-            # What arrives may need the memory of what leaves.
+            # Arriving groups may need the memory of leaving ones.
             for state in states.values():
                 if state.location is not Placement.DEVICE:
                     state.settle()
@@ -315,7 +315,7 @@ class Transaction:
             states[name].arrive(records[name], report)
 
     def _roll_back(self, before: Mapping[str, Placement], error: BaseException) -> None:
-        """Put groups back. What arrived leaves first, so that what left has room to return."""
+        """Put groups back. Those that arrived leave first, so that the others have room to return."""
         groups = self._groups
         groups.forget()
         groups.failure = f"an earlier transition failed ({type(error).__name__}: {error}) and could not be undone"
